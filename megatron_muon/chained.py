@@ -1,0 +1,123 @@
+"""The step contract around the chain of Muon and scalar optimizers.
+
+One step is: finish the gradient reduction, compute the norm over all parameters, clip, skip where a gradient is not finite, step
+every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm, clipping and zero counts; this class adds
+the rest. It does no mathematics of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from megatron_muon.optim.sharded_muon import local_rows
+
+
+class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
+    """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
+
+    Args:
+        chained_optimizers: megatron-core's DistributedOptimizer around each inner optimizer, all with the same config.
+    """
+
+    def __init__(self, chained_optimizers: list[MegatronOptimizer]) -> None:
+        super().__init__(chained_optimizers)
+        self._grad_norm: float | torch.Tensor = 0.0
+        self._no_rows: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, Any]:
+        """Take one optimizer step.
+
+        Returns:
+            `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they were,
+            where a gradient was not finite.
+        """
+        for chunk in self.model_chunks:
+            chunk.finish_grad_sync()
+        result: tuple[bool, Any, Any] = super().step()
+        return result
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float | torch.Tensor:
+        """The gradient norm over all parameters, kept for the finiteness check of the same step."""
+        self._grad_norm = super().get_grad_norm()
+        return self._grad_norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step every optimizer, then install the weights once for all of them."""
+        norms = [self._grad_norm, *self.grad_norms_by_group.values()]
+        if not all(math.isfinite(norm) for norm in norms):
+            return False
+        timers = self.config.timers
+        if timers is not None:
+            timers("optimizer-inner-step", log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        self._give_empty_shards_gradients()
+        for optimizer in self.chained_optimizers:
+            if not optimizer.is_stub_optimizer:
+                optimizer.optimizer.step()
+        if timers is not None:
+            timers("optimizer-inner-step").stop()
+            timers("optimizer-copy-main-to-model-params", log_level=1).start(
+                barrier=self.config.barrier_with_L1_time
+            )
+        for chunk in self.model_chunks:
+            chunk.module.install_optimized_model_weights()
+        if timers is not None:
+            timers("optimizer-copy-main-to-model-params").stop()
+            timers("params-all-gather", log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+        if timers is not None:
+            timers("params-all-gather").stop()
+        return True
+
+    def _give_empty_shards_gradients(self) -> None:
+        """Let scalar optimizers step over shards without rows too, so that their step counters agree on every rank.
+
+        Megatron-FSDP sets no gradient there. A checkpoint keeps one counter for a parameter, and the rank that writes it may
+        well be one without rows.
+        """
+        attribute = "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
+        for parameter in self.get_parameters():
+            if getattr(parameter, attribute, None) is None and local_rows(parameter).numel() == 0:
+                if parameter not in self._no_rows:
+                    self._no_rows[parameter] = torch.zeros_like(parameter.detach())
+                setattr(parameter, attribute, self._no_rows[parameter])
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One state dict for all optimizers, keyed by parameter name, as megatron-core's fsdp_dtensor format wants it.
+
+        A chain's usual form, a dict for each optimizer, is not understood by the handlers of that format. State exists from
+        construction, so loading needs no dummy step.
+        """
+        merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
+        for optimizer in self.chained_optimizers:
+            if not optimizer.is_stub_optimizer:
+                part = optimizer.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
+                merged["state"].update(part["state"])
+                merged["param_to_group_meta"].update(part["param_to_group_meta"])
+        return merged
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `sharded_state_dict` returned, each optimizer its own parameters."""
+        for optimizer in self.chained_optimizers:
+            if optimizer.is_stub_optimizer:
+                continue
+            names = {optimizer._param_name(parameter) for parameter in optimizer.get_parameters()}
+            optimizer.load_state_dict(
+                {
+                    "state": {name: value for name, value in state_dict["state"].items() if name in names},
+                    "param_to_group_meta": {
+                        name: meta for name, meta in state_dict["param_to_group_meta"].items() if name in names
+                    },
+                }
+            )
+
+

@@ -1,0 +1,128 @@
+"""The `megatron-muon` command: finds the subcommand, imports it, runs it, turns errors into one line.
+
+A subcommand is one entry of `COMMANDS` and one module with `configure(parser)` and `run(args) -> int`. Only
+the module that is asked for is imported, so that help and usage errors never wait for torch.
+"""
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Protocol, cast
+
+from megatron_muon.errors import UserError
+
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+
+class CommandModule(Protocol):
+    """What a subcommand's module offers."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Adds arguments, description and examples; imports nothing heavy."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Does the work and returns the exit code; raises `UserError` for what the user got wrong."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: the module that implements it and its line in `megatron-muon --help`."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "data": Command("megatron_muon.data.command", "prepare text for training"),
+    "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
+}
+
+VERSIONED_PACKAGES = ("megatron-muon", "megatron-core", "torch", "emerging-optimizers", "transformer-engine")
+
+EXAMPLES = """\
+examples:
+  megatron-muon data prepare --stdlib --output data/stdlib
+  megatron-muon summary runs/quickstart
+  megatron-muon COMMAND --help
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: The arguments after the program's name; `sys.argv[1:]` by default.
+
+    Returns:
+        0 when all went well, 1 after a failure, 2 after a usage error, 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        parser, modules = _build_parser(arguments)
+        args = parser.parse_args(arguments)
+        return modules[args.command].run(args)
+    except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
+        return end.code if isinstance(end.code, int) else EXIT_FAILURE
+    except UserError as error:
+        print(f"megatron-muon: error: {error}", file=sys.stderr)
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        print("megatron-muon: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILURE
+
+
+def versions() -> str:
+    """Returns the versions that matter in a bug report, one a line. Imports none of the packages."""
+    lines = []
+    for package in VERSIONED_PACKAGES:
+        try:
+            lines.append(f"{package:<20} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            if package != "transformer-engine":  # optional: its absence is nothing to report
+                lines.append(f"{package:<20} not installed")
+    lines.append(f"{'python':<20} {platform.python_version()}")
+    return "\n".join(lines)
+
+
+class _ShowVersions(argparse.Action):
+    """Looks the versions up only when they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(versions())
+        parser.exit(EXIT_OK)
+
+
+def _build_parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, dict[str, CommandModule]]:
+    """Returns the parser, and the module of the subcommand that `arguments` names, if any."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-muon",
+        description="Muon for Megatron-LM under Megatron-FSDP: tools around training.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit"
+    )
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
+    modules: dict[str, CommandModule] = {}
+    for name, command in COMMANDS.items():
+        subparser = subparsers.add_parser(
+            name, help=command.summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == wanted:
+            modules[name] = cast(CommandModule, importlib.import_module(command.module))
+            modules[name].configure(subparser)
+    return parser, modules
+
+
+if __name__ == "__main__":
+    sys.exit(main())

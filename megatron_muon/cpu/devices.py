@@ -1,0 +1,168 @@
+"""Sends tensors that ask for a CUDA device to the CPU.
+
+Factory functions, `Tensor` methods, `DeviceMesh` and `with torch.device(...)` accept "cuda", a CUDA
+`torch.device` or a device index and build on the CPU. `torch.device` objects themselves stay what they are,
+and so does `Tensor.is_cuda`: it is False, which is the truth. `torch.load(map_location="cuda")`,
+`torch.autocast` and CUDA `torch.Generator`s are not mapped: training does not ask for them, and they fail
+loudly.
+
+Needed with megatron-core 0.19.x, whose training loop and Megatron-FSDP name the device in hundreds of places.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _device as device_context
+
+from megatron_muon.cpu.patching import Patches
+
+CPU = torch.device("cpu")
+
+# Functions of torch that create a tensor on the device named in `device=`.
+FACTORIES = (
+    "arange",
+    "as_tensor",
+    "asarray",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "eye",
+    "full",
+    "full_like",
+    "linspace",
+    "logspace",
+    "normal",
+    "ones",
+    "ones_like",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "randperm",
+    "scalar_tensor",
+    "tensor",
+    "tril_indices",
+    "triu_indices",
+    "zeros",
+    "zeros_like",
+)
+TENSOR_FACTORIES = (
+    "new_empty",
+    "new_empty_strided",
+    "new_full",
+    "new_ones",
+    "new_tensor",
+    "new_zeros",
+)
+
+
+def on_cpu(device: Any) -> Any:
+    """Maps whatever names a CUDA device (string, `torch.device`, index) to the CPU; leaves the rest alone.
+
+    `meta` stays `meta`: models are built there before they have storage.
+    """
+    if isinstance(device, torch.device):
+        return CPU if device.type == "cuda" else device
+    if isinstance(device, str):
+        return CPU if device.split(":")[0] == "cuda" else device
+    if isinstance(device, int) and not isinstance(device, bool):
+        return CPU  # a bare index means the current accelerator
+    return device
+
+
+def install(patches: Patches) -> None:
+    """Maps CUDA devices to the CPU wherever a tensor, a module or a mesh is made or moved."""
+    # This list is cached on first use and its functions are compared by identity: fill it with the
+    # originals, or `with torch.device("meta")` would not recognise the functions that it is meant to
+    # redirect.
+    device_context._device_constructors()
+
+    # The functions are wrapped one by one; a TorchFunctionMode would be shorter, but it is suspended inside
+    # Tensor.backward, where Megatron-FSDP's hooks allocate their buckets.
+    for name in FACTORIES:
+        patches.wrap(torch, name, _with_cpu_keywords)
+    for name in TENSOR_FACTORIES:
+        patches.wrap(torch.Tensor, name, _with_cpu_keywords)
+    patches.wrap(torch.Tensor, "to", _tensor_to)
+    patches.wrap(torch.Tensor, "type", _tensor_type)
+
+    # Everything lives on the one device there is, so moving there returns the tensor itself, as on a GPU.
+    patches.replace(torch.Tensor, "cuda", _itself)
+    patches.replace(torch.nn.Module, "cuda", _itself, takes=("device",))
+    # Pinning asks the driver, and record_stream wants a real stream.
+    patches.replace(torch.Tensor, "pin_memory", _itself)
+    patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
+
+    patches.wrap(DeviceMesh, "__init__", _first_argument_on_cpu("device_type"), takes=("device_type",))
+    patches.wrap(
+        device_context.DeviceContext, "__init__", _first_argument_on_cpu("device"), takes=("device",)
+    )
+
+
+def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    return tensor_or_module
+
+
+def _with_cpu_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False  # pinned memory asks the driver
+        return function(*args, **kwargs)
+
+    return create
+
+
+def _tensor_to(function: Callable[..., Any]) -> Callable[..., Any]:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
+        if args:
+            args = (on_cpu(args[0]), *args[1:])
+        if "device" in kwargs:
+            kwargs["device"] = on_cpu(kwargs["device"])
+        return function(self, *args, **kwargs)
+
+    return to
+
+
+def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`Tensor.type()` without arguments speaks of CUDA; with an argument it converts, on the CPU.
+
+    megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and the
+    optimizers sort parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and
+    'torch.cuda.FloatTensor'.
+    """
+
+    def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:
+        if dtype is not None:
+            if isinstance(dtype, str):
+                dtype = dtype.replace("torch.cuda.", "torch.")
+            return function(self, dtype, non_blocking, **kwargs)
+        name = function(self)
+        return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
+
+    return type_
+
+
+def _first_argument_on_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def around(init: Callable[..., Any]) -> Callable[..., Any]:
+        def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
+            if args:
+                args = (_same_kind(args[0]), *args[1:])
+            elif name in kwargs:
+                kwargs[name] = _same_kind(kwargs[name])
+            init(self, *args, **kwargs)
+
+        return initialise
+
+    return around
+
+
+def _same_kind(device: Any) -> Any:
+    mapped = on_cpu(device)
+    return mapped.type if isinstance(device, str) and isinstance(mapped, torch.device) else mapped

@@ -1,0 +1,159 @@
+"""`megatron-muon data`: the command line of `megatron_muon.data`."""
+
+import argparse
+import contextlib
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_muon.data.corpus import PreparedData, Progress, prepare
+from megatron_muon.data.sources import SourceOptions
+from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
+
+_LINE_EVERY_SECONDS = 5.0
+
+EXAMPLES = """\
+examples:
+  the text that every machine has, Python's own library:
+    megatron-muon data prepare --stdlib --output data/stdlib
+  a directory of sources:
+    megatron-muon data prepare --input ~/src/project --suffix .py .md --output data/project
+  JSONL with the text in the field "content":
+    megatron-muon data prepare --input part-*.jsonl --json-key content --output data/parts
+  a tokenizer from the Hugging Face hub or a directory:
+    megatron-muon data prepare --input book.txt --output data/book \\
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model gpt2
+"""
+
+DESCRIPTION = """\
+Writes text as Megatron's indexed data, OUTPUT.bin and OUTPUT.idx, for --data-path OUTPUT.
+
+A text file is one document, a line of a JSONL file is one. Directories are searched in sorted order; hidden
+files, __pycache__, site-packages and dist-packages are passed over; files that are binary or not UTF-8 are
+skipped and counted. The same input and options give the same bytes.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds `prepare` and its arguments."""
+    parser.description = "Prepare text for training."
+    parser.epilog = EXAMPLES
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    add = actions.add_parser(
+        "prepare",
+        help="tokenize text into Megatron's .bin/.idx",
+        description=DESCRIPTION,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).add_argument
+
+    add("--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories")
+    add("--stdlib", action="store_true", help="take the running Python's standard library, about 30 MB")
+    add("--output", type=Path, required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
+    add("--overwrite", action="store_true", help="replace existing output that holds something else")
+    add(
+        "--suffix",
+        nargs="+",
+        default=[],
+        metavar="S",
+        help="file name endings to take from directories (all)",
+    )
+    add(
+        "--exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="name or path patterns to pass over: tests '*_pb2.py'",
+    )
+    add(
+        "--format",
+        choices=("auto", "text", "jsonl"),
+        default="auto",
+        help="auto: .jsonl and .ndjson are JSONL",
+    )
+    add(
+        "--json-key",
+        default="text",
+        metavar="KEY",
+        help="the field of a JSONL line that holds the text (text)",
+    )
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
+        help=f"{', '.join(TOKENIZER_TYPES)} (the first)")  # fmt: skip
+    add("--tokenizer-model", metavar="MODEL", help="file, directory or name, as Megatron's flag of this name")
+    add("--vocab-size", type=int, metavar="N", help="as Megatron's flag of this name")
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
+        help="end every document with the end-of-document id (yes)")  # fmt: skip
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tokenizing processes; worth it for slow tokenizers (1)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepares the data and prints what was written and how to train on it."""
+    with _progress() as progress:
+        prepared = prepare(
+            args.input,
+            args.output,
+            stdlib=args.stdlib,
+            sources=SourceOptions(
+                suffixes=tuple(args.suffix),
+                exclude=tuple(args.exclude),
+                file_format=args.format,
+                json_key=args.json_key,
+            ),
+            tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+            append_eod=args.append_eod,
+            workers=args.workers,
+            overwrite=args.overwrite,
+            progress=progress,
+        )
+    if prepared.skipped:
+        print(prepared.skipped)
+    print(describe(prepared))
+    return 0
+
+
+def describe(prepared: PreparedData) -> str:
+    """Returns two lines: what is there, and the flags to train on it."""
+    state = "up to date" if prepared.up_to_date else "prepared"
+    return (
+        f"{state} {prepared.prefix}: {prepared.documents:,} documents, {prepared.tokens:,} tokens, "
+        f"{prepared.bytes:,} bytes, {prepared.seconds:.1f} s\n"
+        f"train with: {' '.join(prepared.flags)}"
+    )
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Progress]:
+    """Provides a progress bar on a terminal, and a plain line every few seconds elsewhere."""
+    if not sys.stderr.isatty():
+        yield _PlainProgress()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("reading", total=None)
+
+        def update(read: int, total: int) -> None:
+            bar.update(task, completed=read, total=total, description="tokenizing")
+
+        yield update
+
+
+class _PlainProgress:
+    def __init__(self) -> None:
+        self.last = time.monotonic()
+
+    def __call__(self, read: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self.last >= _LINE_EVERY_SECONDS:
+            self.last = now
+            print(f"tokenizing: {read / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)

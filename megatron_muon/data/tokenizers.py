@@ -1,0 +1,150 @@
+"""Turns text into token ids exactly as Megatron's tokenizers do.
+
+The default is megatron-core's `ByteLevelTokenizer`: a token is a byte of UTF-8, the highest id ends a
+document. The training command line of megatron-core 0.19 has no flag that selects it, and needs none: during
+training a tokenizer only tells the vocabulary's size and the id that ends a document, which `NullTokenizer`
+does with the same values.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_muon.errors import UserError
+from megatron_muon.quiet import quiet_imports
+
+BYTE_LEVEL = "ByteLevelTokenizer"
+BYTE_LEVEL_VOCAB_SIZE = 257
+"""256 byte values and one end-of-document id."""
+
+TOKENIZER_TYPES = (
+    BYTE_LEVEL,
+    "NullTokenizer",
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+"""The byte-level one, and those of megatron-core's `build_tokenizer` that need at most a model."""
+
+Encode = Callable[[str], npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class TokenizerSpec:
+    """Which tokenizer, in the words of Megatron's command line.
+
+    Attributes:
+        tokenizer_type: One of `TOKENIZER_TYPES`.
+        model: Megatron's `--tokenizer-model`.
+        vocab_size: Megatron's `--vocab-size`. For the byte-level tokenizer at least 257; the last id ends
+            documents.
+    """
+
+    tokenizer_type: str = BYTE_LEVEL
+    model: str | None = None
+    vocab_size: int | None = None
+
+    def training_flags(self) -> tuple[str, ...]:
+        """Returns the flags with which Megatron's training reads what this tokenizer wrote."""
+        if self.tokenizer_type == BYTE_LEVEL:
+            size = self.vocab_size or BYTE_LEVEL_VOCAB_SIZE
+            return ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
+        flags = ["--tokenizer-type", self.tokenizer_type]
+        if self.model is not None:
+            flags += ["--tokenizer-model", self.model]
+        if self.vocab_size is not None:
+            flags += ["--vocab-size", str(self.vocab_size)]
+        return tuple(flags)
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer ready for use.
+
+    Attributes:
+        encode: Text to a one-dimensional array of ids, without an end-of-document id.
+        vocab_size: Number of ids; every id is smaller.
+        eod: The id that ends a document; None where the tokenizer has none.
+    """
+
+    encode: Encode
+    vocab_size: int
+    eod: int | None
+
+
+def encode_bytes(text: str) -> npt.NDArray[np.uint8]:
+    """Returns the ids of megatron-core's `ByteLevelTokenizer.text_to_ids`, as one array instead of a list."""
+    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+
+
+def check_spec(spec: TokenizerSpec) -> None:
+    """Refuses what can be seen to be wrong without importing anything.
+
+    Raises:
+        UserError: An unknown type, a vocabulary too small for bytes, or a missing model or vocabulary size.
+    """
+    kind, size = spec.tokenizer_type, spec.vocab_size
+    if kind not in TOKENIZER_TYPES:
+        raise UserError(f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}")
+    if kind == BYTE_LEVEL:
+        if spec.model is not None:
+            raise UserError(f"--tokenizer-model {spec.model}: {BYTE_LEVEL} has no model; leave it out")
+        if size is not None and size < BYTE_LEVEL_VOCAB_SIZE:
+            raise UserError(
+                f"--vocab-size {size} is too small for {BYTE_LEVEL}: 256 bytes and an end-of-document id "
+                f"need at least {BYTE_LEVEL_VOCAB_SIZE}"
+            )
+    elif kind == "NullTokenizer":
+        if size is None or size < 1:
+            raise UserError("NullTokenizer (text that already holds ids) needs --vocab-size N")
+    elif spec.model is None:
+        raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
+
+
+def build(spec: TokenizerSpec) -> Tokenizer:
+    """Builds the tokenizer; all but the byte-level one import megatron-core, which takes seconds.
+
+    Raises:
+        UserError: What `check_spec` refuses, a missing package, or a model that does not load.
+    """
+    check_spec(spec)
+    if spec.tokenizer_type == BYTE_LEVEL:
+        size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
+        return Tokenizer(encode=encode_bytes, vocab_size=size, eod=size - 1)
+
+    tokenizer = _build_megatron(spec)
+
+    def encode(text: str) -> npt.NDArray[np.int64]:
+        return np.asarray(tokenizer.tokenize(text), dtype=np.int64)
+
+    eod = getattr(tokenizer, "eod", None)
+    return Tokenizer(
+        encode=encode, vocab_size=int(tokenizer.vocab_size), eod=None if eod is None else int(eod)
+    )
+
+
+def _build_megatron(spec: TokenizerSpec) -> Any:
+    with quiet_imports():
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+        from megatron.training.config import TokenizerConfig
+
+    args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
+    args.tokenizer_type, args.tokenizer_model = spec.tokenizer_type, spec.model
+    args.vocab_size, args.pad_vocab_size = spec.vocab_size, False
+    try:
+        return build_tokenizer(args)
+    except ImportError as error:
+        raise UserError(
+            f"--tokenizer-type {spec.tokenizer_type} needs a package that is missing: {error}"
+        ) from error
+    except Exception as error:  # each tokenizer library has exceptions of its own
+        raise UserError(
+            f"--tokenizer-type {spec.tokenizer_type} --tokenizer-model {spec.model}: {error}"
+        ) from error

@@ -1,0 +1,9 @@
+"""The one exception type for what a user can get wrong.
+
+The command line prints it as a single line without a traceback; library code raises it as the `ValueError` it
+is.
+"""
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave; the message says what was given, what would be right, what to type."""

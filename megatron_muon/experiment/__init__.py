@@ -1,0 +1,1 @@
+"""Experiments around training: what a run did, and what to try next."""

@@ -1,0 +1,308 @@
+"""`megatron-muon summary RUN_DIR`: one readable page about a run.
+
+Figures come from what Megatron's training loop wrote to TensorBoard; where it wrote none (a timer that was not asked
+for, no validation) the summary says so instead of guessing.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.experiment.events import LOSS_TAG, Point, RunEvents, read_events
+
+WARMUP_STEPS = 10
+"""Speed is measured after these: the first steps pay for caches and allocations."""
+
+LAST_STEPS = 10
+"""The final loss is the mean of this many logged steps."""
+
+EXAMPLES = """\
+examples:
+  megatron-muon summary runs/quickstart
+  megatron-muon summary runs/quickstart --json figures.json
+"""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The figures of a run. None stands for what the log does not hold.
+
+    Attributes:
+        iterations: Last logged iteration.
+        loss_first: Loss of the first logged iteration.
+        loss_last: Mean loss of the last `LAST_STEPS` logged iterations.
+        diverged_at: First iteration whose loss is not a finite number.
+        validation_loss: By name of the validation set ("" when there is one), at `validation_iteration`. The
+            log does not tell the test set from the validation set; the validation set is evaluated first.
+        tokens_per_second: Median after the warm-up, all ranks together.
+        step_seconds: Median time of an iteration after the warm-up.
+        optimizer_share: Median share of an iteration that the optimizer's step took, 0 to 1.
+        train_seconds: Wall time of the training loop, validation included.
+    """
+
+    run_dir: str
+    optimizer: str | None
+    world_size: int | None
+    iterations: int
+    loss_first: float
+    loss_last: float
+    diverged_at: int | None
+    validation_loss: dict[str, float]
+    validation_iteration: int | None
+    tokens_per_second: float | None
+    step_seconds: float | None
+    optimizer_share: float | None
+    train_seconds: float
+    tensorboard_dir: str
+    checkpoint: str | None
+    next_commands: tuple[tuple[str, str], ...]
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megatron-muon summary`."""
+    parser.description = "Sum up a run: loss, validation loss, speed, and where its log and checkpoint lie."
+    parser.epilog = EXAMPLES
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="holds tensorboard/ and checkpoints/")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the summary, and writes it as JSON where asked."""
+    summary = summarize(args.run_dir)
+    if args.json is not None:
+        try:
+            args.json.write_text(to_json(summary), "utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    show(summary)
+    return 0
+
+
+def summarize(run_dir: Path) -> RunSummary:
+    """Collects the figures of a run.
+
+    Args:
+        run_dir: Holds `tensorboard/`, and `checkpoints/` if the run saved any.
+
+    Raises:
+        UserError: The directory or its log is missing, or the log holds no loss.
+    """
+    if not run_dir.is_dir():
+        raise UserError(
+            f"no run at {str(run_dir)!r}; give the directory that holds tensorboard/ and checkpoints/"
+        )
+    tensorboard_dir = run_dir / "tensorboard"
+    events = read_events(tensorboard_dir)
+    losses = events.points(LOSS_TAG)
+    if not losses:
+        raise UserError(
+            f"the log in {str(tensorboard_dir)!r} holds no {LOSS_TAG!r}; the run ended before its first step"
+        )
+    validation, validation_iteration = _validation(events)
+    seconds = _step_seconds(events)
+    step_seconds = statistics.median(seconds.values()) if seconds else None
+    return RunSummary(
+        run_dir=str(run_dir),
+        optimizer=events.args.get("optimizer"),
+        world_size=_integer(events.args.get("world_size")),
+        iterations=losses[-1].step,
+        loss_first=losses[0].value,
+        loss_last=statistics.fmean(point.value for point in losses[-LAST_STEPS:]),
+        diverged_at=next((point.step for point in losses if not math.isfinite(point.value)), None),
+        validation_loss=validation,
+        validation_iteration=validation_iteration,
+        tokens_per_second=_tokens_per_second(events, seconds),
+        step_seconds=step_seconds,
+        optimizer_share=_optimizer_share(events, seconds),
+        train_seconds=events.train_seconds,
+        tensorboard_dir=str(tensorboard_dir),
+        checkpoint=_checkpoint(run_dir / "checkpoints"),
+        next_commands=_next_commands(run_dir, tensorboard_dir, events.args),
+    )
+
+
+def to_json(summary: RunSummary) -> str:
+    """Returns the figures as strict JSON: a loss that is not a number becomes null."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        if isinstance(value, dict):
+            return {key: strict(item) for key, item in value.items()}
+        return value
+
+    figures = {key: strict(value) for key, value in dataclasses.asdict(summary).items()}
+    return json.dumps(figures, indent=2, allow_nan=False) + "\n"
+
+
+def show(summary: RunSummary) -> None:
+    """Prints the summary to standard output. Paths and commands are never wrapped, so that they can be copied."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in rows(summary):
+        table.add_row(label, Text(value))
+    console.print(Text(f"Run {summary.run_dir}", style="bold"), soft_wrap=True)
+    console.print(table)
+    console.print()
+    console.print(Text("What to try next", style="bold"))
+    for purpose, command in summary.next_commands:
+        console.print(Text(f"  {purpose}"))
+        console.print(Text(f"    {command}", style="cyan"), soft_wrap=True)
+
+
+def rows(summary: RunSummary) -> list[tuple[str, str]]:
+    """Returns the summary's lines as (label, value)."""
+    loss = f"{summary.loss_first:.3f} -> {summary.loss_last:.3f} in {summary.iterations:,} iterations"
+    lines = [("loss", f"{loss} (mean of the last {LAST_STEPS})")]
+    if summary.diverged_at is not None:
+        when = f"from iteration {summary.diverged_at:,} on"
+        lines.append(("warning", f"diverged: the loss is not a number {when}; lower the learning rate"))
+    elif summary.loss_last > summary.loss_first:
+        lines.append(("warning", "the loss rose; lower the learning rate"))
+    for name, value in summary.validation_loss.items():
+        label = f"validation loss {name}".strip()
+        lines.append((label, f"{value:.3f} at iteration {summary.validation_iteration:,}"))
+    if not summary.validation_loss:
+        lines.append(("validation loss", "none; --eval-iters and --eval-interval turn it on"))
+    if summary.tokens_per_second is not None and summary.step_seconds is not None:
+        lines.append(
+            (
+                "speed",
+                f"{summary.tokens_per_second:,.0f} tokens/s, {summary.step_seconds * 1e3:,.0f} ms per step",
+            )
+        )
+    else:
+        lines.append(("speed", "not in the log"))
+    if summary.optimizer_share is not None:
+        lines.append(("optimizer", f"{summary.optimizer_share:.0%} of the step"))
+    else:
+        lines.append(("optimizer", "not timed; --timing-log-level 1 --log-timers-to-tensorboard turn it on"))
+    lines.append(("training took", _duration(summary.train_seconds)))
+    lines.append(("TensorBoard log", summary.tensorboard_dir))
+    lines.append(("checkpoint", summary.checkpoint or "none saved"))
+    return lines
+
+
+def _validation(events: RunEvents) -> tuple[dict[str, float], int | None]:
+    """Returns the last validation loss by name of the set, and its iteration.
+
+    At the last iteration Megatron evaluates the test set too and writes it under the same tag, later; hence
+    the first point of that iteration.
+    """
+    results: dict[str, float] = {}
+    last = None
+    prefix = f"{LOSS_TAG} validation"
+    for tag, points in sorted(events.scalars.items()):
+        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
+            last = points[-1].step
+            first_of_last = next(point for point in points if point.step == last)
+            results[tag.removeprefix(prefix).removeprefix("-")] = first_of_last.value
+    return results, last
+
+
+def _step_seconds(events: RunEvents) -> dict[int, float]:
+    """Returns seconds per iteration by logged iteration, after the warm-up where there are any.
+
+    Without Megatron's own figure, the times at which losses were written serve.
+    """
+    seconds = {point.step: point.value for point in events.points("iteration-time")}
+    if not seconds:
+        losses = events.points(LOSS_TAG)
+        for before, point in itertools.pairwise(losses):
+            if point.step > before.step:
+                seconds[point.step] = (point.wall_time - before.wall_time) / (point.step - before.step)
+    return _after_warmup(seconds)
+
+
+def _after_warmup(by_step: dict[int, float]) -> dict[int, float]:
+    late = {step: value for step, value in by_step.items() if step > WARMUP_STEPS}
+    return late or by_step
+
+
+def _tokens_per_second(events: RunEvents, step_seconds: dict[int, float]) -> float | None:
+    """Returns the median of batch size * sequence length / step time."""
+    seq_length = _integer(events.args.get("seq_length"))
+    batch_sizes = _by_step(events.points("batch-size"))
+    rates = [
+        batch_sizes[step] * seq_length / seconds
+        for step, seconds in step_seconds.items()
+        if seq_length is not None and step in batch_sizes and seconds > 0
+    ]
+    return statistics.median(rates) if rates else None
+
+
+def _optimizer_share(events: RunEvents, step_seconds: dict[int, float]) -> float | None:
+    optimizer = _by_step(events.points("optimizer-time"))
+    shares = [
+        optimizer[step] / seconds
+        for step, seconds in step_seconds.items()
+        if step in optimizer and seconds > 0
+    ]
+    return statistics.median(shares) if shares else None
+
+
+def _by_step(points: Sequence[Point]) -> dict[int, float]:
+    return {point.step: point.value for point in points}
+
+
+def _checkpoint(directory: Path) -> str | None:
+    """Returns the directory of the latest checkpoint, as Megatron's tracker file names it."""
+    try:
+        latest = (directory / "latest_checkpointed_iteration.txt").read_text("utf-8").strip()
+    except OSError:
+        return None
+    return str(directory / (f"iter_{int(latest):07d}" if latest.isdigit() else latest))
+
+
+def _next_commands(run_dir: Path, tensorboard_dir: Path, args: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Returns (purpose, command) for what to try next."""
+    other = "muon" if args.get("optimizer") == "adam" else "adam"
+    there = run_dir.with_name(f"{run_dir.name}-{other}")
+    ranks = args.get("world_size", "2")
+    compare = [
+        *(
+            "torchrun",
+            "--nproc-per-node",
+            ranks,
+            "pretrain_gpt.py",
+            "--optimizer",
+            other,
+            "--use-megatron-fsdp",
+        ),
+        *("--save", str(there / "checkpoints"), "--tensorboard-dir", str(there / "tensorboard")),
+    ]
+    return (
+        ("look at the curves", shlex.join(["tensorboard", "--logdir", str(tensorboard_dir)])),
+        (f"the same with {other.capitalize()}", shlex.join(compare)),
+        (
+            "your own text, for --data-path data/mine",
+            "megatron-muon data prepare --input PATH --output data/mine",
+        ),
+    )
+
+
+def _integer(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdigit() else None
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,257 @@
+"""Picks the optimizers for a Megatron model under Megatron-FSDP when `--optimizer muon` is asked for.
+
+2D weights go to Muon, everything else to the scalar optimizer. Muon is megatron-core's TensorParallelMuon where every rank holds
+whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise; dense parameters use the dp_cp group, experts the expt_dp group.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer import (
+    _get_megatron_optimizer_based_on_param_groups,
+    _get_param_groups,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.grad_scaler import ConstantGradScaler
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from megatron_muon.chained import MuonChainedOptimizer
+from megatron_muon.errors import UserError
+from megatron_muon.exchange import AllGatherExchange
+from megatron_muon.mcore import parameters as mp
+from megatron_muon.mcore.scalar_state import initialize_scalar_state
+from megatron_muon.mcore.table import parameter_table
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.mcore.replicated_muon import ReplicatedMuon
+from megatron_muon.optim.sharded_muon import ShardedMuon
+
+
+@dataclass
+class MuonOptimizerConfig(OptimizerConfig):  # type: ignore[misc]
+    """megatron-core's OptimizerConfig with this package's flags; each field is the flag of the same name.
+
+    Attributes:
+        muon_exchange: how row shards become whole matrices.
+        muon_lr: peak learning rate of Muon's parameters; None takes `lr`.
+        muon_min_lr: lowest learning rate of Muon's parameters; None takes `min_lr`.
+        muon_log_params: print every parameter with its optimizer.
+    """
+
+    muon_exchange: str = "allgather"
+    muon_lr: float | None = None
+    muon_min_lr: float | None = None
+    muon_log_params: bool = False
+
+
+def get_megatron_muon_optimizer(
+    config: OptimizerConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    config_overrides: dict[ParamKey, Any] | None = None,
+    pg_collection: ProcessGroupCollection | None = None,
+) -> MuonChainedOptimizer:
+    """The optimizer for model chunks wrapped in Megatron-FSDP.
+
+    Args:
+        config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this package's settings.
+        model_chunks: the model, each chunk a megatron-core FullyShardedDataParallel.
+        config_overrides: settings for subsets of parameters, as megatron-core's `get_megatron_optimizer` takes them.
+        pg_collection: process groups; None takes those of megatron-core's parallel state.
+
+    Raises:
+        UserError: a setting that Muon under Megatron-FSDP does not support.
+    """
+    if not isinstance(config, MuonOptimizerConfig):
+        config = _with_own_settings(config)
+    _check_supported(config, model_chunks)
+    if pg_collection is None:
+        pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+    mp.restore_attributes(model_chunks)
+    mp.tag_for_muon(model_chunks)
+    names = mp.parameter_names(model_chunks)
+
+    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
+    optimizers = []
+    for is_expert in (False, True):
+        ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
+        if muon_groups := [group for group in ours if "optimizer" not in group]:
+            inner = _muon(config, model_chunks, muon_groups, pg_collection, names, is_expert=is_expert)
+            optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
+        if scalar_groups := [group for group in ours if "optimizer" in group]:
+            optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
+    if not optimizers:
+        raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
+    if dist.get_rank() == 0:
+        print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
+    return MuonChainedOptimizer(optimizers)
+
+
+def _with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
+    values = {name: getattr(config, name) for name in OptimizerConfig.__dataclass_fields__}
+    return MuonOptimizerConfig(**values)
+
+
+def _check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[torch.nn.Module]) -> None:
+    ddp_config = getattr(model_chunks[0], "ddp_config", None)
+    if ddp_config is None or not ddp_config.use_megatron_fsdp:
+        raise UserError("the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer")
+    sharded = ddp_config.data_parallel_sharding_strategy != "no_shard"
+    tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
+    if config.fp16:
+        raise UserError("--fp16 is not supported with --optimizer muon; use --bf16, or leave both out for fp32")
+    if config.optimizer_cpu_offload:
+        raise UserError("--optimizer-cpu-offload is not supported with --optimizer muon; leave it out")
+    if ddp_config.num_distributed_optimizer_instances > 1:
+        raise UserError(
+            f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances} is not supported "
+            "with --optimizer muon --use-megatron-fsdp; leave it at 1"
+        )
+    if sharded and tensor_parallel > 1 and config.muon_tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {config.muon_tp_mode} is not supported with --use-megatron-fsdp and "
+            f"--tensor-model-parallel-size {tensor_parallel}; use --muon-tp-mode blockwise"
+        )
+    if config.muon_exchange != "allgather":
+        raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use --muon-exchange allgather")
+
+
+def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
+    """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
+    overrides = dict(get_standard_config_overrides(config) if given is None else given)
+    scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not mp.is_muon_matrix(p))
+    overrides[ParamKey(predicate=scalar)] = {"optimizer": config.muon_scalar_optimizer}
+    rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}
+    if chosen := {name: rate for name, rate in rates.items() if rate is not None}:
+        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix))] = chosen
+    return overrides
+
+
+def _muon(
+    config: MuonOptimizerConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    groups: list[dict[str, Any]],
+    pg_collection: ProcessGroupCollection,
+    names: dict[torch.Tensor, str],
+    *,
+    is_expert: bool,
+) -> torch.optim.Optimizer:
+    """Muon on `groups`: plain where matrices are whole on every rank, sharded otherwise."""
+    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":  # type: ignore[union-attr]
+        muon = ReplicatedMuon(
+            groups,
+            lr=config.lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            weight_decay=config.weight_decay,
+            use_decoupled_weight_decay=config.decoupled_weight_decay,
+            split_qkv=config.muon_split_qkv,
+            is_qkv_fn=lambda p: getattr(p, "is_qkv", False),
+            fp32_matmul_prec=config.muon_fp32_matmul_prec,
+            coefficient_type=config.muon_coefficient_type,
+            num_ns_steps=config.muon_num_ns_steps,
+            scale_mode=config.muon_scale_mode,
+            extra_scale_factor=config.muon_extra_scale_factor,
+            pg_collection=pg_collection,
+            tp_mode=config.muon_tp_mode,
+        )
+        muon.initialize_state()
+        return muon
+
+    group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
+    orthogonalizer = Orthogonalizer(
+        coefficient_type=config.muon_coefficient_type,
+        num_steps=config.muon_num_ns_steps,
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        matmul_precision=config.muon_fp32_matmul_prec,
+    )
+
+    def exchange(parameters: Sequence[torch.Tensor]) -> AllGatherExchange:
+        splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in parameters]
+        return AllGatherExchange(
+            mp.row_layout(parameters, names, group),
+            group,
+            lambda index, matrix: orthogonalizer(matrix, splits[index]),
+        )
+
+    return ShardedMuon(
+        groups,
+        exchange,
+        lr=config.lr,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        weight_decay=config.weight_decay,
+        decoupled_weight_decay=config.decoupled_weight_decay,
+        names=names,
+    )
+
+
+def _wrap(
+    inner: torch.optim.Optimizer,
+    config: MuonOptimizerConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    pg_collection: ProcessGroupCollection,
+    *,
+    is_expert: bool,
+) -> MegatronOptimizer:
+    """megatron-core's DistributedOptimizer around a Muon: norms, clipping, loss scale and checkpoints."""
+    wrapped = DistributedOptimizer(
+        inner,
+        config,
+        ConstantGradScaler(config.loss_scale) if config.loss_scale else None,
+        lambda optimizer, config=None: optimizer.initialize_state(),
+        model_chunks=list(model_chunks),
+        per_model_buffers=None,
+        data_parallel_group=None,
+        data_parallel_group_gloo=None,
+        data_parallel_group_idx=None,
+        distributed_optimizer_instance_id=0,
+    )
+    wrapped.grad_stats_parallel_group = _grad_stats_group(model_chunks, pg_collection, is_expert=is_expert)
+    wrapped.tp_group = pg_collection.tp
+    wrapped.expert_tp_group = getattr(pg_collection, "expt_tp", pg_collection.tp)
+    return wrapped
+
+
+def _scalar(
+    config: MuonOptimizerConfig,
+    model_chunks: Sequence[torch.nn.Module],
+    groups: list[dict[str, Any]],
+    pg_collection: ProcessGroupCollection,
+    *,
+    is_expert: bool,
+) -> MegatronOptimizer:
+    """megatron-core's own optimizer for what Muon does not take, with state from the start."""
+    scalar_config = copy.copy(config)
+    scalar_config.optimizer = config.muon_scalar_optimizer
+    wrapped = _get_megatron_optimizer_based_on_param_groups(
+        config=scalar_config,
+        model_chunks=list(model_chunks),
+        param_groups=groups,
+        intra_dist_opt_group=_grad_stats_group(model_chunks, pg_collection, is_expert=is_expert),
+        pg_collection=pg_collection,
+    )
+    wrapped.config = config  # a chain's members share one config
+    initialize_scalar_state(wrapped)
+    return wrapped
+
+
+def _grad_stats_group(
+    model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection, *, is_expert: bool
+) -> dist.ProcessGroup:
+    """The group over which gradient norms and zero counts add up.
+
+    Shards add up over all ranks of the optimizer instance. Under no_shard the data-parallel ranks hold the same gradients, so
+    only model-parallel ranks add: for experts that includes the ranks with other experts.
+    """
+    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":  # type: ignore[union-attr]
+        return pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+    return pg_collection.intra_dist_opt

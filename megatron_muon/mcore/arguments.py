@@ -1,0 +1,229 @@
+"""The command line: megatron.training's parser with our flags, and the defaults that a run needs.
+
+Defaults are written as flags in front of the user's, so the user's win and the list of them can be shown. This module checks what
+can be checked before torch.distributed starts; it changes nothing in megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_muon.errors import UserError
+
+MODEL_FLAGS = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--hybrid-layer-pattern",
+    "--heterogeneous-layers-config-path",
+    "--use-checkpoint-args",
+    "--yaml-cfg",
+)
+"""Flags that say that the user brings a model of their own."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError instead of printing megatron-core's 500 flags and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found wrong."""
+        raise UserError(message)
+
+
+def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this package's flags to megatron.training's parser."""
+    group = parser.add_argument_group(title="muon under megatron-fsdp")
+    group.add_argument(
+        "--config", metavar="FILE.yaml", help="experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"
+    )
+    group.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to train; auto takes CUDA where it is"
+    )
+    group.add_argument(
+        "--muon-exchange",
+        choices=("allgather",),
+        default="allgather",
+        help="how sharded matrices become whole: allgather has every rank orthogonalise all of them",
+    )
+    group.add_argument("--muon-lr", type=float, help="peak learning rate of Muon's parameters; default --lr")
+    group.add_argument("--muon-min-lr", type=float, help="lowest learning rate of Muon's parameters; default --min-lr")
+    group.add_argument(
+        "--muon-log-params", action="store_true", help="print every parameter with the optimizer that takes it"
+    )
+    precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
+    precision.choices = [*(precision.choices or ()), "highest"]  # torch's name for an iteration in full fp32
+    return parser
+
+
+def build_parser() -> Parser:
+    """megatron.training's parser with this package's flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_muon_arguments(parser)
+    return parser
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse `argv`.
+
+    Raises:
+        UserError: an unknown flag, with the nearest known one, or a value that a flag does not take.
+    """
+    args, unknown = parser.parse_known_args(list(argv))
+    flags = [token.split("=")[0] for token in unknown if token.startswith("--")]
+    if flags:
+        near = difflib.get_close_matches(flags[0], parser._option_string_actions, n=1)
+        hint = f"; did you mean {near[0]}?" if near else "; see pretrain_gpt.py --help"
+        raise UserError(f"unknown flag {flags[0]}{hint}")
+    if unknown:
+        raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")
+    return args
+
+
+def missing_defaults(
+    parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str
+) -> list[str]:
+    """The flags that this run needs and that `argv` does not settle, as they would be typed.
+
+    Args:
+        parser: tells which flags set the same value.
+        argv: config file and command line.
+        device: "cuda" or "cpu".
+    """
+    actions = parser._option_string_actions
+    chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
+    wanted: list[list[str]] = []
+    if "use_megatron_fsdp" in chosen:
+        wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
+    if device == "cpu":
+        wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"], ["--no-gradient-reduce-div-fusion"]]
+        if not cpu_has_bf16():
+            wanted.append(["--muon-fp32-matmul-prec", "highest"])
+    if device == "cpu" or not has_transformer_engine():
+        wanted += [["--transformer-impl", "local"]]
+    if device == "cpu" or importlib.util.find_spec("apex") is None:
+        # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same.
+        wanted += [
+            ["--no-gradient-accumulation-fusion"],
+            ["--no-persist-layer-norm"],
+            ["--no-masked-softmax-fusion"],
+            ["--no-rope-fusion"],
+        ] * (device == "cpu" or not has_transformer_engine())
+    if device == "cpu":
+        # torch.compile'd on a GPU; on a CPU there is nothing to fuse and megatron-core would only compile.
+        wanted += [["--no-bias-dropout-fusion"], ["--no-bias-gelu-fusion"], ["--no-bias-swiglu-fusion"]]
+    return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this processor multiplies bf16 matrices in hardware; without it the bf16 iteration is up to 800 times slower."""
+    import torch
+
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if any(getattr(torch.cpu, name, lambda: False)() for name in names):
+        return True
+    flags = Path("/proc/cpuinfo")
+    return flags.exists() and any(
+        line.startswith("Features") and "bf16" in line.split() for line in flags.read_text().splitlines()
+    )
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[str, str] = os.environ) -> None:
+    """Check what a user can get wrong, before torch.distributed starts.
+
+    Raises:
+        UserError: names the value and the remedy.
+    """
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    _check_parallelism(args, world_size)
+    if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
+        raise UserError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
+            "pip install 'megatron-muon[te]' on a machine with a GPU, or use --transformer-impl local"
+        )
+    if args.transformer_impl == "transformer_engine" and device == "cpu":
+        raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
+    if args.optimizer in ("muon", "adaptive_muon") and args.fp16:
+        raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or leave both out for fp32")
+    if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise UserError(
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; type: unset CUDA_DEVICE_MAX_CONNECTIONS"
+        )
+    _check_data(args)
+    if args.save:
+        _check_writable(Path(args.save), "--save")
+
+
+def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    product = 1
+    for flag, size in sizes.items():
+        product *= size
+        if product > world_size or world_size % product:
+            raise UserError(
+                f"{flag} {size} does not fit {world_size} rank{'s' * (world_size != 1)}: the product of tensor, pipeline and "
+                f"context parallel sizes must divide the number of ranks; start a multiple of {product} ranks "
+                f"(torchrun --nproc-per-node) or lower {flag}"
+            )
+    if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
+        raise UserError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} does not work with --use-megatron-fsdp: "
+            "Megatron-FSDP of megatron-core 0.19 builds its device mesh from all ranks; use 1"
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    given = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+    files = (args.data_args_path, args.per_split_data_args_path)
+    if args.mock_data or args.skip_train:
+        return
+    if not any(given) and not any(files):
+        raise UserError(
+            "no training data: give --data-path PREFIX (made by megatron-muon data prepare), or --mock-data for random tokens"
+        )
+    for prefix in (token for paths in given if paths for token in paths):
+        if _is_number(prefix):
+            continue  # the weight of the prefix that follows
+        for suffix in (".bin", ".idx"):
+            if not Path(prefix + suffix).exists():
+                raise UserError(
+                    f"{prefix}{suffix} does not exist; --data-path takes the prefix of a .bin and an .idx file, made by: "
+                    f"megatron-muon data prepare --input TEXT --output {prefix}"
+                )
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _check_writable(directory: Path, flag: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{flag} {directory}: cannot write there ({error.strerror}); choose a directory that this user may write"
+        ) from error

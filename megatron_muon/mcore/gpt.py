@@ -1,0 +1,137 @@
+"""What megatron.training.pretrain wants to be told about a GPT: batches, loss, datasets.
+
+megatron-core's wheel ships the training loop but not the script around it. Model building is megatron.training's own
+(GPTModelConfig); nothing here knows which optimizer runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training.utils import get_blend_and_blend_per_split
+
+_FIELDS = (
+    "tokens",
+    "labels",
+    "loss_mask",
+    "attention_mask",
+    "position_ids",
+    "cu_seqlens",
+    "cu_seqlens_padded",
+    "max_seqlen",
+    "local_cp_size",
+)
+Batch = dict[str, torch.Tensor | None]
+
+
+def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
+    """The next micro-batch on this rank: read by the first tensor-parallel rank, cut over context-parallel ranks."""
+    args = get_args()
+    batch: Batch = {}
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    if tp_rank == 0:
+        read = next(data_iterator)
+        for name in _FIELDS:
+            value = read.get(name)
+            batch[name] = None if value is None else value.cuda(non_blocking=True)
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=bool(args.mtp_num_layers),
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    return get_batch_on_this_cp_rank(  # type: ignore[no-any-return]
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+    )
+
+
+def loss_func(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Summed loss, number of tokens, and both for the log.
+
+    Args:
+        loss_mask: `(batch, sequence)`, 1 where a token counts.
+        output: `(batch, sequence)`, the loss of each token.
+    """
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    if get_args().check_for_nan_in_loss_and_grad:
+        get_rerun_state_machine().validate_result(
+            result=loss,
+            rejection_func=lambda value: not torch.isfinite(value).all(),
+            message="non-finite loss",
+            tolerance=0.0,
+            fatal=True,
+        )
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
+
+
+def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """One forward pass of one micro-batch: the loss of each token, and the function that reduces it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator)
+    timers("batch-generator").stop()
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
+    return output, partial(loss_func, batch["loss_mask"])
+
+
+def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
+    """Training, validation and test sets of at least `samples` samples each, from --data-path or as mock data."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        split=args.split,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        context_parallel_size=args.context_parallel_size,
+    )
+    print_rank_0("> building training, validation and test sets ...")
+    return BlendedMegatronDatasetBuilder(
+        MockGPTDataset if args.mock_data else GPTDataset,
+        samples,
+        lambda: mpu.get_tensor_model_parallel_rank() == 0,
+        config,
+    ).build()
+
+
+train_valid_test_datasets.is_distributed = True  # type: ignore[attr-defined]  # every data-parallel rank builds its own

@@ -1,0 +1,164 @@
+"""From a command line to a training run: config, device, patches, flags, megatron.training.pretrain.
+
+`prepare` settles everything that can be settled without torch.distributed, in the order in which later parts need it: the
+environment before torch, the device before megatron-core, the patches before arguments are validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_muon.data import ensure_stdlib_corpus
+from megatron_muon.errors import UserError
+from megatron_muon.mcore import config_file
+from megatron_muon.mcore.arguments import MODEL_FLAGS
+from megatron_muon.mcore.version import check_versions
+
+QUICKSTART = Path("configs/quickstart.yaml")
+QUICKSTART_CORPUS = Path("data/stdlib")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A settled command line.
+
+    Attributes:
+        argv: all flags, defaults first, then the config's, then the user's.
+        args: `argv` parsed; megatron-core's validation still to come.
+        device: "cuda" or "cpu".
+        notes: what a user should be told, one line each.
+    """
+
+    argv: tuple[str, ...]
+    args: argparse.Namespace
+    device: str
+    notes: tuple[str, ...]
+
+
+def prepare(argv: Sequence[str], *, root: Path) -> Launch:
+    """Settle a command line and make this process ready for it: environment, CPU backend, patches, sys.argv.
+
+    Args:
+        argv: the command line without the program's name.
+        root: the folder of `configs/`, for a run that names no model.
+
+    Raises:
+        UserError: anything that a user got wrong.
+    """
+    check_versions()
+    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config")
+    early.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    given, rest = early.parse_known_args(list(argv))
+    notes: list[str] = []
+
+    flags = {token.split("=")[0] for token in rest}
+    if given.config is None and not flags & {*MODEL_FLAGS, "--help", "-h"}:
+        given.config = str(_relative(root / QUICKSTART))
+        notes.append(f"no model flags and no --config: taking {given.config}")
+    config = None
+    if given.config is not None:
+        config = config_file.load_config(Path(given.config))
+        env = config_file.apply_env(config, os.environ)
+        notes += [f"environment from {given.config}: {name}={value}" for name, value in env.applied.items()]
+        notes += [
+            f"environment wins over {given.config}: {name}={value}, not {config.env[name]}"
+            for name, value in env.kept.items()
+            if value != config.env[name]
+        ]
+    device = settle_device(given.device)
+
+    from megatron_muon.mcore import arguments, patches
+    from megatron_muon.patching import Patches
+
+    parser = arguments.build_parser()
+    merged = list(rest)
+    if config is not None:
+        config_file.check_flags(config, parser)
+        merged = config_file.merge(config, rest)
+    defaults = arguments.missing_defaults(parser, merged, device=device)
+    if defaults:
+        notes.append("defaults filled in: " + " ".join(defaults))
+    full = (*defaults, *merged, "--device", device)
+    args = arguments.parse(parser, full)
+    if args.data_path == [str(QUICKSTART_CORPUS)]:
+        ensure_stdlib_corpus(QUICKSTART_CORPUS)
+    arguments.check_settings(args, device=device)
+    patches.install(Patches(), muon_under_fsdp=args.optimizer == "muon" and args.use_megatron_fsdp)
+    sys.argv = [sys.argv[0], *full]
+    return Launch(argv=full, args=args, device=device, notes=tuple(notes))
+
+
+def settle_device(wanted: str) -> str:
+    """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
+
+    Raises:
+        UserError: CUDA was asked for and is not there.
+    """
+    import torch
+
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
+    if wanted == "cpu" or not has_cuda:
+        from megatron_muon import cpu
+
+        cpu.install(force=wanted == "cpu")
+        return "cpu"
+    return "cuda"
+
+
+def _relative(path: Path) -> Path:
+    """`path` as a user in the current folder would write it."""
+    try:
+        return path.resolve().relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
+    """Train a GPT as the command line says; the exit status.
+
+    A user's mistake is one line on the first rank of each node and status 2.
+    """
+    try:
+        launch = prepare(sys.argv[1:] if argv is None else argv, root=root)
+        if int(os.environ.get("RANK", "0")) == 0:
+            for note in launch.notes:
+                print(f"megatron-muon: {note}", flush=True)
+        _train()
+    except UserError as error:
+        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _train() -> None:
+    import torch
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_muon.mcore.arguments import add_muon_arguments
+    from megatron_muon.mcore.gpt import forward_step, train_valid_test_datasets
+
+    args = parse_and_validate_args(
+        extra_args_provider=add_muon_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
+    )
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+            train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+        )
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

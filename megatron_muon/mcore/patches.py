@@ -1,0 +1,172 @@
+"""The patches of megatron-core that Muon under Megatron-FSDP needs, one function each.
+
+`install` puts them in place for one run of the training loop. With another optimizer, or without Megatron-FSDP, only the first is
+installed and upstream's own code runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron_muon.errors import UserError
+from megatron_muon.patching import Patches, versions
+
+
+def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
+    """Install what a run needs.
+
+    Args:
+        patches: records what is replaced, so that it can be undone.
+        muon_under_fsdp: the run has `--optimizer muon --use-megatron-fsdp`.
+    """
+    use_shipped_dataset_helper(patches)
+    explain_refusals(patches)
+    if muon_under_fsdp:
+        accept_muon(patches)
+        use_factory(patches)
+        split_momentum_of_swiglu(patches)
+
+
+def use_shipped_dataset_helper(patches: Patches) -> None:
+    """Use the dataset helper that megatron-core's wheel ships compiled.
+
+    0.19 runs `make` in the package's folder before training; the wheel has no Makefile, so the run would end there.
+    """
+    import megatron.core.datasets.utils as dataset_utils
+
+    def around(build: Callable[[], None]) -> Callable[[], None]:
+        def compile_helpers() -> None:
+            try:
+                importlib.import_module("megatron.core.datasets.helpers_cpp")
+            except ImportError:
+                build()
+
+        return compile_helpers
+
+    patches.wrap(dataset_utils, "compile_helpers", around)
+
+
+def explain_refusals(patches: Patches) -> None:
+    """Turn the assertions by which megatron-core 0.19 refuses settings into one-line messages."""
+    import megatron.training.arguments as arguments
+
+    def around(validate: Callable[..., Any]) -> Callable[..., Any]:
+        def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+            try:
+                return validate(args, defaults or {})
+            except (AssertionError, ValueError) as refusal:
+                if not str(refusal):
+                    raise
+                raise UserError(f"megatron-core refuses these settings: {refusal}") from refusal
+
+        return validate_args
+
+    patches.wrap(arguments, "validate_args", around, takes=["args", "defaults"])
+
+
+def accept_muon(patches: Patches) -> None:
+    """Let `--optimizer muon` pass argument validation together with Megatron-FSDP.
+
+    0.19 asserts in two places that Megatron-FSDP runs Adam or SGD only. Everything else that validation settles for Adam under
+    Megatron-FSDP holds for Muon too, so the run is validated as one of Adam.
+    """
+    import megatron.training.arguments as arguments
+
+    source = inspect.getsource(inspect.unwrap(arguments.validate_args))
+    for text in ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"):
+        if text not in source:
+            raise RuntimeError(
+                f"megatron.training.arguments.validate_args no longer says {text!r}; check how it treats Muon in {versions()}"
+            )
+
+    def around(validate: Callable[..., Any]) -> Callable[..., Any]:
+        def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
+            optimizer, args.optimizer = args.optimizer, "adam"
+            try:
+                return validate(args, defaults or {})
+            finally:
+                args.optimizer = optimizer
+
+        return validate_args
+
+    patches.wrap(arguments, "validate_args", around)
+
+
+def use_factory(patches: Patches) -> None:
+    """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
+    import megatron.training.training as training
+
+    from megatron_muon.factory import MuonOptimizerConfig, get_megatron_muon_optimizer
+
+    def get_optimizer(
+        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
+    ) -> Any:
+        return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
+
+    patches.replace(
+        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
+    )
+    patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
+
+
+def split_momentum_of_swiglu(patches: Patches) -> None:
+    """Let fsdp_dtensor checkpoints split the momentum of a SwiGLU's fused gate and up projection.
+
+    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` and no others. Muon's one slot is shown to it under both names and
+    taken back under its own. It also looks parameters up by names with one `module.` too many when saving (save_checkpoint
+    passes it the model without the wrapper that its names count on), so it is shown a model that finds them at any depth.
+    """
+    import megatron.training.checkpointing as checkpointing
+
+    class AnyDepth(torch.nn.Module):
+        """A model whose parameters are found whatever wrappers their names count."""
+
+        def __init__(self, model: torch.nn.Module) -> None:
+            super().__init__()
+            self.module = model
+            self._by_name = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+
+        def get_parameter(self, target: str) -> torch.nn.Parameter:
+            return self._by_name[_unwrapped(target)]
+
+    def around(handle: Callable[..., Any]) -> Callable[..., Any]:
+        def handle_swiglu(model: Any, model_state: Any, optimizer_state: Any) -> Any:
+            model = AnyDepth(model)
+            if optimizer_state is None:
+                return handle(model, model_state, None)
+            disguised = {key: _as_adam(slots) for key, slots in optimizer_state["state"].items()}
+            model_state, split = handle(model, model_state, {**optimizer_state, "state": disguised})
+            muon = {key for key, slots in optimizer_state["state"].items() if "momentum_buffer" in slots}
+            muon |= {key + half for key in muon for half in ("_w", "_v")}
+            split["state"] = {
+                key: {"momentum_buffer": slots["exp_avg"]} if key in muon else slots
+                for key, slots in split["state"].items()
+            }
+            return model_state, split
+
+        return handle_swiglu
+
+    patches.wrap(
+        checkpointing,
+        "handle_swiglu_in_state_dict",
+        around,
+        takes=["model", "model_state_dict", "optimizer_state_dict"],
+    )
+
+
+def _unwrapped(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _as_adam(slots: dict[str, Any]) -> dict[str, Any]:
+    if "momentum_buffer" not in slots:
+        return slots
+    return {"exp_avg": slots["momentum_buffer"], "exp_avg_sq": slots["momentum_buffer"]}

@@ -1,0 +1,1 @@
+"""The mathematics of Muon on tensors: block splits, orthogonalisation and the sharded optimizer."""

@@ -1,0 +1,69 @@
+"""How a whole matrix splits into the blocks that are orthogonalised alone.
+
+Fused projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group, a
+gated MLP stacks gate and up. Orthogonalising the fused matrix would mix their singular vectors. This module splits rows
+of a whole matrix and puts them back; it never sees shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Rows of a matrix as `groups` repetitions of consecutive `parts`; block i gathers part i of every group.
+
+    `RowSplit(1, (rows,))` is the whole matrix, `RowSplit(query_groups, (q, k, v))` Megatron's fused QKV with `q`, `k` and
+    `v` rows in each query group (source: megatron.core.transformer.attention, SelfAttention.get_query_key_value_tensors).
+    """
+
+    groups: int
+    parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or not self.parts or min(self.parts) < 1:
+            raise ValueError(f"groups and parts must be positive, got groups={self.groups}, parts={self.parts}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole matrix."""
+        return self.groups * sum(self.parts)
+
+    def block_shapes(self, cols: int) -> list[tuple[int, int]]:
+        """Shapes of the blocks of a matrix with `cols` columns."""
+        return [(self.groups * part, cols) for part in self.parts]
+
+    def split(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """Blocks of `matrix`, 2D `(rows, cols)`; views where the rows of a block are adjacent, copies otherwise.
+
+        Raises:
+            ValueError: the matrix does not have `rows` rows.
+        """
+        self._check(matrix.shape)
+        if self.groups == 1:
+            return list(matrix.split(self.parts))
+        grouped = matrix.view(self.groups, -1, matrix.shape[1])
+        return [part.reshape(-1, matrix.shape[1]) for part in grouped.split(self.parts, dim=1)]
+
+    def merge(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The whole matrix from its blocks: the inverse of `split`."""
+        if len(blocks) == 1:
+            return blocks[0]
+        cols = blocks[0].shape[1]
+        grouped = [block.view(self.groups, -1, cols) for block in blocks]
+        return torch.cat(grouped, dim=1).view(self.rows, cols)
+
+    def _check(self, shape: Sequence[int]) -> None:
+        if len(shape) != 2 or shape[0] != self.rows:
+            raise ValueError(
+                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, got {tuple(shape)}"
+            )
+
+
+def whole(rows: int) -> RowSplit:
+    """The split of a matrix of `rows` rows that is one block."""
+    return RowSplit(groups=1, parts=(rows,))

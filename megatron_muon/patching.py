@@ -1,0 +1,2 @@
+from megatron_muon.cpu.patching import Patches, versions
+__all__ = ["Patches", "versions"]

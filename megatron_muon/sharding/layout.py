@@ -1,0 +1,126 @@
+"""Who holds which part of which matrix.
+
+A *matrix* is a parameter as Muon sees it, a *shard* the rectangle of it that one rank of the group holds. Layouts are
+frozen, checked once for tiling, and known to every rank alike. This module does not decide who orthogonalises what.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class LayoutError(ValueError):
+    """A layout whose shards do not tile its matrices."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """The rectangle of a matrix that one rank holds. All fields count elements; `rank` is the rank in the group."""
+
+    rank: int
+    row_start: int
+    rows: int
+    col_start: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the rectangle."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A named matrix, its global shape `(rows, cols)` and its non-empty shards, ordered by rank."""
+
+    name: str
+    shape: tuple[int, int]
+    shards: tuple[Shard, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole matrix."""
+        return math.prod(self.shape)
+
+    def shard_of(self, rank: int) -> Shard | None:
+        """The shard that `rank` holds, or None where it holds no row."""
+        return next((shard for shard in self.shards if shard.rank == rank), None)
+
+    def check_tiling(self) -> None:
+        """Check that the shards cover every element exactly once.
+
+        Raises:
+            LayoutError: names the matrix and the first gap, overlap or overhang.
+        """
+        rows, cols = self.shape
+        for shard in self.shards:
+            if min(shard.rows, shard.cols) < 1:
+                raise LayoutError(f"{self.name}: rank {shard.rank} has an empty shard; leave empty shards out")
+            if min(shard.row_start, shard.col_start) < 0 or (
+                shard.row_start + shard.rows > rows or shard.col_start + shard.cols > cols
+            ):
+                raise LayoutError(f"{self.name}: the shard of rank {shard.rank} leaves the matrix {rows} x {cols}")
+        edges = {0, rows} | {shard.row_start for shard in self.shards}
+        edges |= {shard.row_start + shard.rows for shard in self.shards}
+        bands = sorted(edges)
+        for top, bottom in zip(bands, bands[1:], strict=False):
+            reached = 0
+            band = [s for s in self.shards if s.row_start <= top and bottom <= s.row_start + s.rows]
+            for shard in sorted(band, key=lambda s: s.col_start):
+                if shard.col_start != reached:
+                    fault = "no rank holds" if shard.col_start > reached else "several ranks hold"
+                    first, last = sorted((reached, shard.col_start))
+                    raise LayoutError(
+                        f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {first} to {last - 1}"
+                    )
+                reached = shard.col_start + shard.cols
+            if reached != cols:
+                raise LayoutError(
+                    f"{self.name}: no rank holds rows {top} to {bottom - 1}, columns {reached} to {cols - 1}"
+                )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All matrices of one process group of `world_size` ranks.
+
+    Raises:
+        LayoutError: two matrices share a name, a shard names a rank outside the group, or a matrix is not tiled.
+    """
+
+    world_size: int
+    matrices: tuple[Matrix, ...]
+
+    def __post_init__(self) -> None:
+        seen: set[str] = set()
+        for matrix in self.matrices:
+            if matrix.name in seen:
+                raise LayoutError(f"{matrix.name}: this name stands for two matrices")
+            seen.add(matrix.name)
+            for shard in matrix.shards:
+                if not 0 <= shard.rank < self.world_size:
+                    raise LayoutError(f"{matrix.name}: rank {shard.rank} is not in a group of {self.world_size}")
+            matrix.check_tiling()
+
+
+def row_sharded(name: str, shape: tuple[int, int], rows_per_rank: Sequence[int]) -> Matrix:
+    """The matrix whose rank r holds the next `rows_per_rank[r]` rows, as ZeRO sharding cuts it.
+
+    Args:
+        name: the matrix's name.
+        shape: `(rows, cols)` of the whole matrix.
+        rows_per_rank: rows held by each rank of the group; zeros are allowed.
+
+    Raises:
+        LayoutError: the rows do not add up to the matrix.
+    """
+    shards, start = [], 0
+    for rank, rows in enumerate(rows_per_rank):
+        if rows:
+            shards.append(Shard(rank=rank, row_start=start, rows=rows, col_start=0, cols=shape[1]))
+        start += rows
+    if start != shape[0]:
+        raise LayoutError(f"{name}: the ranks hold {start} rows in all, the matrix has {shape[0]}")
+    return Matrix(name=name, shape=shape, shards=tuple(shards))

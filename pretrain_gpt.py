@@ -1,0 +1,15 @@
+"""Train a GPT with megatron-core, and with Muon under Megatron-FSDP.
+
+    torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp
+    torchrun ... pretrain_gpt.py --config configs/NAME.yaml [any Megatron flag overrides]
+
+Every flag of megatron.training is accepted; --help lists them, this package's own last.
+"""
+
+import sys
+from pathlib import Path
+
+from megatron_muon.mcore.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(root=Path(__file__).parent))

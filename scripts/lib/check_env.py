@@ -1,0 +1,68 @@
+"""Compare the running interpreter's site-packages with a lock file; print what is missing or broken, by name.
+
+A distribution is whole when its version is the locked one and every file of its RECORD is there with its
+size. pip takes one for installed as soon as its METADATA is there, so what an interrupted installation left
+would stay broken: --repair removes the metadata of broken distributions, and pip installs them over the rest.
+"""
+
+import csv
+import re
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+
+def normalized(name: str) -> str:
+    """The name as registries compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def read_pins(lock: Path) -> dict[str, str]:
+    """The pinned version of each normalized name."""
+    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
+    pins = (line.partition("==") for line in lines if line)
+    return {normalized(name): version for name, _, version in pins}
+
+
+def is_whole(metadata: Path) -> bool:
+    """Whether all files that a distribution recorded are there, with the size they were recorded with."""
+    try:
+        record = (metadata / "RECORD").read_text(encoding="utf-8")
+        (metadata / "METADATA").stat()
+        for name, _, size in csv.reader(record.splitlines()):
+            if not name.endswith(".pyc"):
+                actual = (metadata.parent / name).stat().st_size
+                if size and actual != int(size):
+                    return False
+    except OSError:
+        return False
+    return bool(record)
+
+
+def main(arguments: list[str]) -> None:
+    """Print the broken names on one line, nothing where all is well."""
+    repair = "--repair" in arguments
+    pins = read_pins(Path(arguments[-1]))
+    site_packages = Path(sysconfig.get_path("purelib"))
+    whole = set()
+    for metadata in site_packages.glob("*.dist-info"):
+        name, _, version = metadata.name.removesuffix(".dist-info").partition("-")
+        name = normalized(name)
+        if name not in pins:
+            continue
+        if not is_whole(metadata):
+            if repair:
+                shutil.rmtree(metadata)
+        elif version == pins[name]:
+            whole.add(name)
+    if repair:
+        for leftover in site_packages.glob("~*"):  # pip's name for what it was about to remove
+            shutil.rmtree(leftover, ignore_errors=True)
+    missing = pins.keys() - whole
+    if missing:
+        print(*sorted(missing))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

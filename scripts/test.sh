@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Set-up and every check of the project; all parts run, and the exit code says whether one failed.
+set -euo pipefail
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+help() {
+    cat <<'TEXT'
+Usage: scripts/test.sh [PART...] [-- PYTEST_ARGUMENT...]
+
+PARTs (default: all of them, in this order):
+  lint         ruff check, ruff format --check, mypy
+  unit         tests/unit: one process, seconds
+  functional   tests/functional: real ranks over gloo, the real command line; minutes
+
+For example:
+  scripts/test.sh unit
+  scripts/test.sh functional -- -k reference -x
+TEXT
+}
+
+parts=()
+while (($#)); do
+    case $1 in
+        -h | --help)
+            help
+            exit 0
+            ;;
+        lint | unit | functional) parts+=("$1") ;;
+        --)
+            shift
+            break
+            ;;
+        *)
+            echo "test.sh: '$1' is no part; parts are lint, unit and functional, pytest's arguments come after --" >&2
+            exit 2
+            ;;
+    esac
+    shift
+done
+((${#parts[@]})) || parts=(lint unit functional)
+
+scripts/lib/setup.sh
+export OMP_NUM_THREADS=1
+trap 'echo "test.sh: interrupted" >&2; exit 130' INT TERM HUP
+
+results=()
+failed=0
+
+# check NAME COMMAND...: runs a command under a heading and notes how it went.
+check() {
+    local name=$1 started=$EPOCHREALTIME tenths word=ok
+    shift
+    printf '\n=== %s: %s\n' "$name" "${*#.venv/bin/}"
+    "$@" || { word="FAILED ($?)" failed=1; }
+    tenths=$(((${EPOCHREALTIME/[.,]/} - ${started/[.,]/}) / 100000))
+    results+=("$(printf '%-18s %5d.%d s   %s' "$name" $((tenths / 10)) $((tenths % 10)) "$word")")
+}
+
+for part in "${parts[@]}"; do
+    case $part in
+        lint)
+            check "ruff check" .venv/bin/ruff check .
+            check "ruff format" .venv/bin/ruff format --check .
+            check "mypy" .venv/bin/mypy
+            ;;
+        unit) check "unit tests" .venv/bin/python -m pytest tests/unit "$@" ;;
+        functional) check "functional tests" .venv/bin/python -m pytest tests/functional --durations=10 "$@" ;;
+    esac
+done
+
+printf '\n=== results\n'
+printf '%s\n' "${results[@]}"
+exit "$failed"

@@ -1,0 +1,70 @@
+"""Package metadata: the ranges the package works with. requirements/lock.txt has what it is tested with."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Return the version from megatron_muon/version.py without importing the package."""
+    text = (HERE / "megatron_muon" / "version.py").read_text(encoding="utf-8")
+    match = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if match is None:
+        raise ValueError('megatron_muon/version.py has no line of the form __version__ = "1.2.3"')
+    return match.group(1)
+
+
+setup(
+    name="megatron-muon",
+    version=read_version(),
+    description="Muon under Megatron-FSDP: an extension of megatron-core",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["muon", "optimizer", "megatron", "fsdp", "zero", "distributed training"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    python_requires=">=3.12",
+    packages=find_packages(include=["megatron_muon", "megatron_muon.*"]),
+    package_data={"megatron_muon": ["py.typed"]},
+    zip_safe=False,
+    install_requires=[
+        "torch>=2.11",
+        "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/mcore
+        "emerging-optimizers>=0.3",
+        "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
+        "numpy>=1.26",
+        "packaging>=24.2",
+        "pyyaml>=6.0",
+        "rich>=13.7",
+        "tensorboard>=2.16",
+    ],
+    extras_require={
+        "te": ["transformer-engine[pytorch]>=2.9"],
+        "plots": ["matplotlib>=3.8"],
+        "bench": ["deepspeed==0.19.8", "psutil>=5.9"],
+        "dev": [
+            "hypothesis>=6.100",
+            "mypy>=1.15",
+            "psutil>=5.9",
+            "pytest>=8.2",
+            "pytest-timeout>=2.3",
+            "ruff>=0.12",
+            "setuptools>=77",
+            "types-PyYAML>=6.0",
+        ],
+    },
+    entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
+)

@@ -1,0 +1,88 @@
+"""The `megatron-muon` command: help, versions, exit codes, one-line errors."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.errors import UserError
+
+
+def install_command(monkeypatch, run):
+    """Registers a subcommand `probe` that runs `run`."""
+    module = types.ModuleType("probe_command")
+    module.configure = lambda parser: parser.add_argument("--flag")
+    module.run = run
+    monkeypatch.setitem(sys.modules, "probe_command", module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("probe_command", "a probe"))
+
+
+def test_help_is_complete_and_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom megatron_muon.cli import main\ncode = main(['--help'])\n"
+        "heavy = {'torch', 'megatron', 'numpy', 'rich', 'yaml', 'tensorboard'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    for name, command in cli.COMMANDS.items():
+        assert name in done.stdout
+        assert command.summary in done.stdout
+    assert "examples:" in done.stdout
+
+
+@pytest.mark.parametrize("argv", [["data", "prepare", "--help"], ["data", "--help"], ["summary", "--help"]])
+def test_every_subcommand_shows_an_example(argv, capsys):
+    assert cli.main(argv) == cli.EXIT_OK
+    assert f"megatron-muon {argv[0]}" in capsys.readouterr().out.split("examples:")[1]
+
+
+def test_version_names_what_matters(capsys):
+    assert cli.main(["--version"]) == cli.EXIT_OK
+    shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert shown["megatron-core"].startswith("0.19")
+    assert {"megatron-muon", "torch", "emerging-optimizers", "python"} <= set(shown)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]]
+)
+def test_usage_errors_exit_with_2(argv, capsys):
+    assert cli.main(argv) == cli.EXIT_USAGE
+    assert "usage: megatron-muon" in capsys.readouterr().err
+
+
+def test_user_errors_are_one_line(monkeypatch, capsys):
+    def run(args):
+        raise UserError(f"--flag {args.flag} is wrong; type --flag right")
+
+    install_command(monkeypatch, run)
+    assert cli.main(["probe", "--flag", "left"]) == cli.EXIT_FAILURE
+    assert capsys.readouterr().err == "megatron-muon: error: --flag left is wrong; type --flag right\n"
+
+
+def test_bugs_are_not_dressed_up_as_user_errors(monkeypatch):
+    def run(args):
+        raise ValueError("a bug")
+
+    install_command(monkeypatch, run)
+    with pytest.raises(ValueError, match="a bug"):
+        cli.main(["probe"])
+
+
+def test_ctrl_c_exits_with_130(monkeypatch, capsys):
+    def run(args):
+        raise KeyboardInterrupt
+
+    install_command(monkeypatch, run)
+    assert cli.main(["probe"]) == cli.EXIT_INTERRUPTED
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_subcommands_exit_code_is_the_programs(monkeypatch):
+    install_command(monkeypatch, lambda args: 7)
+    assert cli.main(["probe"]) == 7

@@ -1,0 +1,414 @@
+"""The CPU backend: it maps devices, refuses where a GPU is, and can be taken back without a trace."""
+
+import itertools
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _device as device_context
+
+from megatron_muon import cpu
+from megatron_muon.cpu import collectives, devices
+from megatron_muon.cpu.patching import Patches
+
+REALLY_HAS_CUDA = torch.cuda.is_available()
+
+
+@pytest.fixture
+def backend():
+    if cpu.installed():
+        pytest.fail("an earlier test left the CPU backend installed")
+    cpu.install(force=REALLY_HAS_CUDA)
+    yield
+    cpu.uninstall()
+
+
+@pytest.fixture
+def buffers():
+    import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as module
+
+    return module
+
+
+# ------------------------------------------------------------------------------------------------ patching
+
+
+def make_owner() -> types.ModuleType:
+    owner = types.ModuleType("owner")
+    owner.value = 1
+    owner.function = lambda group, device: (group, device)
+    return owner
+
+
+def test_patches_restore_the_very_objects():
+    owner = make_owner()
+    before = dict(vars(owner))
+    patches = Patches()
+    patches.replace(owner, "value", 2)
+    patches.wrap(owner, "function", lambda original: lambda *args: original(*args)[::-1], takes=("group",))
+    patches.replace(owner, "value", 3)
+    assert (owner.value, owner.function("a", "b"), len(patches)) == (3, ("b", "a"), 3)
+    patches.undo()
+    assert vars(owner) == before
+    assert owner.function is before["function"]
+    assert len(patches) == 0
+
+
+def test_an_inherited_attribute_is_removed_rather_than_pinned():
+    class Base:
+        @staticmethod
+        def where() -> str:
+            return "base"
+
+    class Child(Base):
+        pass
+
+    own = vars(Base)["where"]
+    patches = Patches()
+    patches.replace(Child, "where", lambda: "patched")
+    patches.replace(Base, "where", lambda: "patched")
+    patches.undo()
+    assert "where" not in vars(Child)
+    assert vars(Base)["where"] is own  # the staticmethod, not the function in it
+    assert Child.where() == "base"
+
+
+@pytest.mark.parametrize("act", ["replace", "wrap", "setting"])
+def test_a_missing_attribute_is_named_along_with_the_versions(act):
+    patches = Patches()
+    with pytest.raises(RuntimeError, match=r"owner\.gone.*megatron-core .* with torch 2"):
+        getattr(patches, act)(make_owner(), "gone", lambda original: original)
+    assert len(patches) == 0
+
+
+def test_a_changed_signature_is_refused_and_nothing_changes():
+    owner = make_owner()
+    function = owner.function
+    with pytest.raises(RuntimeError, match=r"owner\.function: it accepts group, device, without async_ops"):
+        Patches().replace(owner, "function", print, takes=("group", "async_ops"))
+    assert owner.function is function
+
+
+# ------------------------------------------------------------------------------------------------ install
+
+
+def surroundings(buffers):
+    import torch._dynamo.config as dynamo_config
+    from megatron.core.datasets import utils as dataset_utils
+    from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+
+    owners = [
+        torch,
+        torch.Tensor,
+        torch.nn.Module,
+        torch.cuda,
+        torch.cuda.random,
+        torch.cuda.nvtx,
+        torch.accelerator,
+        torch.distributed,
+        DeviceMesh,
+        device_context.DeviceContext,
+        buffers,
+        dataset_utils,
+        PersistentAsyncCaller,
+    ]
+    state = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
+    # torch.Tensor grows caches of its own when methods are first used.
+    return {key: value for key, value in state.items() if "_abc_" not in key[1]}, dynamo_config.disable
+
+
+def test_uninstall_leaves_no_trace(buffers):
+    cpu.install(force=REALLY_HAS_CUDA)  # the first time also imports modules, which add names of their own
+    cpu.uninstall()
+    before, dynamo_before = surroundings(buffers)
+    cpu.install(force=REALLY_HAS_CUDA)
+    during, dynamo_during = surroundings(buffers)
+    cpu.uninstall()
+    after, dynamo_after = surroundings(buffers)
+
+    assert before.keys() == after.keys()
+    assert [key for key in before if before[key] is not after[key]] == []
+    assert dynamo_before == dynamo_after
+    changed = [key for key in before if before[key] is not during[key]]
+    assert len(changed) > 60  # the comparison can see a patch
+    assert dynamo_during is True
+
+
+def test_installing_twice_wraps_once(backend):
+    """Installing twice once turned torch.FloatTensor into torch.cuda.cuda.FloatTensor."""
+    first = torch.empty, torch.Tensor.to, torch.Tensor.type
+    cpu.install(force=True)
+    assert (torch.empty, torch.Tensor.to, torch.Tensor.type) == first
+    assert torch.ones(1).type() == "torch.cuda.FloatTensor"
+    cpu.uninstall()
+    assert not cpu.installed()
+    cpu.uninstall()  # and taking back twice is harmless
+    assert torch.ones(1).type() == "torch.FloatTensor"
+
+
+def test_refuses_where_cuda_exists_unless_forced(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(RuntimeError, match=r"CUDA is available here \(2 devices\).*--device cpu"):
+        cpu.install()
+    assert not cpu.installed()
+    cpu.install(force=True)
+    assert cpu.installed()
+    cpu.uninstall()
+
+
+def test_a_failed_install_is_rolled_back(monkeypatch):
+    original = torch.Tensor.to
+    monkeypatch.setattr(devices, "FACTORIES", ("empty", "no_such_factory"))
+    with pytest.raises(RuntimeError, match=r"torch\.no_such_factory"):
+        cpu.install(force=REALLY_HAS_CUDA)
+    assert not cpu.installed()
+    assert torch.Tensor.to is original
+    assert torch.cuda.is_available() == REALLY_HAS_CUDA
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+CUDA_NAMES = ["cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 1), 0]
+
+
+@pytest.mark.parametrize("device", CUDA_NAMES, ids=str)
+def test_tensors_are_made_and_moved_on_the_cpu(backend, device):
+    source = torch.arange(6.0)
+    made = [
+        torch.empty(3, device=device),
+        torch.tensor([1, 2], device=device),
+        torch.zeros_like(source, device=device),
+        torch.randint(5, (2,), device=device),
+        source.new_zeros(3, device=device),
+        source.to(device),
+        source.to(device, torch.bfloat16, non_blocking=True),
+        source.to(device=device, dtype=torch.float64),
+        source.cuda(device, non_blocking=True),
+        torch.empty(3, pin_memory=True),
+        source.pin_memory(),
+    ]
+    assert {tensor.device.type for tensor in made} == {"cpu"}
+    assert source.to(device) is source
+    assert source.to(torch.float64).dtype == torch.float64  # a dtype is no device
+    assert source.to(source.double()).dtype == torch.float64
+    source.record_stream(torch.cuda.current_stream())
+
+
+def test_modules_move_and_meta_stays_meta(backend):
+    with torch.device("meta"):
+        layer = torch.nn.Linear(2, 2)
+    assert layer.weight.device.type == "meta"
+    assert torch.empty(2, device="meta").device.type == "meta"
+    assert layer.to_empty(device="cuda").weight.device.type == "cpu"
+    assert layer.cuda() is layer
+    assert layer.to("cuda").weight.device.type == "cpu"
+    with torch.device("cuda"):
+        assert torch.ones(2).device.type == "cpu"
+
+
+def test_factories_are_mapped_inside_backward_hooks(backend):
+    """A TorchFunctionMode is suspended inside Tensor.backward, where Megatron-FSDP allocates its buckets."""
+    seen = []
+    leaf = torch.ones(2, requires_grad=True)
+    leaf.register_hook(lambda grad: seen.append(torch.empty(1, device="cuda").device.type))
+    leaf.sum().backward()
+    assert seen == ["cpu"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "FloatTensor"), (torch.bfloat16, "BFloat16Tensor"), (torch.float16, "HalfTensor")],
+)
+def test_type_speaks_of_cuda_and_still_converts(backend, dtype, name):
+    tensor = torch.ones(2, dtype=dtype)
+    assert tensor.type() == f"torch.cuda.{name}"
+    assert torch.nn.Parameter(tensor).type() == f"torch.cuda.{name}"
+    for target in ("torch.cuda.DoubleTensor", "torch.DoubleTensor", torch.float64):
+        assert tensor.type(target).dtype == torch.float64
+    assert torch.ones(2, device="meta").type() == "torch.meta.FloatTensor"  # not ours to rename
+
+
+def test_a_cuda_mesh_is_a_cpu_mesh(backend, tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert DeviceMesh("cuda", [0]).device_type == "cpu"
+        assert dist.init_device_mesh("cuda", (1, 1), mesh_dim_names=("dp", "tp")).device_type == "cpu"
+    finally:
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ torch.cuda
+
+
+def test_one_device_one_stream(backend):
+    assert torch.cuda.is_available()
+    assert (torch.cuda.device_count(), torch.cuda.current_device()) == (1, 0)
+    stream = torch.cuda.Stream(priority=-1)
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        stream.wait_stream(torch.cuda.current_stream())
+        start = stream.record_event()
+        end = torch.cuda.Event(enable_timing=True)
+        end.record()
+    assert start.elapsed_time(end) >= 0
+    assert end.query()
+    with torch.cuda.nvtx.range("nothing"):
+        torch.cuda.nvtx.range_push("nothing")
+        torch.cuda.nvtx.range_pop()
+
+
+def test_memory_is_this_process_rather_than_zero(backend):
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    block = torch.ones(16 << 20)  # 64 MiB
+    assert torch.cuda.memory_allocated() - before > 32 << 20
+    del block
+    assert torch.cuda.max_memory_allocated() - before > 32 << 20
+    stats = torch.cuda.memory_stats()
+    assert stats["allocated_bytes.all.peak"] >= stats["allocated_bytes.all.current"] > 0
+    free, total = torch.cuda.mem_get_info()
+    assert 0 < free <= total == torch.cuda.get_device_properties(0).total_memory
+
+
+def test_the_cuda_generator_is_the_cpu_generator(backend):
+    torch.cuda.manual_seed(5)
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+    torch.manual_seed(5)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_tensor_parallel_ranks_draw_different_numbers(backend):
+    """A manual_seed that does nothing gives every tensor-parallel rank the same weights."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    def draw(seed: int) -> torch.Tensor:
+        tracker = CudaRNGStatesTracker()
+        torch.manual_seed(1)
+        tracker.add("model-parallel-rng", seed)
+        with tracker.fork("model-parallel-rng"):
+            return torch.rand(4)
+
+    assert torch.equal(draw(10), draw(10))
+    assert not torch.equal(draw(10), draw(11))
+
+
+def test_forking_the_tracker_leaves_the_outer_stream_alone(backend):
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    torch.manual_seed(1)
+    tracker.add("model-parallel-rng", 10)
+    with tracker.fork("model-parallel-rng"):
+        torch.rand(7)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_compiled_functions_run_uncompiled(backend):
+    calls = itertools.count()
+
+    @torch.compile
+    def double(x):
+        next(calls)
+        return x * 2
+
+    for _ in range(3):
+        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
+    assert next(calls) == 3
+
+
+# ------------------------------------------------------------------------------------------------ collectives
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Two ranks' worth of gloo: records what is asked for and sums the tensor with itself."""
+    calls = []
+
+    def all_reduce(tensor, op=None, group=None, async_op=False):
+        calls.append(("all_reduce", op, async_op))
+        tensor.mul_(2)
+
+    def reduce_scatter_tensor(output, input, op=None, group=None, async_op=False):
+        calls.append(("reduce_scatter_tensor", op, async_op))
+        output.copy_(2 * input[: output.numel()])
+
+    def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
+        calls.append(("all_gather_into_tensor", None, async_op))
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter_tensor)
+    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    return calls
+
+
+def test_megatron_fsdp_gets_finished_collectives(backend, buffers, recorded):
+    """Coalesced asynchronous gloo collectives wrote into buckets that Megatron-FSDP had freed."""
+    view = buffers.torch.distributed
+    with buffers._coalescing_manager(None, async_ops=True) as event:
+        work = view.all_gather_into_tensor(
+            output_tensor=torch.ones(2), input_tensor=torch.ones(1), async_op=True
+        )
+        view.all_reduce(torch.ones(1))
+        assert len(recorded) == 2  # each ran where it was written, not when the manager closed
+    assert work.wait()
+    assert event.wait()
+    assert [async_op for _, _, async_op in recorded] == [False, False]
+    assert view.all_reduce(torch.ones(1), async_op=False) is None
+
+
+def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
+    assert buffers.torch is not torch
+    assert buffers.torch.Tensor is torch.Tensor
+    assert buffers.torch.cuda is torch.cuda
+    assert buffers.torch.distributed.all_reduce is not dist.all_reduce
+    assert buffers.torch.distributed.ReduceOp is dist.ReduceOp
+    assert torch.distributed.all_reduce is dist.all_reduce
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor"])
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (collectives.PremulSum(0.5), 3.0)],
+    ids=["sum", "avg", "premul"],
+)
+def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, op, expected):
+    tensor = torch.full((1,), 3.0)
+    arguments = (tensor,) if name == "all_reduce" else (torch.empty(1), tensor)
+    getattr(buffers.torch.distributed, name)(*arguments, op=op)
+    assert arguments[0].item() == expected
+    assert [call[:2] for call in recorded] == [(name, dist.ReduceOp.SUM)]
+
+
+def test_fused_gradient_scaling_needs_no_nccl(backend, buffers, recorded):
+    config = types.SimpleNamespace(average_in_collective=False, gradient_reduce_div_fusion=True)
+    gradient = torch.full((1,), 3.0)
+    op = buffers.gradient_reduce_preprocessing(gradient, 0.5, config)
+    buffers.torch.distributed.all_reduce(gradient, op=op)
+    assert gradient.item() == 3.0
+
+
+# ------------------------------------------------------------------------------------------------ megatron
+
+
+def test_the_dataset_helper_of_the_wheel_is_used(backend, monkeypatch):
+    import subprocess
+
+    from megatron.core.datasets import utils as dataset_utils
+
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: pytest.fail("make was called"))
+    dataset_utils.compile_helpers()
+
+
+def test_the_persistent_checkpoint_worker_is_refused(backend):
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+
+    with pytest.raises(RuntimeError, match="--use-persistent-ckpt-worker does not work on the CPU"):
+        AsyncCallsQueue.warmup_persistent_caller(0)

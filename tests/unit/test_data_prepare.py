@@ -1,0 +1,369 @@
+"""`megatron-muon data prepare`: the ids, the files, and everything that can be wrong with the input."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon import cli, data
+from megatron_muon.data import SourceOptions, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
+from megatron_muon.data.sources import find_sources
+from megatron_muon.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """megatron-core warns about every package it does without; nobody's concern here."""
+    from megatron_muon.quiet import quiet_imports
+
+    with quiet_imports():
+        import megatron.core.datasets.indexed_dataset  # noqa: F401
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """A directory with two documents and one of everything that is to be passed over."""
+    root = tmp_path / "tree"
+    for directory in ("b", "a", "__pycache__", ".git", "site-packages", "dist-packages"):
+        (root / directory).mkdir(parents=True)
+    (root / "b" / "two.py").write_text("second = 'ü'\n", "utf-8")
+    (root / "a" / "one.py").write_text("first = 1\r\n", "utf-8", newline="")
+    for skipped in (
+        "__pycache__/x.py",
+        ".git/x.py",
+        "site-packages/x.py",
+        "dist-packages/x.py",
+        ".hidden.py",
+    ):
+        (root / skipped).write_text("never")
+    (root / "binary.py").write_bytes(b"\x7fELF\0\0")
+    (root / "latin.py").write_bytes("naïve".encode("latin-1"))
+    (root / "empty.py").write_bytes(b"")
+    (root / "notes.txt").write_text("a note")
+    return root
+
+
+def documents(prefix):
+    """Reads the data back through megatron-core."""
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    dataset = IndexedDataset(str(prefix))
+    return [
+        dataset[index].copy() for index in range(len(dataset))
+    ]  # the arrays lie in the dataset's memory map
+
+
+def texts(prefix):
+    return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in documents(prefix)]
+
+
+def digest(prefix):
+    return [hashlib.sha256(Path(f"{prefix}{end}").read_bytes()).hexdigest() for end in (".bin", ".idx")]
+
+
+def leftovers(directory, prefix):
+    return sorted(
+        path.name for path in directory.iterdir() if prefix in path.name and ".lock" not in path.name
+    )
+
+
+# The ids
+
+
+def megatron_byte_level(vocab_size=257):
+    from megatron.core.tokenizers import MegatronTokenizer
+
+    return MegatronTokenizer.from_pretrained(
+        metadata_path={"library": "byte-level"},
+        vocab_size=vocab_size - 1,
+        special_tokens=["<eod>"],
+        _eos_id=vocab_size - 1,
+    )
+
+
+@given(st.text(max_size=200))
+def test_byte_ids_are_those_of_megatrons_tokenizer(text):
+    assert tokenizers.encode_bytes(text).tolist() == megatron_byte_level().tokenize(text)
+
+
+@pytest.mark.parametrize("size", [257, 384])
+def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_document(size):
+    """Megatron's command line cannot name its byte-level tokenizer; NullTokenizer stands in for it."""
+    import argparse
+
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.arguments import _add_tokenizer_args
+
+    spec = TokenizerSpec(vocab_size=size)
+    parser = argparse.ArgumentParser()
+    _add_tokenizer_args(parser)
+    args = parser.parse_args(spec.training_flags())
+    args.pad_vocab_size = False
+    in_training = build_tokenizer(args)
+    ours, megatrons = tokenizers.build(spec), megatron_byte_level(size)
+    assert ours.vocab_size == in_training.vocab_size == megatrons.vocab_size == size
+    assert ours.eod == in_training.eod == megatrons.eod == size - 1
+
+
+# What is written
+
+
+def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
+    prepared = prepare([tree], tmp_path / "out" / "corpus", sources=SourceOptions(suffixes=(".py",)))
+    assert texts(prepared.prefix) == ["first = 1\r\n", "second = 'ü'\n"]
+    assert all(ids[-1] == 256 for ids in documents(prepared.prefix))
+    assert documents(prepared.prefix)[0].dtype == np.uint16
+    assert (prepared.documents, prepared.tokens) == (2, 11 + 14 + 2)
+    assert prepared.bytes == 2 * prepared.tokens == Path(f"{prepared.prefix}.bin").stat().st_size
+    assert prepared.skipped == "skipped: 1 binary files, 1 files that are not UTF-8, 1 empty documents"
+    assert prepared.flags[:2] == ("--data-path", str(prepared.prefix))
+
+
+def test_explicit_files_are_taken_whatever_their_suffix_and_once(tree, tmp_path):
+    options = SourceOptions(suffixes=(".py",), exclude=("b", "empty.py"))
+    inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]
+    assert [source.label for source in find_sources(inputs, options)] == [
+        *("notes.txt", "a/one.py", "binary.py", "latin.py")
+    ]
+
+
+def test_end_of_document_can_be_left_out(tree, tmp_path):
+    prepare([tree / "notes.txt"], tmp_path / "corpus", append_eod=False)
+    assert documents(tmp_path / "corpus")[0].tolist() == list(b"a note")
+
+
+def test_the_same_input_gives_the_same_bytes(tree, tmp_path, monkeypatch):
+    """Whatever the order in which the file system lists a directory, and however many processes tokenize."""
+    first = prepare([tree], tmp_path / "first")
+    walk = os.walk
+
+    def backwards(*args, **kwargs):
+        for directory, subdirectories, names in walk(*args, **kwargs):
+            subdirectories.reverse()
+            yield directory, subdirectories, names[::-1]
+
+    monkeypatch.setattr(os, "walk", backwards)
+    second = prepare([tree], tmp_path / "second", workers=2)
+    assert digest(first.prefix) == digest(second.prefix)
+    (tree / "notes.txt").write_text("another note")
+    assert digest(prepare([tree], tmp_path / "third").prefix) != digest(first.prefix)
+
+
+def test_jsonl_documents_are_lines(tmp_path):
+    lines = [{"content": "one", "id": 1}, {"content": ""}, {"content": "two\nlines"}]
+    file = tmp_path / "part.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
+    prepared = prepare([file], tmp_path / "out", sources=SourceOptions(json_key="content"))
+    assert texts(prepared.prefix) == ["one", "two\nlines"]
+    assert "1 empty documents" in prepared.skipped
+
+
+def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
+    (tmp_path / "ids.txt").write_text("5 70000 2")
+    spec = TokenizerSpec("NullTokenizer", vocab_size=100_000)
+    prepared = prepare([tmp_path / "ids.txt"], tmp_path / "out", tokenizer=spec)
+    assert documents(prepared.prefix)[0].tolist() == [5, 70000, 2, 99_999]
+    assert documents(prepared.prefix)[0].dtype == np.int32
+    assert prepared.flags[2:] == ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100000")
+    with pytest.raises(
+        UserError, match=r"ids\.txt: token ids reach from 2 to 70000, the vocabulary has 65000"
+    ):
+        prepare(
+            [tmp_path / "ids.txt"], tmp_path / "small", tokenizer=TokenizerSpec("NullTokenizer", None, 65_000)
+        )
+    (tmp_path / "ids.txt").write_text("five")
+    with pytest.raises(UserError, match=r"ids\.txt: the tokenizer does not take this text"):
+        prepare([tmp_path / "ids.txt"], tmp_path / "words", tokenizer=spec)
+
+
+# Doing it again
+
+
+def test_an_identical_run_is_up_to_date(tree, tmp_path):
+    first = prepare([tree], tmp_path / "out")
+    before = os.stat(f"{first.prefix}.bin").st_mtime_ns
+    again = prepare([tree], tmp_path / "out")
+    assert again.up_to_date
+    assert (again.documents, again.tokens, again.skipped) == (first.documents, first.tokens, first.skipped)
+    assert os.stat(f"{first.prefix}.bin").st_mtime_ns == before
+
+
+def test_other_input_or_options_need_overwrite(tree, tmp_path):
+    prefix = prepare([tree], tmp_path / "out").prefix
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare([tree], prefix, append_eod=False)
+    (tree / "notes.txt").write_text("changed")
+    with pytest.raises(UserError, match=r"out\.bin and .*out\.idx exist already"):
+        prepare([tree], prefix)
+    assert not prepare([tree], prefix, overwrite=True).up_to_date
+    assert "changed" in texts(prefix)
+
+
+def test_foreign_or_truncated_output_is_not_up_to_date(tree, tmp_path):
+    prefix = prepare([tree], tmp_path / "out").prefix
+    with open(f"{prefix}.bin", "ab") as file:
+        file.write(b"xx")
+    with pytest.raises(UserError, match="--overwrite"):
+        prepare([tree], prefix)
+
+
+def test_output_within_the_input_is_not_read(tree):
+    prefix = prepare([tree], tree / "corpus").prefix
+    assert prepare([tree], prefix).up_to_date
+    assert len(documents(prefix)) == 3
+
+
+def test_an_interrupted_run_leaves_nothing(tree, tmp_path):
+    def interrupt(read, total):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare([tree], tmp_path / "out", progress=interrupt)
+    assert leftovers(tmp_path, "out") == []
+
+
+def test_an_interrupted_overwrite_leaves_the_old_data(tree, tmp_path):
+    prefix = prepare([tree], tmp_path / "out").prefix
+    before = digest(prefix)
+    (tree / "a" / "broken.jsonl").write_text("{")
+    with pytest.raises(UserError):
+        prepare([tree], prefix, overwrite=True)
+    assert digest(prefix) == before
+    assert leftovers(tmp_path, "out") == ["out.bin", "out.idx", "out.prepared.json"]
+
+
+# What a user can get wrong
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"part\.jsonl:2: not a JSON object"),
+        ("[1]", r"part\.jsonl:2: expected a JSON object, found list"),
+        (
+            '{"body": "x", "id": 1}',
+            r"part\.jsonl:2: no field 'text' \(fields: body, id\); choose one with --json-key",
+        ),
+        ('{"text": 5}', r"part\.jsonl:2: field 'text' holds int"),
+    ],
+)
+def test_broken_jsonl_names_file_and_line(tmp_path, line, message):
+    (tmp_path / "part.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(UserError, match=message):
+        prepare([tmp_path / "part.jsonl"], tmp_path / "out")
+    assert leftovers(tmp_path, "out") == []
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (TokenizerSpec("GPT9Tokenizer"), "is not known; choose one of ByteLevelTokenizer"),
+        (TokenizerSpec(vocab_size=256), "--vocab-size 256 is too small .* at least 257"),
+        (TokenizerSpec(model="gpt2"), "has no model"),
+        (TokenizerSpec("NullTokenizer"), "needs --vocab-size"),
+        (TokenizerSpec("TikTokenizer"), "needs --tokenizer-model"),
+        (TokenizerSpec("TikTokenizer", "/nowhere"), "--tokenizer-type TikTokenizer"),
+    ],
+)
+def test_wrong_tokenizers_are_refused(tree, tmp_path, spec, message):
+    with pytest.raises(UserError, match=message):
+        prepare([tree], tmp_path / "out", tokenizer=spec)
+
+
+def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
+    with pytest.raises(UserError, match="nowhere.* does not exist"):
+        prepare([tmp_path / "nowhere"], tmp_path / "out")
+    with pytest.raises(UserError, match="nothing to prepare; give --input"):
+        prepare([], tmp_path / "out")
+    with pytest.raises(UserError, match=r"found no file with suffix \.rs"):
+        prepare([tree], tmp_path / "out", sources=SourceOptions(suffixes=(".rs",)))
+    with pytest.raises(UserError, match="found no document in 1 files .*1 binary"):
+        prepare([tree / "binary.py"], tmp_path / "out")
+    with pytest.raises(UserError, match="cannot write to directory .*notes.txt"):
+        prepare([tree], tree / "notes.txt" / "out")
+    with pytest.raises(UserError, match="--workers 0"):
+        prepare([tree], tmp_path / "out", workers=0)
+
+
+# The standard library, and several processes at once
+
+
+@pytest.fixture
+def small_stdlib(tree, monkeypatch):
+    monkeypatch.setattr(corpus, "stdlib_directory", lambda: tree)
+    return tree
+
+
+def test_stdlib_takes_python_only(small_stdlib, tmp_path):
+    prepare([], tmp_path / "out", stdlib=True)
+    assert texts(tmp_path / "out") == ["first = 1\r\n", "second = 'ü'\n"]
+
+
+def test_ensure_stdlib_corpus_writes_once(small_stdlib, tmp_path, monkeypatch):
+    writes = []
+    write = corpus._write
+    monkeypatch.setattr(corpus, "_write", lambda *args: writes.append(1) or write(*args))
+    ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
+    ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
+    assert writes == [1]
+    assert prepare([], tmp_path / "data" / "stdlib", stdlib=True).up_to_date
+
+
+def test_the_lock_keeps_other_processes_out(tmp_path):
+    """The story: two ranks find no corpus, and both start to write it."""
+    paths = corpus.OutputPaths(tmp_path / "corpus")
+    code = (
+        "from pathlib import Path\nfrom megatron_muon.data.corpus import OutputPaths\n"
+        f"with OutputPaths(Path({str(tmp_path / 'corpus')!r})).locked():\n    print('inside', flush=True)"
+    )
+    with paths.locked():
+        other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        lines = []
+        reader = threading.Thread(target=lambda: lines.append(other.stdout.readline()))
+        reader.start()
+        reader.join(2)
+        assert not lines
+    reader.join(30)
+    assert lines == ["inside\n"]
+    assert other.wait(30) == 0
+    other.stdout.close()
+
+
+# The command
+
+
+def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, capsys):
+    argv = [
+        "data",
+        "prepare",
+        "--input",
+        str(tree),
+        "--suffix",
+        ".py",
+        ".txt",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert cli.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "3 documents, 34 tokens, 68 bytes" in out
+    assert (
+        f"train with: --data-path {tmp_path / 'out'} --tokenizer-type NullTokenizer --vocab-size 257" in out
+    )
+    assert "skipped: 1 binary files" in out
+    assert cli.main(argv) == 0
+    assert "up to date" in capsys.readouterr().out
+    assert cli.main([*argv, "--no-append-eod"]) == 1
+    assert capsys.readouterr().err.startswith("megatron-muon: error: ")
+
+
+def test_the_package_offers_its_names():
+    assert set(data.__all__) <= set(dir(data))

@@ -1,0 +1,309 @@
+"""setup.py, requirements/lock.txt and the scripts agree, and set-up says clearly what it lacks."""
+
+import ast
+import functools
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = ROOT / "requirements" / "lock.txt"
+SCRIPTS = [
+    "scripts/quickstart.sh",
+    "scripts/test.sh",
+    "scripts/lib/setup.sh",
+    "requirements/update.sh",
+    ".ci/run",
+]
+TOOLS = [
+    "bash",
+    "cat",
+    "cksum",
+    "dirname",
+    "env",
+    "grep",
+    "head",
+    "mv",
+    "rm",
+    "sed",
+    "sleep",
+    "tail",
+    "uname",
+    "wc",
+]
+READ_SETUP = """
+import json
+import setuptools
+import distutils.core
+dist = distutils.core.run_setup("setup.py", stop_after="init")
+print(json.dumps({
+    "name": dist.metadata.name, "version": dist.metadata.version, "python": str(dist.python_requires),
+    "requires": dist.install_requires, "extras": dist.extras_require, "packages": dist.packages,
+    "package_data": dist.package_data, "scripts": dist.entry_points["console_scripts"],
+}))
+"""
+
+
+@functools.cache
+def setup_metadata() -> dict:
+    """What setup.py declares, read in a process of its own so that nothing of distutils stays behind."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ_SETUP], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return ast.literal_eval(done.stdout.strip().splitlines()[-1])
+
+
+@functools.cache
+def lock_pins() -> dict[str, Version]:
+    lines = [line for line in LOCK.read_text("utf-8").splitlines() if line and not line.startswith("#")]
+    pins = [re.fullmatch(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.!+]+)", line) for line in lines]
+    assert all(pins), f"not NAME==VERSION: {[line for line, pin in zip(lines, pins, strict=True) if not pin]}"
+    assert len({canonicalize_name(pin[1]) for pin in pins}) == len(pins), "a name is pinned twice"
+    return {canonicalize_name(pin[1]): Version(pin[2]) for pin in pins}
+
+
+def test_metadata():
+    metadata = setup_metadata()
+    assert metadata["name"] == "megatron-muon"
+    assert f'__version__ = "{metadata["version"]}"' in (ROOT / "megatron_muon/version.py").read_text("utf-8")
+    assert metadata["python"] == ">=3.12"
+    assert set(metadata["extras"]) == {"te", "plots", "bench", "dev"}
+    assert metadata["package_data"]["megatron_muon"] == ["py.typed"]
+    assert (ROOT / "megatron_muon" / "py.typed").is_file()
+
+
+def test_every_folder_of_the_package_is_installed():
+    on_disk = {
+        ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "megatron_muon").rglob("*.py")
+    }
+    assert set(setup_metadata()["packages"]) == on_disk
+
+
+def test_version_is_the_same_at_run_time():
+    import megatron_muon
+
+    assert megatron_muon.__version__ == setup_metadata()["version"]
+
+
+def test_importing_the_package_imports_nothing_heavy():
+    code = (
+        "import megatron_muon, sys; print({'torch', 'megatron.core', 'numpy', 'rich'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_console_command_points_at_a_function():
+    command, _, target = setup_metadata()["scripts"][0].partition(" = ")
+    assert command == "megatron-muon"
+    module, _, function = target.partition(":")
+    tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text("utf-8"))
+    assert function in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize("group", ["requires", "plots", "dev"])
+def test_lock_lies_within_the_ranges(group):
+    metadata = setup_metadata()
+    for line in metadata["requires"] if group == "requires" else metadata["extras"][group]:
+        requirement = Requirement(line)
+        version = lock_pins().get(canonicalize_name(requirement.name))
+        assert version is not None, f"{line}: not in requirements/lock.txt"
+        assert version in requirement.specifier, f"{line}: requirements/lock.txt has {version}"
+
+
+def test_lock_holds_no_address_no_path_and_not_the_package_itself():
+    text = LOCK.read_text("utf-8")
+    assert "://" not in text
+    assert "@" not in text
+    assert "megatron-muon" not in lock_pins()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_scripts_are_executable_bash(script):
+    path = ROOT / script
+    assert path.stat().st_mode & stat.S_IXUSR, f"chmod +x {script}"
+    assert path.read_text("utf-8").startswith("#!/usr/bin/env bash\n")
+    subprocess.run(["bash", "-n", path], check=True)
+
+
+@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh"])
+def test_help_needs_no_set_up(script):
+    done = subprocess.run([ROOT / script, "--help"], cwd="/", capture_output=True, text=True, check=True)
+    assert done.stdout.startswith(f"Usage: {script}")
+
+
+# --- scripts/lib/setup.sh on a machine of another make --------------------
+
+
+@pytest.fixture
+def bare_machine(tmp_path):
+    """A tree without .venv at a path with spaces, and an environment whose PATH holds no Python."""
+    tree = tmp_path / "a tree"
+    (tree / "scripts" / "lib").mkdir(parents=True)
+    (tree / "requirements").mkdir()
+    (tree / "megatron_muon").mkdir()
+    for name in (
+        "scripts/lib/setup.sh",
+        "scripts/lib/check_env.py",
+        "setup.py",
+        ".python-version",
+        "megatron_muon/version.py",
+    ):
+        shutil.copy(ROOT / name, tree / name)
+    (tree / "requirements" / "lock.txt").write_text("nothing==1.0\n")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for tool in TOOLS:
+        (tools / tool).symlink_to(shutil.which(tool))
+    environment = {"PATH": str(tools), "HOME": str(tmp_path), "PYENV_ROOT": str(tmp_path / "none")}
+    return tree, tools, environment
+
+
+def run_setup(tree, environment):
+    return subprocess.run(
+        [tree / "scripts/lib/setup.sh"], cwd="/", env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def fake_python(path, answer):
+    """A stand-in for an interpreter: answers the probe, and says what else it was asked."""
+    path.write_text(
+        f'#!/bin/sh\nif [ "$1" = -c ]; then printf \'{answer}\\n%s\\n\' "$0"; exit; fi\n'
+        'echo "asked: $*" >&2\nexit 3\n'
+    )
+    path.chmod(0o755)
+
+
+def test_no_python_is_one_line_and_exit_1(bare_machine):
+    tree, _, environment = bare_machine
+    done = run_setup(tree, environment)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "no Python 3.12 or 3.13 found" in done.stderr
+    assert "apt install python3.12" in done.stderr
+    assert not (tree / ".venv").exists()
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.14", "3.12 without python3.12-venv"])
+def test_unusable_pythons_are_named(bare_machine, version):
+    tree, tools, environment = bare_machine
+    fake_python(tools / "python3", version)
+    done = run_setup(tree, environment)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"{tools / 'python3'} is {version}" in done.stderr
+
+
+def test_python_of_the_lock_wins_over_a_newer_python3(bare_machine):
+    tree, tools, environment = bare_machine
+    fake_python(tools / "python3", "3.13")
+    fake_python(tools / "python3.12", "3.12")
+    done = run_setup(tree, environment)
+    assert f"making .venv with Python 3.12 ({tools / 'python3.12'})" in done.stderr
+
+
+def test_named_python_may_live_in_a_folder_with_spaces(bare_machine, tmp_path):
+    tree, _, environment = bare_machine
+    (tmp_path / "my pythons").mkdir()
+    python = tmp_path / "my pythons" / "python3"
+    fake_python(python, "3.13")
+    done = run_setup(tree, {**environment, "PYTHON": str(python)})
+    assert f"making .venv with Python 3.13 ({python})" in done.stderr
+    assert f"asked: -m venv {tree / '.venv'}" in done.stderr
+    assert done.returncode == 1  # the stand-in makes no environment, and set-up says so
+    assert "failed: see above" in done.stderr
+
+
+def test_named_python_that_is_unusable_is_refused(bare_machine, tmp_path):
+    tree, _, environment = bare_machine
+    done = run_setup(tree, {**environment, "PYTHON": str(tmp_path / "no" / "python")})
+    assert done.returncode == 1
+    assert "does not run: give a Python 3.12 or 3.13" in done.stderr
+
+
+def test_venv_of_another_python_is_remade_with_a_line(bare_machine):
+    tree, tools, environment = bare_machine
+    (tree / ".venv" / "bin").mkdir(parents=True)
+    (tree / ".venv" / "bin" / "python").symlink_to(tools / "old")
+    fake_python(tools / "old", "3.11")
+    fake_python(tools / "python3", "3.12")
+    done = run_setup(tree, environment)
+    assert ".venv is Python 3.11, the project needs 3.12 or 3.13: remaking it" in done.stderr
+
+
+# --- scripts/lib/check_env.py and scripts/lib/run.sh --------------------
+
+
+def check_env(site_packages, *arguments):
+    script = ROOT / "scripts" / "lib" / "check_env.py"
+    code = (
+        "import runpy, sys, sysconfig\n"
+        f"sysconfig.get_path = lambda name: {str(site_packages)!r}\n"
+        f"sys.argv[1:] = {[str(argument) for argument in arguments]!r}\n"
+        f"runpy.run_path({str(script)!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
+def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
+    """An interrupted pip leaves METADATA without RECORD, or files cut short, and takes that for installed."""
+    lock = tmp_path / "lock.txt"
+    lock.write_text("# comment\ngood==1\nGone.File==1\nshort==1\nno-record==1\nother_version==2\nabsent==1\n")
+    for name, version, recorded, content in [
+        ("good", "1", 4, b"good"),
+        ("gone_file", "1", 4, None),
+        ("short", "1", 400, b"cut"),
+        ("no_record", "1", None, b"file"),
+        ("other_version", "1", 4, b"file"),
+    ]:
+        metadata = tmp_path / f"{name}-{version}.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        if recorded is not None:
+            (metadata / "RECORD").write_text(f"{name}.py,sha256=x,{recorded}\n{name}.pyc,,\n")
+        if content is not None:
+            (tmp_path / f"{name}.py").write_bytes(content)
+    broken = ["absent", "gone-file", "no-record", "other-version", "short"]
+    assert check_env(tmp_path, lock) == broken
+    assert check_env(tmp_path, "--repair", lock) == broken
+    assert {path.name for path in tmp_path.glob("*.dist-info")} == {
+        "good-1.dist-info",
+        "other_version-1.dist-info",  # whole, so pip replaces it in the ordinary way
+    }
+
+
+def test_a_signal_ends_workers_in_sessions_of_their_own(tmp_path):
+    """torchrun starts workers with setsid: a signal to the script's process group does not reach them."""
+    script = tmp_path / "script.sh"
+    script.write_text(
+        f"set -euo pipefail\nsource {ROOT / 'scripts' / 'lib' / 'run.sh'}\n"
+        f"run bash -c 'trap : TERM; setsid sleep 60 & echo $! >{tmp_path}/worker.new; "
+        f"mv {tmp_path}/worker.new {tmp_path}/worker; wait; kill $!'\n"
+    )
+    process = subprocess.Popen(["bash", script], stderr=subprocess.PIPE, text=True)
+    worker = tmp_path / "worker"
+    while not worker.exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(worker.read_text()), 0)
+
+
+def test_run_hands_on_the_exit_code():
+    code = f"source {ROOT / 'scripts' / 'lib' / 'run.sh'}; set -e; run bash -c 'exit 7'"
+    assert subprocess.run(["bash", "-c", code], check=False).returncode == 7
