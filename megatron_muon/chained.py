@@ -1,8 +1,9 @@
 """The step contract around the chain of Muon and scalar optimizers.
 
-One step is: finish the gradient reduction, compute the norm over all parameters, clip, skip where a gradient is not finite, step
-every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm, clipping and zero counts; this class adds
-the rest. It does no mathematics of its own.
+One step is: compute the norm over all parameters, clip, skip where a gradient is not finite, step every optimizer,
+install the weights once. megatron-core's ChainedOptimizer does norm, clipping and zero counts; this class adds the
+rest. It does no mathematics of its own, and it does not finish the gradient reduction: the training loop has done so
+(finalize_model_grads), and under `optim` without overlap Megatron-FSDP reduces in place, so twice would be wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron_muon.optim.sharded_muon import local_rows
 
 
-class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
+class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
     Args:
@@ -27,19 +28,6 @@ class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
         super().__init__(chained_optimizers)
         self._grad_norm: float | torch.Tensor = 0.0
         self._no_rows: dict[torch.Tensor, torch.Tensor] = {}
-
-    @torch.no_grad()
-    def step(self) -> tuple[bool, Any, Any]:
-        """Take one optimizer step.
-
-        Returns:
-            `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they were,
-            where a gradient was not finite.
-        """
-        for chunk in self.model_chunks:
-            chunk.finish_grad_sync()
-        result: tuple[bool, Any, Any] = super().step()
-        return result
 
     @torch.no_grad()
     def get_grad_norm(self) -> float | torch.Tensor:
@@ -62,9 +50,7 @@ class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
                 optimizer.optimizer.step()
         if timers is not None:
             timers("optimizer-inner-step").stop()
-            timers("optimizer-copy-main-to-model-params", log_level=1).start(
-                barrier=self.config.barrier_with_L1_time
-            )
+            timers("optimizer-copy-main-to-model-params", log_level=1).start(barrier=self.config.barrier_with_L1_time)
         for chunk in self.model_chunks:
             chunk.module.install_optimized_model_weights()
         if timers is not None:
@@ -79,8 +65,8 @@ class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     def _give_empty_shards_gradients(self) -> None:
         """Let scalar optimizers step over shards without rows too, so that their step counters agree on every rank.
 
-        Megatron-FSDP sets no gradient there. A checkpoint keeps one counter for a parameter, and the rank that writes it may
-        well be one without rows.
+        Megatron-FSDP sets no gradient there. A checkpoint keeps one counter for a parameter, and the rank that writes
+        it may well be one without rows.
         """
         attribute = "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
         for parameter in self.get_parameters():
@@ -94,8 +80,8 @@ class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """One state dict for all optimizers, keyed by parameter name, as megatron-core's fsdp_dtensor format wants it.
 
-        A chain's usual form, a dict for each optimizer, is not understood by the handlers of that format. State exists from
-        construction, so loading needs no dummy step.
+        A chain's usual form, a dict for each optimizer, is not understood by the handlers of that format. State exists
+        from construction, so loading needs no dummy step.
         """
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
         for optimizer in self.chained_optimizers:
@@ -119,5 +105,3 @@ class MuonChainedOptimizer(ChainedOptimizer):  # type: ignore[misc]
                     },
                 }
             )
-
-

@@ -108,9 +108,7 @@ def _build_parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, dict[s
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit"
-    )
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     modules: dict[str, CommandModule] = {}

@@ -1,7 +1,8 @@
 """Picks the optimizers for a Megatron model under Megatron-FSDP when `--optimizer muon` is asked for.
 
-2D weights go to Muon, everything else to the scalar optimizer. Muon is megatron-core's TensorParallelMuon where every rank holds
-whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise; dense parameters use the dp_cp group, experts the expt_dp group.
+2D weights go to Muon, everything else to the scalar optimizer. Muon is megatron-core's TensorParallelMuon where every
+rank holds whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise; dense parameters use the dp_cp group,
+experts the expt_dp group.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from megatron_muon.chained import MuonChainedOptimizer
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange
 from megatron_muon.mcore import parameters as mp
+from megatron_muon.mcore.replicated_muon import ReplicatedMuon
 from megatron_muon.mcore.scalar_state import initialize_scalar_state
 from megatron_muon.mcore.table import parameter_table
 from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.mcore.replicated_muon import ReplicatedMuon
 from megatron_muon.optim.sharded_muon import ShardedMuon
 
 
 @dataclass
-class MuonOptimizerConfig(OptimizerConfig):  # type: ignore[misc]
+class MuonOptimizerConfig(OptimizerConfig):
     """megatron-core's OptimizerConfig with this package's flags; each field is the flag of the same name.
 
     Attributes:
@@ -54,7 +55,7 @@ class MuonOptimizerConfig(OptimizerConfig):  # type: ignore[misc]
 
 def get_megatron_muon_optimizer(
     config: OptimizerConfig,
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[Any],
     config_overrides: dict[ParamKey, Any] | None = None,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> MuonChainedOptimizer:
@@ -99,10 +100,12 @@ def _with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
     return MuonOptimizerConfig(**values)
 
 
-def _check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[torch.nn.Module]) -> None:
+def _check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
-        raise UserError("the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer")
+        raise UserError(
+            "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer"
+        )
     sharded = ddp_config.data_parallel_sharding_strategy != "no_shard"
     tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
     if config.fp16:
@@ -136,7 +139,7 @@ def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -
 
 def _muon(
     config: MuonOptimizerConfig,
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[Any],
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
     names: dict[torch.Tensor, str],
@@ -144,7 +147,7 @@ def _muon(
     is_expert: bool,
 ) -> torch.optim.Optimizer:
     """Muon on `groups`: plain where matrices are whole on every rank, sharded otherwise."""
-    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":  # type: ignore[union-attr]
+    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
         muon = ReplicatedMuon(
             groups,
             lr=config.lr,
@@ -197,7 +200,7 @@ def _muon(
 def _wrap(
     inner: torch.optim.Optimizer,
     config: MuonOptimizerConfig,
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[Any],
     pg_collection: ProcessGroupCollection,
     *,
     is_expert: bool,
@@ -223,7 +226,7 @@ def _wrap(
 
 def _scalar(
     config: MuonOptimizerConfig,
-    model_chunks: Sequence[torch.nn.Module],
+    model_chunks: Sequence[Any],
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
     *,
@@ -245,13 +248,14 @@ def _scalar(
 
 
 def _grad_stats_group(
-    model_chunks: Sequence[torch.nn.Module], pg_collection: ProcessGroupCollection, *, is_expert: bool
+    model_chunks: Sequence[Any], pg_collection: ProcessGroupCollection, *, is_expert: bool
 ) -> dist.ProcessGroup:
     """The group over which gradient norms and zero counts add up.
 
-    Shards add up over all ranks of the optimizer instance. Under no_shard the data-parallel ranks hold the same gradients, so
-    only model-parallel ranks add: for experts that includes the ranks with other experts.
+    Shards add up over all ranks of the optimizer instance. Under no_shard the data-parallel ranks hold the same
+    gradients, so only model-parallel ranks add: for experts that includes the ranks with other experts.
     """
-    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":  # type: ignore[union-attr]
-        return pg_collection.tp_ep_pp if is_expert else pg_collection.mp
-    return pg_collection.intra_dist_opt
+    group: dist.ProcessGroup = pg_collection.intra_dist_opt
+    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
+        group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+    return group

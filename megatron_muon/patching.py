@@ -1,2 +1,3 @@
 from megatron_muon.cpu.patching import Patches, versions
+
 __all__ = ["Patches", "versions"]

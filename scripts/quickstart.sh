@@ -40,7 +40,8 @@ scripts/lib/setup.sh
 source scripts/lib/run.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib.idx ]]; then # the first is written last
+# The manifest is written last.
+if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib.idx ]]; then
     run .venv/bin/megatron-muon data prepare --stdlib --output data/stdlib
 fi
 

@@ -26,9 +26,7 @@ _DEVICE = torch.device("cpu")
 class HostEvent:
     """A point in time. Work on the CPU is done when the call returns, so waiting for it is nothing."""
 
-    def __init__(
-        self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
-    ) -> None:
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
         self._recorded_s = time.perf_counter()
 
     def record(self, stream: Any = None) -> None:
@@ -211,9 +209,7 @@ def install(patches: Patches) -> None:
         patches.replace(module, "manual_seed", _seed)
         patches.replace(module, "manual_seed_all", _seed)
         patches.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
-        patches.replace(
-            module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state)
-        )
+        patches.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
 
     for name in ("range_push", "range_pop", "mark"):
         patches.replace(cuda.nvtx, name, always(None))

@@ -98,9 +98,7 @@ def install(patches: Patches) -> None:
     patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
     patches.wrap(DeviceMesh, "__init__", _first_argument_on_cpu("device_type"), takes=("device_type",))
-    patches.wrap(
-        device_context.DeviceContext, "__init__", _first_argument_on_cpu("device"), takes=("device",)
-    )
+    patches.wrap(device_context.DeviceContext, "__init__", _first_argument_on_cpu("device"), takes=("device",))
 
 
 def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:

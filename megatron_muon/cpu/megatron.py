@@ -1,19 +1,23 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices and collectives.
 
-Starting without a compiler, and saving in the background without writing what training is changing meanwhile.
-Neither touches numerics. Needed with megatron-core 0.19.x.
+Starting without a compiler, counts of tokens that collectives can read, and no saving in the background, which
+would write what training is changing meanwhile. None of it touches numerics. Needed with megatron-core 0.19.x.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import Any, NoReturn
+
+import torch
 
 from megatron_muon.cpu.patching import Patches
 
 
 def install(patches: Patches) -> None:
-    """Lets megatron-core use its wheel's dataset helper, and refuses its persistent checkpoint worker."""
+    """Patches the dataset helper, the mixture-of-experts token counts and the checkpoint worker."""
     import megatron.core.datasets.utils as dataset_utils
     from megatron.core.dist_checkpointing.strategies import async_utils
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # 0.19.x runs `make` in the package's folder before training. The wheel holds the compiled helper but no
     # Makefile, so `make` fails and the program ends although there is nothing to build.
@@ -26,7 +30,20 @@ def install(patches: Patches) -> None:
             build()
 
     patches.replace(dataset_utils, "compile_helpers", compile_helpers)
+    for module in (moe_utils, token_dispatcher):  # the second imports it by name
+        patches.wrap(module, "maybe_move_tensor_to_cpu", _as_numpy_here_too, takes=("tensor", "as_numpy"))
+
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
+
+
+def _as_numpy_here_too(move: Callable[..., Any]) -> Callable[..., Any]:
+    """The all-to-all dispatcher wants token counts as numbers, but converts only tensors that are on a GPU."""
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        result = move(tensor, as_numpy, record_stream)
+        return result.numpy() if as_numpy and isinstance(result, torch.Tensor) else result
+
+    return moved
 
 
 def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:
@@ -34,6 +51,6 @@ def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:
     # dies. Were it to live, it would share the optimizer's tensors rather than copies of them: copying to
     # the host, which makes the snapshot on a GPU, hands back the same tensor on the CPU.
     raise RuntimeError(
-        "--use-persistent-ckpt-worker does not work on the CPU: leave it out and keep --async-save "
-        "--async-strategy mcore, which writes from a forked copy of the process, or drop --async-save."
+        "--use-persistent-ckpt-worker does not work on the CPU: leave it and --async-save out, and checkpoints "
+        "are written before training goes on."
     )

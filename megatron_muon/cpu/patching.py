@@ -87,8 +87,7 @@ def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
         lost = [parameter for parameter in takes if parameter not in found]
         if lost:
             raise RuntimeError(
-                f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, "
-                f"in {versions()}"
+                f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, in {versions()}"
             )
     return original
 

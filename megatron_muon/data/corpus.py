@@ -170,16 +170,13 @@ class OutputPaths:
             UserError: The directory cannot be created or written.
         """
         if not self.prefix.name:
-            raise UserError(
-                f"--output {str(self.prefix)!r} is a directory; give a prefix in it, such as data/corpus"
-            )
+            raise UserError(f"--output {str(self.prefix)!r} is a directory; give a prefix in it, such as data/corpus")
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
             file = self.lock.open("a")
         except OSError as error:
             raise UserError(
-                f"cannot write to directory {str(self.prefix.parent)!r}: {error.strerror}; "
-                f"choose another --output"
+                f"cannot write to directory {str(self.prefix.parent)!r}: {error.strerror}; choose another --output"
             ) from None
         with file:
             fcntl.lockf(file, fcntl.LOCK_EX)
@@ -274,9 +271,7 @@ def _write(
             "sizes": {"bin": temporary[0].stat().st_size, "idx": temporary[1].stat().st_size},
         }
         temporary[2].write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
-        paths.manifest.unlink(
-            missing_ok=True
-        )  # between the renames there is no manifest that could promise anything
+        paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
         for path, final in zip(temporary, (paths.bin, paths.idx, paths.manifest), strict=True):
             os.replace(path, final)
     except OSError as error:
@@ -308,9 +303,7 @@ def _checked(
     return ended
 
 
-def _reported(
-    documents: Iterator[tuple[str, str]], total: int, progress: Progress | None
-) -> Iterator[tuple[str, str]]:
+def _reported(documents: Iterator[tuple[str, str]], total: int, progress: Progress | None) -> Iterator[tuple[str, str]]:
     """Passes documents on and reports the bytes that they hold (their characters, for speed)."""
     read = 0
     for document in documents:

@@ -84,9 +84,7 @@ def stdlib_directory() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def find_sources(
-    inputs: Iterable[Path], options: SourceOptions, not_these: Iterable[Path] = ()
-) -> list[Source]:
+def find_sources(inputs: Iterable[Path], options: SourceOptions, not_these: Iterable[Path] = ()) -> list[Source]:
     """Lists the files of the inputs: inputs in the order given, a directory's files sorted by relative path.
 
     Args:
@@ -131,9 +129,7 @@ def _walk(root: Path, options: SourceOptions) -> list[tuple[str, Path]]:
         subdirectories[:] = [
             name
             for name in subdirectories
-            if not name.startswith(".")
-            and name not in SKIPPED_DIRECTORIES
-            and not excluded(name, prefix + name)
+            if not name.startswith(".") and name not in SKIPPED_DIRECTORIES and not excluded(name, prefix + name)
         ]
         for name in names:
             if name.startswith(".") or (options.suffixes and not name.endswith(options.suffixes)):
@@ -145,9 +141,7 @@ def _walk(root: Path, options: SourceOptions) -> list[tuple[str, Path]]:
 
 
 def _unreadable(error: OSError) -> None:
-    raise UserError(
-        f"cannot read directory {error.filename!r}: {error.strerror}; leave it out with --exclude"
-    )
+    raise UserError(f"cannot read directory {error.filename!r}: {error.strerror}; leave it out with --exclude")
 
 
 def input_digest(sources: Iterable[Source]) -> str:
@@ -161,9 +155,7 @@ def input_digest(sources: Iterable[Source]) -> str:
     return digest.hexdigest()
 
 
-def read_documents(
-    sources: Iterable[Source], options: SourceOptions, counts: ReadCounts
-) -> Iterator[tuple[str, str]]:
+def read_documents(sources: Iterable[Source], options: SourceOptions, counts: ReadCounts) -> Iterator[tuple[str, str]]:
     """Yields (where it stands, text) for every document, updating `counts` on the way.
 
     Raises:

@@ -125,9 +125,7 @@ def build(spec: TokenizerSpec) -> Tokenizer:
         return np.asarray(tokenizer.tokenize(text), dtype=np.int64)
 
     eod = getattr(tokenizer, "eod", None)
-    return Tokenizer(
-        encode=encode, vocab_size=int(tokenizer.vocab_size), eod=None if eod is None else int(eod)
-    )
+    return Tokenizer(encode=encode, vocab_size=int(tokenizer.vocab_size), eod=None if eod is None else int(eod))
 
 
 def _build_megatron(spec: TokenizerSpec) -> Any:
@@ -141,10 +139,6 @@ def _build_megatron(spec: TokenizerSpec) -> Any:
     try:
         return build_tokenizer(args)
     except ImportError as error:
-        raise UserError(
-            f"--tokenizer-type {spec.tokenizer_type} needs a package that is missing: {error}"
-        ) from error
+        raise UserError(f"--tokenizer-type {spec.tokenizer_type} needs a package that is missing: {error}") from error
     except Exception as error:  # each tokenizer library has exceptions of its own
-        raise UserError(
-            f"--tokenizer-type {spec.tokenizer_type} --tokenizer-model {spec.model}: {error}"
-        ) from error
+        raise UserError(f"--tokenizer-type {spec.tokenizer_type} --tokenizer-model {spec.model}: {error}") from error

@@ -1,7 +1,7 @@
 """The all-gather scheme: every rank receives every matrix and orthogonalises all of them.
 
-It is the readable reference: N ranks do the Newton-Schulz work N times and receive (N-1)/N of every matrix. The phases of a
-matrix are gather, assemble, orthogonalise, keep own rows.
+It is the readable reference: N ranks do the Newton-Schulz work N times and receive (N-1)/N of every matrix. The phases
+of a matrix are gather, assemble, orthogonalise, keep own rows.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class AllGatherExchange:
     def _gather(self, matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
         """The whole matrix `(rows, cols)`, from shards of any number of rows.
 
-        Every rank sends as many rows as the largest shard has, because gloo's all-gather wants equal sizes; the padding is
-        dropped before the matrix is assembled, so it never enters the iteration.
+        Every rank sends as many rows as the largest shard has, because gloo's all-gather wants equal sizes; the padding
+        is dropped before the matrix is assembled, so it never enters the iteration.
         """
         most_rows = max(shard.rows for shard in matrix.shards)
         send = rows.new_zeros((most_rows, matrix.shape[1]))

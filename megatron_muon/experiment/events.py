@@ -60,17 +60,15 @@ def read_events(directory: Path) -> RunEvents:
     scalars: dict[str, list[Point]] = {}
     args: dict[str, str] = {}
     starts: list[tuple[float, float]] = []  # (began, next start began)
-    for file in files:
-        events = _load(file)
+    loaded = [_load(file) for file in files]
+    for events in sorted(loaded, key=lambda events: _first_time(events) or 0.0):
         began = _first_time(events)
         start = _start_step(events)
         for tag, points in scalars.items():
             if not tag.endswith(" vs samples"):
                 scalars[tag] = [point for point in points if point.step <= start]
         for tag in events.Tags()["scalars"]:
-            scalars.setdefault(tag, []).extend(
-                Point(e.step, e.value, e.wall_time) for e in events.Scalars(tag)
-            )
+            scalars.setdefault(tag, []).extend(Point(e.step, e.value, e.wall_time) for e in events.Scalars(tag))
         args.update(_texts(events))
         if began is not None:
             starts.append((began, float("inf")))
@@ -116,9 +114,7 @@ def _start_step(events: Any) -> int:
 
 def _texts(events: Any) -> dict[str, str]:
     return {
-        tag.removesuffix(_TEXT_SUFFIX): events.Tensors(tag)[-1]
-        .tensor_proto.string_val[0]
-        .decode("utf-8", "replace")
+        tag.removesuffix(_TEXT_SUFFIX): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode("utf-8", "replace")
         for tag in events.Tags()["tensors"]
         if tag.endswith(_TEXT_SUFFIX)
     }

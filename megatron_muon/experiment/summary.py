@@ -1,7 +1,7 @@
 """`megatron-muon summary RUN_DIR`: one readable page about a run.
 
-Figures come from what Megatron's training loop wrote to TensorBoard; where it wrote none (a timer that was not asked
-for, no validation) the summary says so instead of guessing.
+Figures come from what Megatron's training loop wrote to TensorBoard. Where it wrote none (a timer that was
+not asked for, no validation) the summary says so instead of guessing.
 """
 
 import argparse
@@ -24,6 +24,9 @@ WARMUP_STEPS = 10
 
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
+
+QUICKSTART_LOG = "runs/quickstart/tensorboard"
+"""The TensorBoard directory of configs/quickstart.yaml, the run that needs no flags."""
 
 EXAMPLES = """\
 examples:
@@ -97,9 +100,7 @@ def summarize(run_dir: Path) -> RunSummary:
         UserError: The directory or its log is missing, or the log holds no loss.
     """
     if not run_dir.is_dir():
-        raise UserError(
-            f"no run at {str(run_dir)!r}; give the directory that holds tensorboard/ and checkpoints/"
-        )
+        raise UserError(f"no run at {str(run_dir)!r}; give the directory that holds tensorboard/ and checkpoints/")
     tensorboard_dir = run_dir / "tensorboard"
     events = read_events(tensorboard_dir)
     losses = events.points(LOSS_TAG)
@@ -145,7 +146,7 @@ def to_json(summary: RunSummary) -> str:
 
 
 def show(summary: RunSummary) -> None:
-    """Prints the summary to standard output. Paths and commands are never wrapped, so that they can be copied."""
+    """Prints the summary; commands are never wrapped, so that they can be copied."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -248,11 +249,7 @@ def _tokens_per_second(events: RunEvents, step_seconds: dict[int, float]) -> flo
 
 def _optimizer_share(events: RunEvents, step_seconds: dict[int, float]) -> float | None:
     optimizer = _by_step(events.points("optimizer-time"))
-    shares = [
-        optimizer[step] / seconds
-        for step, seconds in step_seconds.items()
-        if step in optimizer and seconds > 0
-    ]
+    shares = [optimizer[step] / seconds for step, seconds in step_seconds.items() if step in optimizer and seconds > 0]
     return statistics.median(shares) if shares else None
 
 
@@ -274,18 +271,14 @@ def _next_commands(run_dir: Path, tensorboard_dir: Path, args: dict[str, str]) -
     other = "muon" if args.get("optimizer") == "adam" else "adam"
     there = run_dir.with_name(f"{run_dir.name}-{other}")
     ranks = args.get("world_size", "2")
-    compare = [
-        *(
-            "torchrun",
-            "--nproc-per-node",
-            ranks,
-            "pretrain_gpt.py",
-            "--optimizer",
-            other,
-            "--use-megatron-fsdp",
-        ),
-        *("--save", str(there / "checkpoints"), "--tensorboard-dir", str(there / "tensorboard")),
-    ]
+    compare = ["torchrun", "--nproc-per-node", ranks, "pretrain_gpt.py"]
+    config = args.get("config", "None")
+    if config != "None":  # Megatron writes str(value)
+        compare += ["--config", config]
+    elif args.get("tensorboard_dir") != QUICKSTART_LOG:
+        compare += ["YOUR_FLAGS"]  # the log does not tell the command line
+    compare += ["--optimizer", other, "--use-megatron-fsdp"]
+    compare += ["--save", str(there / "checkpoints"), "--tensorboard-dir", str(there / "tensorboard")]
     return (
         ("look at the curves", shlex.join(["tensorboard", "--logdir", str(tensorboard_dir)])),
         (f"the same with {other.capitalize()}", shlex.join(compare)),

@@ -102,22 +102,16 @@ def load_config(path: str | Path, environ: Mapping[str, str] | None = None) -> E
     env: dict[str, str] = {}
     for key, value in _items(path, ENV_KEY, sections.get(ENV_KEY)):
         if not _NAME.match(key):
-            raise UserError(
-                f"{_at(path, value)}: {ENV_KEY} key {key!r} is no name of an environment variable"
-            )
+            raise UserError(f"{_at(path, value)}: {ENV_KEY} key {key!r} is no name of an environment variable")
         if not isinstance(value, yaml.ScalarNode):
             raise UserError(f"{_at(path, value)}: {ENV_KEY} {key} must be a string or a number")
         env[key] = _expanded(path, key, value, environ)
     if ARGS_KEY not in sections:
-        raise UserError(
-            f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as '--num-layers: 12'"
-        )
+        raise UserError(f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as '--num-layers: 12'")
     flags = []
     for key, value in _items(path, ARGS_KEY, sections[ARGS_KEY]):
         if not key.startswith("--"):
-            raise UserError(
-                f"{_at(path, value)}: {ARGS_KEY} key {key!r} is no flag; write '--{key.lstrip('-')}:'"
-            )
+            raise UserError(f"{_at(path, value)}: {ARGS_KEY} key {key!r} is no flag; write '--{key.lstrip('-')}:'")
         values = _values(path, key, value, environ)
         if values is not None:
             flags.append((key, values))
@@ -150,9 +144,7 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
         name = token[len(UNSET_FLAG) + 1 :] if "=" in token else next(tokens, "")
         flag = "--" + name.lstrip("-")
         if flag not in known:
-            raise UserError(
-                f"{UNSET_FLAG} {name}: {config.path} does not set {flag}{_did_you_mean(flag, known)}"
-            )
+            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {flag}{_did_you_mean(flag, known)}")
         unset.add(flag)
     return [*_as_argv(item for item in config.flags if item[0] not in unset), *rest]
 
@@ -217,9 +209,7 @@ def _items(path: Path, what: str, node: yaml.Node | None) -> Iterator[tuple[str,
     if what == ENV_KEY and isinstance(node, yaml.ScalarNode) and _is_null(node):
         return
     if not isinstance(node, yaml.MappingNode):
-        raise UserError(
-            f"{path}: {what} must be a mapping, such as '{ARGS_KEY}:' with '--num-layers: 12' below"
-        )
+        raise UserError(f"{path}: {what} must be a mapping, such as '{ARGS_KEY}:' with '--num-layers: 12' below")
     seen = set()
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -238,9 +228,7 @@ def _values(path: Path, flag: str, node: yaml.Node, environ: Mapping[str, str]) 
             if not isinstance(item, yaml.ScalarNode):
                 raise UserError(f"{_at(path, item)}: {flag} holds a list or mapping within its list")
             text = _expanded(path, flag, item, environ)
-            values += (
-                text.split() if item.style is None else [text]
-            )  # [384 384 976] without commas, as upstream
+            values += text.split() if item.style is None else [text]  # [384 384 976] without commas, as upstream
         return tuple(values)
     if not isinstance(node, yaml.ScalarNode):
         raise UserError(f"{_at(path, node)}: {flag} must be a value or a list, not a mapping")

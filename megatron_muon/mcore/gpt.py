@@ -100,7 +100,9 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
     )
-    return output, partial(loss_func, batch["loss_mask"])
+    loss_mask = batch["loss_mask"]
+    assert loss_mask is not None  # set wherever the loss is computed: the last pipeline stage is the only one
+    return output, partial(loss_func, loss_mask)
 
 
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:

@@ -1,7 +1,7 @@
 """From a command line to a training run: config, device, patches, flags, megatron.training.pretrain.
 
-`prepare` settles everything that can be settled without torch.distributed, in the order in which later parts need it: the
-environment before torch, the device before megatron-core, the patches before arguments are validated.
+`prepare` settles everything that can be settled without torch.distributed, in the order in which later parts need it:
+the environment before torch, the device before megatron-core, the patches before arguments are validated.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from pathlib import Path
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import UserError
 from megatron_muon.mcore import config_file
-from megatron_muon.mcore.arguments import MODEL_FLAGS
+from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser
 from megatron_muon.mcore.version import check_versions
 
 QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
+_SECONDS_FOR_FIRST_RANK = 30.0
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,9 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
         UserError: anything that a user got wrong.
     """
     check_versions()
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    early = Parser(add_help=False, allow_abbrev=False)
     early.add_argument("--config")
-    early.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
 
@@ -71,7 +73,8 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
             for name, value in env.kept.items()
             if value != config.env[name]
         ]
-    device = settle_device(given.device)
+    in_file = dict(config.flags).get("--device") if config is not None else None
+    device = settle_device(given.device or (in_file[0] if in_file else "auto"))
 
     from megatron_muon.mcore import arguments, patches
     from megatron_muon.patching import Patches
@@ -133,10 +136,20 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
                 print(f"megatron-muon: {note}", flush=True)
         _train()
     except UserError as error:
-        if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+        _tell(error)
         return 2
     return 0
+
+
+def _tell(error: UserError) -> None:
+    """Print a user's mistake once per node.
+
+    All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
+    the others wait for their end. One that waits in vain found a mistake that the first did not, and speaks then.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(_SECONDS_FOR_FIRST_RANK)
+    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
 
 
 def _train() -> None:

@@ -1,7 +1,7 @@
 """What Muon has to know of a Megatron model's parameters: names, attributes, blocks, and who holds which rows.
 
-Megatron-FSDP hands the optimizer DTensors that lack several attributes of the parameters they stand for. This module restores
-them and describes matrices as plain layouts. It chooses no optimizer.
+Megatron-FSDP hands the optimizer DTensors that lack several attributes of the parameters they stand for. This module
+restores them and describes matrices as plain layouts. It chooses no optimizer.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from megatron_muon.sharding import Layout, row_sharded
 _ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
 
 
-def restore_attributes(model_chunks: Sequence[torch.nn.Module]) -> None:
+def restore_attributes(model_chunks: Sequence[Any]) -> None:
     """Give the optimizer's DTensor parameters the attributes that Megatron-FSDP leaves on the originals.
 
-    Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and counted wrong in the gradient
-    norm. Needed by megatron-core 0.19 (ParamAndGradBuffer._init_optimizer_named_parameters copies a fixed list).
+    Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and counted wrong in the
+    gradient norm. Needed by megatron-core 0.19 (ParamAndGradBuffer._init_optimizer_named_parameters copies a fixed
+    list).
     """
     for chunk in model_chunks:
         for parameter in chunk.parameters():
@@ -35,8 +36,8 @@ def restore_attributes(model_chunks: Sequence[torch.nn.Module]) -> None:
                     setattr(parameter, name, getattr(original, name))
 
 
-def tag_for_muon(model_chunks: Sequence[torch.nn.Module]) -> None:
-    """Set `is_qkv`, `qkv_split_shapes` and `expert_tp` on trainable parameters, by the names that megatron-core gives them.
+def tag_for_muon(model_chunks: Sequence[Any]) -> None:
+    """Set `use_muon`, `is_qkv`, `qkv_split_shapes` and `expert_tp` on trainable parameters, by their names in megatron-core.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
     """
@@ -45,17 +46,19 @@ def tag_for_muon(model_chunks: Sequence[torch.nn.Module]) -> None:
         for name, parameter in chunk.named_parameters():
             if not parameter.requires_grad:
                 continue
+            if "embedding" in name:
+                parameter.use_muon = False  # position embeddings too, which megatron-core marks under MuP only
             if "experts" in name and "shared" not in name:
-                parameter.expert_tp = True  # type: ignore[attr-defined]
+                parameter.expert_tp = True
             if "linear_qkv.weight" in name and parameter.ndim == 2 and not config.multi_latent_attention:
                 parts = _get_qkv_split_shapes(config)
                 if parameter.shape[0] % sum(parts) == 0:
-                    parameter.is_qkv = True  # type: ignore[attr-defined]
-                    parameter.qkv_split_shapes = parts  # type: ignore[attr-defined]
+                    parameter.is_qkv = True
+                    parameter.qkv_split_shapes = parts
                 else:
                     warnings.warn(
-                        f"{name}: {parameter.shape[0]} rows are no multiple of {sum(parts)} (query, key and value rows of a "
-                        "group), so Muon orthogonalises it as one matrix",
+                        f"{name}: {parameter.shape[0]} rows are no multiple of {sum(parts)} (query, key and value rows "
+                        "of a group), so Muon orthogonalises it as one matrix",
                         stacklevel=2,
                     )
 
@@ -63,18 +66,16 @@ def tag_for_muon(model_chunks: Sequence[torch.nn.Module]) -> None:
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
     """Whether Muon takes this parameter: a 2D weight that is neither an embedding nor the output layer.
 
-    megatron-core marks word embeddings and the output layer with `is_embedding_or_output_parameter` and every embedding,
-    position embeddings too, with `is_embedding_parameter`.
+    megatron-core marks word embeddings and the output layer with `is_embedding_or_output_parameter`; `tag_for_muon`
+    sets `use_muon` to False on every embedding, position embeddings too.
     """
-    embedding = getattr(parameter, "is_embedding_or_output_parameter", False) or getattr(
-        parameter, "is_embedding_parameter", False
-    )
-    return parameter.ndim == 2 and not embedding
+    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
+    return parameter.ndim == 2 and not embedding and getattr(parameter, "use_muon", True)
 
 
-def parameter_names(model_chunks: Sequence[torch.nn.Module]) -> dict[torch.Tensor, str]:
+def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
     """The name of each parameter, without the wrappers' `module.` prefixes, unique over the model chunks."""
-    names = {}
+    names: dict[torch.Tensor, str] = {}
     for index, chunk in enumerate(model_chunks):
         prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
         for name, parameter in chunk.named_parameters():
@@ -92,7 +93,7 @@ def block_split(parameter: torch.Tensor, *, split_qkv: bool) -> RowSplit:
     """How the matrix of `parameter` splits into blocks, decided from its whole shape and never from local rows."""
     rows = matrix_shape(parameter)[0]
     if split_qkv and getattr(parameter, "is_qkv", False):
-        parts: Sequence[int] = parameter.qkv_split_shapes  # type: ignore[attr-defined]
+        parts: Sequence[int] = vars(parameter)["qkv_split_shapes"]
         if rows % sum(parts) == 0:
             return RowSplit(groups=rows // sum(parts), parts=tuple(parts))
     return whole(rows)
@@ -103,8 +104,8 @@ def row_layout(
 ) -> Layout:
     """The layout of row-sharded parameters over their data-parallel group.
 
-    Megatron-FSDP cuts a bucket into consecutive pieces, rank by rank, so the rows of a rank follow those of the ranks before it.
-    One collective on Python objects, at construction only.
+    Megatron-FSDP cuts a bucket into consecutive pieces, rank by rank, so the rows of a rank follow those of the ranks
+    before it. One collective on Python objects, at construction only.
 
     Args:
         parameters: the same list in the same order on every rank of `group`.

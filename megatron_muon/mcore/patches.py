@@ -1,7 +1,7 @@
 """The patches of megatron-core that Muon under Megatron-FSDP needs, one function each.
 
-`install` puts them in place for one run of the training loop. With another optimizer, or without Megatron-FSDP, only the first is
-installed and upstream's own code runs.
+`install` puts them in place for one run of the training loop. With another optimizer, or without Megatron-FSDP, only
+the first is installed and upstream's own code runs.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
     if muon_under_fsdp:
         accept_muon(patches)
         use_factory(patches)
+        reduce_without_frozen(patches)
         split_momentum_of_swiglu(patches)
 
 
@@ -61,9 +63,10 @@ def explain_refusals(patches: Patches) -> None:
             try:
                 return validate(args, defaults or {})
             except (AssertionError, ValueError) as refusal:
-                if not str(refusal):
-                    raise
-                raise UserError(f"megatron-core refuses these settings: {refusal}") from refusal
+                # Many assertions carry no message; the condition that does not hold says it then.
+                line = traceback.extract_tb(refusal.__traceback__)[-1].line
+                reason = str(refusal) or (line or "").removeprefix("assert ")
+                raise UserError(f"megatron-core refuses these settings: {' '.join(reason.split())}") from refusal
 
         return validate_args
 
@@ -73,8 +76,8 @@ def explain_refusals(patches: Patches) -> None:
 def accept_muon(patches: Patches) -> None:
     """Let `--optimizer muon` pass argument validation together with Megatron-FSDP.
 
-    0.19 asserts in two places that Megatron-FSDP runs Adam or SGD only. Everything else that validation settles for Adam under
-    Megatron-FSDP holds for Muon too, so the run is validated as one of Adam.
+    0.19 asserts in two places that Megatron-FSDP runs Adam or SGD only. Everything else that validation settles for
+    Adam under Megatron-FSDP holds for Muon too, so the run is validated as one of Adam.
     """
     import megatron.training.arguments as arguments
 
@@ -82,7 +85,8 @@ def accept_muon(patches: Patches) -> None:
     for text in ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"):
         if text not in source:
             raise RuntimeError(
-                f"megatron.training.arguments.validate_args no longer says {text!r}; check how it treats Muon in {versions()}"
+                f"megatron.training.arguments.validate_args no longer says {text!r}; "
+                f"check how it treats Muon in {versions()}"
             )
 
     def around(validate: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,22 +109,52 @@ def use_factory(patches: Patches) -> None:
     from megatron_muon.factory import MuonOptimizerConfig, get_megatron_muon_optimizer
 
     def get_optimizer(
-        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
+        config: Any,
+        model_chunks: Any,
+        config_overrides: Any = None,
+        pg_collection: Any = None,
+        **_unused: Any,
     ) -> Any:
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     patches.replace(
-        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
+        training,
+        "get_megatron_optimizer",
+        get_optimizer,
+        takes=["config", "model_chunks", "config_overrides"],
     )
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
+
+
+def reduce_without_frozen(patches: Patches) -> None:
+    """Let the `optim` strategy train a model with frozen parameters.
+
+    Parameters that do not train have no gradient buffer. 0.19's reduce_scatter_gradients asks every buffer how it is
+    distributed and fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+
+    def around(reduce: Callable[..., None]) -> Callable[..., None]:
+        def reduce_scatter_gradients(self: Any, async_op: bool = True) -> None:
+            everything = self.parameter_groups
+            self.parameter_groups = [group for group in everything if group.main_grad_buffer is not None]
+            try:
+                reduce(self, async_op=async_op)
+            finally:
+                self.parameter_groups = everything
+
+        return reduce_scatter_gradients
+
+    patches.wrap(ParamAndGradBuffer, "reduce_scatter_gradients", around, takes=["async_op"])
 
 
 def split_momentum_of_swiglu(patches: Patches) -> None:
     """Let fsdp_dtensor checkpoints split the momentum of a SwiGLU's fused gate and up projection.
 
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` and no others. Muon's one slot is shown to it under both names and
-    taken back under its own. It also looks parameters up by names with one `module.` too many when saving (save_checkpoint
-    passes it the model without the wrapper that its names count on), so it is shown a model that finds them at any depth.
+    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` and no others. Muon's one slot is shown to it under both
+    names and taken back under its own. It also looks parameters up by names with one `module.` too many when saving
+    (save_checkpoint passes it the model without the wrapper that its names count on), so it is shown a model that finds
+    them at any depth.
     """
     import megatron.training.checkpointing as checkpointing
 

@@ -17,7 +17,7 @@ from megatron_muon.optim.orthogonalize import unit_magnitude_exponent
 from megatron_muon.optim.sharded_muon import local_rows
 
 
-class ReplicatedMuon(TensorParallelMuon):  # type: ignore[misc]
+class ReplicatedMuon(TensorParallelMuon):
     """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors."""
 
     def initialize_state(self) -> None:
@@ -39,6 +39,11 @@ class ReplicatedMuon(TensorParallelMuon):  # type: ignore[misc]
         update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
         if isinstance(grad, DTensor):
             return DTensor.from_local(
-                update, grad.device_mesh, grad.placements, run_check=False, shape=grad.shape, stride=grad.stride()
+                update,
+                grad.device_mesh,
+                grad.placements,
+                run_check=False,
+                shape=grad.shape,
+                stride=grad.stride(),
             )
         return update  # type: ignore[no-any-return]

@@ -11,9 +11,7 @@ PYTHON = (3, 12)
 MEGATRON_CORE = ((0, 19), (0, 20))
 
 
-def check_versions(
-    python: tuple[int, int] | None = None, megatron_core: str | None = None
-) -> None:
+def check_versions(python: tuple[int, int] | None = None, megatron_core: str | None = None) -> None:
     """Check that this Python and megatron-core are supported.
 
     Args:
@@ -26,21 +24,17 @@ def check_versions(
     python = sys.version_info[:2] if python is None else python
     if python < PYTHON:
         raise UserError(
-            f"Python {python[0]}.{python[1]} is too old: megatron-core {_range()} needs Python {PYTHON[0]}.{PYTHON[1]} or "
-            "newer; make the virtual environment with python3.12"
+            f"Python {python[0]}.{python[1]} is too old: megatron-core {_range()} needs Python "
+            f"{PYTHON[0]}.{PYTHON[1]} or newer; make the virtual environment with python3.12"
         )
     if megatron_core is None:
         try:
             megatron_core = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
-            raise UserError(
-                f"megatron-core is not installed; type: pip install 'megatron-core{_range()}'"
-            ) from None
+            raise UserError(f"megatron-core is not installed; type: pip install 'megatron-core{_range()}'") from None
     found = tuple(int(part) for part in megatron_core.split(".")[:2])
     if not MEGATRON_CORE[0] <= found < MEGATRON_CORE[1]:
-        raise UserError(
-            f"megatron-core {megatron_core} is not supported; type: pip install 'megatron-core{_range()}'"
-        )
+        raise UserError(f"megatron-core {megatron_core} is not supported; type: pip install 'megatron-core{_range()}'")
 
 
 def _range() -> str:

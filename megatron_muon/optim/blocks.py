@@ -17,8 +17,9 @@ import torch
 class RowSplit:
     """Rows of a matrix as `groups` repetitions of consecutive `parts`; block i gathers part i of every group.
 
-    `RowSplit(1, (rows,))` is the whole matrix, `RowSplit(query_groups, (q, k, v))` Megatron's fused QKV with `q`, `k` and
-    `v` rows in each query group (source: megatron.core.transformer.attention, SelfAttention.get_query_key_value_tensors).
+    `RowSplit(1, (rows,))` is the whole matrix, `RowSplit(query_groups, (q, k, v))` Megatron's fused QKV with `q`, `k`
+    and `v` rows in each query group (source: megatron.core.transformer.attention,
+    SelfAttention.get_query_key_value_tensors).
     """
 
     groups: int
@@ -60,7 +61,8 @@ class RowSplit:
     def _check(self, shape: Sequence[int]) -> None:
         if len(shape) != 2 or shape[0] != self.rows:
             raise ValueError(
-                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, got {tuple(shape)}"
+                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, "
+                f"got {tuple(shape)}"
             )
 
 

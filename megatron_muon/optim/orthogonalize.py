@@ -19,9 +19,9 @@ from megatron_muon.optim.blocks import RowSplit
 def unit_magnitude_exponent(block: torch.Tensor) -> torch.Tensor:
     """The power of two that brings the largest magnitude of `block` into [0.5, 1), as an int32 scalar tensor.
 
-    Newton-Schulz normalises its input with an eps of 1e-7 (emerging-optimizers), which shrinks the update of a matrix whose
-    momentum is smaller, for instance after clipping by a tiny factor. The update must not depend on the input's magnitude, and
-    a power of two changes no bit of the mantissa.
+    Newton-Schulz normalises its input with an eps of 1e-7 (emerging-optimizers), which shrinks the update of a matrix
+    whose momentum is smaller, for instance after clipping by a tiny factor. The update must not depend on the input's
+    magnitude, and a power of two changes no bit of the mantissa.
     """
     return torch.frexp(block.abs().amax().float()).exponent.clamp(-126, 126)
 
@@ -41,8 +41,10 @@ class Orthogonalizer:
         scale_mode: "spectral", "unit_rms_norm" or "shape_scaling" (emerging-optimizers' `get_muon_scale_factor`).
         extra_scale_factor: multiplies every update; 0.2 with "spectral" matches AdamW's update RMS
             (https://arxiv.org/abs/2502.16982, section 2.2).
-        matmul_precision: "highest" or "high" iterate in fp32, "medium" in bf16, as torch.set_float32_matmul_precision names them.
-        blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done twice.
+        matmul_precision: "highest" or "high" iterate in fp32, "medium" in bf16, as torch.set_float32_matmul_precision
+            names them.
+        blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
+            twice.
     """
 
     coefficient_type: str = "quintic"
@@ -75,5 +77,5 @@ class Orthogonalizer:
             update: torch.Tensor = newton_schulz(
                 to_unit_magnitude(block), steps=self.num_steps, coefficient_type=self.coefficient_type
             )
-        scale = get_muon_scale_factor(block.shape[0], block.shape[1], mode=self.scale_mode)
-        return update * (scale * self.extra_scale_factor)
+        scale: float = get_muon_scale_factor(block.shape[0], block.shape[1], mode=self.scale_mode)
+        return update * scale * self.extra_scale_factor  # one by one, as TensorParallelMuon does: to the last bit

@@ -1,8 +1,8 @@
 """Muon on ZeRO-sharded matrices.
 
-Each rank keeps the momentum of its own rows; an exchange makes matrices whole for orthogonalisation and brings the update's
-rows back. The phases of a step are: decay, momentum, look-ahead, exchange (which orthogonalises), apply. Gradient reduction,
-clipping and installing weights belong to the chained optimizer.
+Each rank keeps the momentum of its own rows; an exchange makes matrices whole for orthogonalisation and brings the
+update's rows back. The phases of a step are: decay, momentum, look-ahead, exchange (which orthogonalises), apply.
+Gradient reduction, clipping and installing weights belong to the chained optimizer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def local_rows(tensor: torch.Tensor) -> torch.Tensor:
 class ShardedMuon(torch.optim.Optimizer):
     """Muon whose parameters are row shards of matrices.
 
-    The update of a matrix depends on its gradient alone, never on how many ranks hold it. State is one `momentum_buffer` for
-    each parameter, fp32, of the shard's shape; it exists from construction on every rank, also for empty shards.
+    The update of a matrix depends on its gradient alone, never on how many ranks hold it. State is one
+    `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction on every rank, also
+    for empty shards.
 
     Args:
         params: parameter groups; every parameter is 2D, a DTensor or a plain tensor, and takes part on every rank.
@@ -110,7 +111,8 @@ class ShardedMuon(torch.optim.Optimizer):
                 gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "decoupled_grad", None)
                 if gradient is None:
                     raise RuntimeError(
-                        f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
+                        f"{self._names[parameter]} has no gradient at the optimizer step; "
+                        "was finish_grad_sync() called?"
                     )
                 gradients[parameter] = local_rows(gradient).float()
         return gradients
@@ -123,7 +125,8 @@ class ShardedMuon(torch.optim.Optimizer):
                 continue
             weights = [local_rows(parameter) for parameter in parameters]
             if self.decoupled_weight_decay:
-                torch._foreach_mul_(weights, 1.0 - group["lr"] * group["weight_decay"])
+                # Written as emerging-optimizers does, so that no_shard agrees to the last bit.
+                torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * group["lr"])
             else:
                 for parameter, weight in zip(parameters, weights, strict=True):
                     gradients[parameter] = gradients[parameter].add(weight, alpha=group["weight_decay"])

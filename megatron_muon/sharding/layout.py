@@ -6,6 +6,7 @@ frozen, checked once for tiling, and known to every rank alike. This module does
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -65,16 +66,14 @@ class Matrix:
         edges = {0, rows} | {shard.row_start for shard in self.shards}
         edges |= {shard.row_start + shard.rows for shard in self.shards}
         bands = sorted(edges)
-        for top, bottom in zip(bands, bands[1:], strict=False):
+        for top, bottom in itertools.pairwise(bands):
             reached = 0
             band = [s for s in self.shards if s.row_start <= top and bottom <= s.row_start + s.rows]
             for shard in sorted(band, key=lambda s: s.col_start):
                 if shard.col_start != reached:
                     fault = "no rank holds" if shard.col_start > reached else "several ranks hold"
                     first, last = sorted((reached, shard.col_start))
-                    raise LayoutError(
-                        f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {first} to {last - 1}"
-                    )
+                    raise LayoutError(f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {first} to {last - 1}")
                 reached = shard.col_start + shard.cols
             if reached != cols:
                 raise LayoutError(

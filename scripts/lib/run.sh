@@ -16,7 +16,7 @@ descendants() {
     done
 }
 
-# Ends a process and its descendants: politely, then, after 15 seconds, for good.
+# Ends a process, which may end its descendants itself, then what is left of them; after 15 seconds by force.
 end_tree() {
     local root=$1 pids pid left deadline=$((SECONDS + 15))
     mapfile -t pids < <(
@@ -30,6 +30,7 @@ end_tree() {
             ! kill -0 "$pid" 2>/dev/null || left=1
         done
         ((left)) || return 0
+        kill -0 "$root" 2>/dev/null || kill -TERM "${pids[@]}" 2>/dev/null || true # it left some behind
         sleep 0.1
     done
     kill -KILL "${pids[@]}" 2>/dev/null || true

@@ -147,13 +147,13 @@ pip_install() {
         if grep -q '^Installing collected' "$LOG"; then
             say "... $SECONDS s, unpacking"
         else
-            say "... $SECONDS s, fetching package $(grep -c '^Collecting' "$LOG" || true) of $TOTAL:" \
+            say "... $SECONDS s, fetching package $(grep -cE '^(Collecting|Processing)' "$LOG" || true) of $TOTAL:" \
                 "$(sed -n 's/^Collecting \([^ ]*\).*/\1/p' "$LOG" | tail -n 1)"
         fi
     done
     wait "$PIP_PID" || {
         PIP_PID=""
-        grep -v '^WARNING' "$LOG" | tail -n 25 >&2
+        grep -v '^WARNING' "$LOG" | tail -n 15 | cut -c -300 >&2
         return 1
     }
     PIP_PID=""

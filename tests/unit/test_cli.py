@@ -25,9 +25,7 @@ def test_help_is_complete_and_imports_nothing_heavy():
         "heavy = {'torch', 'megatron', 'numpy', 'rich', 'yaml', 'tensorboard'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     for name, command in cli.COMMANDS.items():
         assert name in done.stdout
@@ -48,9 +46,7 @@ def test_version_names_what_matters(capsys):
     assert {"megatron-muon", "torch", "emerging-optimizers", "python"} <= set(shown)
 
 
-@pytest.mark.parametrize(
-    "argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]]
-)
+@pytest.mark.parametrize("argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]])
 def test_usage_errors_exit_with_2(argv, capsys):
     assert cli.main(argv) == cli.EXIT_USAGE
     assert "usage: megatron-muon" in capsys.readouterr().err

@@ -353,9 +353,7 @@ def test_megatron_fsdp_gets_finished_collectives(backend, buffers, recorded):
     """Coalesced asynchronous gloo collectives wrote into buckets that Megatron-FSDP had freed."""
     view = buffers.torch.distributed
     with buffers._coalescing_manager(None, async_ops=True) as event:
-        work = view.all_gather_into_tensor(
-            output_tensor=torch.ones(2), input_tensor=torch.ones(1), async_op=True
-        )
+        work = view.all_gather_into_tensor(output_tensor=torch.ones(2), input_tensor=torch.ones(1), async_op=True)
         view.all_reduce(torch.ones(1))
         assert len(recorded) == 2  # each ran where it was written, not when the manager closed
     assert work.wait()
@@ -412,3 +410,14 @@ def test_the_persistent_checkpoint_worker_is_refused(backend):
 
     with pytest.raises(RuntimeError, match="--use-persistent-ckpt-worker does not work on the CPU"):
         AsyncCallsQueue.warmup_persistent_caller(0)
+
+
+def test_token_counts_become_numbers(backend):
+    """all_to_all_single refuses split sizes that are tensors, which is what they stayed on the CPU."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    counts = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3, 1]), as_numpy=True)
+    assert not isinstance(counts, torch.Tensor)
+    assert list(counts) == [3, 1]
+    assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
+    assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3])), torch.Tensor)

@@ -56,9 +56,7 @@ def documents(prefix):
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     dataset = IndexedDataset(str(prefix))
-    return [
-        dataset[index].copy() for index in range(len(dataset))
-    ]  # the arrays lie in the dataset's memory map
+    return [dataset[index].copy() for index in range(len(dataset))]  # the arrays lie in the dataset's memory map
 
 
 def texts(prefix):
@@ -70,9 +68,7 @@ def digest(prefix):
 
 
 def leftovers(directory, prefix):
-    return sorted(
-        path.name for path in directory.iterdir() if prefix in path.name and ".lock" not in path.name
-    )
+    return sorted(path.name for path in directory.iterdir() if prefix in path.name and ".lock" not in path.name)
 
 
 # The ids
@@ -173,12 +169,8 @@ def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
     assert documents(prepared.prefix)[0].tolist() == [5, 70000, 2, 99_999]
     assert documents(prepared.prefix)[0].dtype == np.int32
     assert prepared.flags[2:] == ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100000")
-    with pytest.raises(
-        UserError, match=r"ids\.txt: token ids reach from 2 to 70000, the vocabulary has 65000"
-    ):
-        prepare(
-            [tmp_path / "ids.txt"], tmp_path / "small", tokenizer=TokenizerSpec("NullTokenizer", None, 65_000)
-        )
+    with pytest.raises(UserError, match=r"ids\.txt: token ids reach from 2 to 70000, the vocabulary has 65000"):
+        prepare([tmp_path / "ids.txt"], tmp_path / "small", tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
     (tmp_path / "ids.txt").write_text("five")
     with pytest.raises(UserError, match=r"ids\.txt: the tokenizer does not take this text"):
         prepare([tmp_path / "ids.txt"], tmp_path / "words", tokenizer=spec)
@@ -279,15 +271,15 @@ def test_wrong_tokenizers_are_refused(tree, tmp_path, spec, message):
 
 
 def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
-    with pytest.raises(UserError, match="nowhere.* does not exist"):
+    with pytest.raises(UserError, match=r"nowhere.* does not exist"):
         prepare([tmp_path / "nowhere"], tmp_path / "out")
     with pytest.raises(UserError, match="nothing to prepare; give --input"):
         prepare([], tmp_path / "out")
     with pytest.raises(UserError, match=r"found no file with suffix \.rs"):
         prepare([tree], tmp_path / "out", sources=SourceOptions(suffixes=(".rs",)))
-    with pytest.raises(UserError, match="found no document in 1 files .*1 binary"):
+    with pytest.raises(UserError, match=r"found no document in 1 files .*1 binary"):
         prepare([tree / "binary.py"], tmp_path / "out")
-    with pytest.raises(UserError, match="cannot write to directory .*notes.txt"):
+    with pytest.raises(UserError, match=r"cannot write to directory .*notes.txt"):
         prepare([tree], tree / "notes.txt" / "out")
     with pytest.raises(UserError, match="--workers 0"):
         prepare([tree], tmp_path / "out", workers=0)
@@ -355,9 +347,7 @@ def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, cap
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert "3 documents, 34 tokens, 68 bytes" in out
-    assert (
-        f"train with: --data-path {tmp_path / 'out'} --tokenizer-type NullTokenizer --vocab-size 257" in out
-    )
+    assert f"train with: --data-path {tmp_path / 'out'} --tokenizer-type NullTokenizer --vocab-size 257" in out
     assert "skipped: 1 binary files" in out
     assert cli.main(argv) == 0
     assert "up to date" in capsys.readouterr().out

@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import shlex
 import shutil
 import stat
 import subprocess
@@ -18,6 +19,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "lock.txt"
+RUN_SH = shlex.quote(str(ROOT / "scripts" / "lib" / "run.sh"))
 SCRIPTS = [
     "scripts/quickstart.sh",
     "scripts/test.sh",
@@ -57,9 +59,7 @@ print(json.dumps({
 @functools.cache
 def setup_metadata() -> dict:
     """What setup.py declares, read in a process of its own so that nothing of distutils stays behind."""
-    done = subprocess.run(
-        [sys.executable, "-c", READ_SETUP], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", READ_SETUP], cwd=ROOT, capture_output=True, text=True, check=True)
     return ast.literal_eval(done.stdout.strip().splitlines()[-1])
 
 
@@ -83,9 +83,7 @@ def test_metadata():
 
 
 def test_every_folder_of_the_package_is_installed():
-    on_disk = {
-        ".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "megatron_muon").rglob("*.py")
-    }
+    on_disk = {".".join(file.parent.relative_to(ROOT).parts) for file in (ROOT / "megatron_muon").rglob("*.py")}
     assert set(setup_metadata()["packages"]) == on_disk
 
 
@@ -96,9 +94,7 @@ def test_version_is_the_same_at_run_time():
 
 
 def test_importing_the_package_imports_nothing_heavy():
-    code = (
-        "import megatron_muon, sys; print({'torch', 'megatron.core', 'numpy', 'rich'} & sys.modules.keys())"
-    )
+    code = "import megatron_muon, sys; print({'torch', 'megatron.core', 'numpy', 'rich'} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
 
@@ -178,8 +174,7 @@ def run_setup(tree, environment):
 def fake_python(path, answer):
     """A stand-in for an interpreter: answers the probe, and says what else it was asked."""
     path.write_text(
-        f'#!/bin/sh\nif [ "$1" = -c ]; then printf \'{answer}\\n%s\\n\' "$0"; exit; fi\n'
-        'echo "asked: $*" >&2\nexit 3\n'
+        f'#!/bin/sh\nif [ "$1" = -c ]; then printf \'{answer}\\n%s\\n\' "$0"; exit; fi\necho "asked: $*" >&2\nexit 3\n'
     )
     path.chmod(0o755)
 
@@ -288,7 +283,7 @@ def test_a_signal_ends_workers_in_sessions_of_their_own(tmp_path):
     """torchrun starts workers with setsid: a signal to the script's process group does not reach them."""
     script = tmp_path / "script.sh"
     script.write_text(
-        f"set -euo pipefail\nsource {ROOT / 'scripts' / 'lib' / 'run.sh'}\n"
+        f"set -euo pipefail\nsource {RUN_SH}\n"
         f"run bash -c 'trap : TERM; setsid sleep 60 & echo $! >{tmp_path}/worker.new; "
         f"mv {tmp_path}/worker.new {tmp_path}/worker; wait; kill $!'\n"
     )
@@ -305,5 +300,5 @@ def test_a_signal_ends_workers_in_sessions_of_their_own(tmp_path):
 
 
 def test_run_hands_on_the_exit_code():
-    code = f"source {ROOT / 'scripts' / 'lib' / 'run.sh'}; set -e; run bash -c 'exit 7'"
+    code = f"source {RUN_SH}; set -e; run bash -c 'exit 7'"
     assert subprocess.run(["bash", "-c", code], check=False).returncode == 7

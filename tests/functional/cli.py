@@ -1,0 +1,164 @@
+"""Runs of the real command line for the tests: torchrun, a tiny model, a tiny data set, and what the log says.
+
+A run is a subprocess in a directory of its own. Whatever happens to it, none of its processes outlives the call.
+"""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from megatron_muon.data import prepare
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 200.0
+"""Longest time for one run; a run of a tiny model takes 10 to 20 s on two idle cores, nearly all of it imports."""
+
+MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
+
+TINY = (
+    *("--num-layers", "3", "--hidden-size", "39", "--ffn-hidden-size", "102", "--num-attention-heads", "3"),
+    *("--seq-length", "32", "--max-position-embeddings", "32", "--make-vocab-size-divisible-by", "1"),
+    *("--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--split", "90,10,0"),
+    *("--micro-batch-size", "2", "--lr", "0.01", "--lr-decay-style", "constant", "--log-interval", "1"),
+    *("--eval-iters", "0", "--eval-interval", "100", "--seed", "7"),
+)
+"""A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some ranks."""
+
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
+_VALIDATION = re.compile(r"validation loss at iteration \d+.*?\| lm loss value: (\S+)")
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """One line of Megatron's training log."""
+
+    number: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    skipped: int
+
+    @classmethod
+    def parse(cls, number: str, rest: str) -> "Iteration":
+        fields = dict(field.split(":") for field in rest.split("|") if ":" in field)
+        values = {name.strip(): float(value) for name, value in fields.items()}
+        return cls(
+            number=int(number),
+            loss=values.get("lm loss", float("nan")),
+            grad_norm=values.get("grad norm", float("nan")),
+            learning_rate=values["learning rate"],
+            skipped=int(values["number of skipped iterations"]),
+        )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a finished run left behind."""
+
+    returncode: int
+    output: str
+    seconds: float
+
+    @property
+    def iterations(self) -> list[Iteration]:
+        return [Iteration.parse(*match.groups()) for match in _ITERATION.finditer(self.output)]
+
+    @property
+    def losses(self) -> list[float]:
+        return [iteration.loss for iteration in self.iterations]
+
+    @property
+    def validation_losses(self) -> list[float]:
+        return [float(value) for value in _VALIDATION.findall(self.output)]
+
+    def checked(self) -> "Run":
+        """This run, which must have ended well."""
+        assert self.returncode == 0, f"exit status {self.returncode}\n{self.tail}"
+        return self
+
+    @property
+    def tail(self) -> str:
+        """The end of the output, for the message of a failed assertion."""
+        return self.output[-6000:]
+
+
+class HangError(AssertionError):
+    """A run that did not end in its time."""
+
+
+def torchrun(
+    cwd: Path,
+    *args: str,
+    ranks: int = 2,
+    seconds: float = SECONDS,
+    env: Mapping[str, str] | None = None,
+) -> Run:
+    """Run `torchrun --nproc-per-node RANKS pretrain_gpt.py ARGS` in `cwd`.
+
+    Raises:
+        HangError: it took longer than `seconds`.
+    """
+    # --standalone takes a free port for the rendezvous and another for the process group.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return run([*command, str(ROOT / "pretrain_gpt.py"), *args], cwd, seconds=seconds, env=env)
+
+
+def run(command: Sequence[str], cwd: Path, *, seconds: float = SECONDS, env: Mapping[str, str] | None = None) -> Run:
+    """Run a command in `cwd` with one thread per process; its output comes back with stdout and stderr together."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})}
+    cwd.mkdir(parents=True, exist_ok=True)
+    log = cwd / f"output-{time.monotonic_ns()}.log"
+    started = time.monotonic()
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            returncode = process.wait(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            output = log.read_text("utf-8", errors="replace")
+            raise HangError(f"not finished after {seconds:.0f} s\n{output[-6000:]}") from None
+        finally:
+            end_tree(process)
+    return Run(returncode, log.read_text("utf-8", errors="replace"), time.monotonic() - started)
+
+
+def end_tree(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all its descendants: torchrun puts its workers into sessions of their own."""
+    if process.poll() is not None:
+        return
+    parent = psutil.Process(process.pid)
+    family = [*parent.children(recursive=True), parent]
+    for member in family:
+        try:
+            member.kill()
+        except psutil.NoSuchProcess:
+            continue
+    process.wait(timeout=30)
+    psutil.wait_procs(family, timeout=30)
+
+
+def make_corpus(directory: Path) -> tuple[str, ...]:
+    """Write a tiny indexed data set, the bytes of 60 easily learnt documents; the flags to train on it."""
+    words = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "ranks", "share", "matrices")
+    chance = random.Random(0)
+    documents = (" ".join(chance.choices(words, k=120)) for _ in range(60))
+    source = directory / "documents.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), "utf-8")
+    return prepare([source], directory / "tiny").flags

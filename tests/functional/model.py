@@ -1,0 +1,420 @@
+"""A small GPT under the real Megatron-FSDP with the real optimizer, for tests that run on several ranks.
+
+The sizes divide by nothing, the initial values and the gradients depend on names alone: they are the same for every
+strategy and number of ranks. Runs in the workers; importing it imports no Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SEQUENCE = 8
+VOCABULARY = 131
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained.
+
+    Attributes:
+        ffn: with 45 Megatron-FSDP cuts a bucket every 90 elements, so ranks share matrices; with 47 every 1,410, so
+            small matrices lie whole on one rank and other ranks hold none of their rows.
+        optimizer: fields of MuonOptimizerConfig that differ from `config`'s.
+        frozen: a substring of parameter names for each kind of parameter that does not train.
+        trainable: if given, only parameters with one of these substrings train.
+    """
+
+    strategy: str = "optim_grads_params"
+    layers: int = 2
+    hidden: int = 30
+    heads: int = 6
+    query_groups: int = 3
+    ffn: int = 45
+    swiglu: bool = False
+    tied: bool = False
+    bf16: bool = False
+    overlap: bool = False
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
+    trainable: tuple[str, ...] | None = None
+
+    def but(self, **changes: Any) -> Case:
+        """This case with other values."""
+        return replace(self, **changes)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The optimizer's settings, also for the reference."""
+        return {
+            "lr": 0.01,
+            "min_lr": 0.001,
+            "weight_decay": 0.1,
+            "decoupled_weight_decay": True,
+            "muon_lr": None,
+            "muon_min_lr": None,
+            "muon_momentum": 0.9,
+            "muon_nesterov": True,
+            "muon_split_qkv": True,
+            "muon_scale_mode": "spectral",
+            "muon_extra_scale_factor": 0.2,
+            "muon_fp32_matmul_prec": "highest",
+            "muon_scalar_optimizer": "adam",
+            "clip_grad": 0.0,
+            **self.optimizer,
+        }
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of this name has a gradient."""
+        if self.trainable is not None:
+            return any(part in name for part in self.trainable)
+        return not any(part in name for part in self.frozen)
+
+    def muon_blocks(self) -> list[tuple[int, int]]:
+        """Shapes of the blocks that one step has to orthogonalise, each layer's in turn."""
+        width = self.hidden // self.heads
+        query, one = self.heads * width, self.query_groups * width
+        qkv = [(query, self.hidden), (one, self.hidden), (one, self.hidden)]
+        if not self.settings["muon_split_qkv"]:
+            qkv = [(query + 2 * one, self.hidden)]
+        per_layer = [
+            (self.hidden, query),
+            *qkv,
+            (self.ffn * (2 if self.swiglu else 1), self.hidden),
+            (self.hidden, self.ffn),
+        ]
+        return per_layer * self.layers
+
+
+def values_of(name: str, shape: Sequence[int], *, salt: str = "") -> torch.Tensor:
+    """Normal fp32 numbers that depend on the name alone."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{salt}/{name}".encode()))
+    return torch.randn(tuple(shape), generator=generator)
+
+
+def initial_value(name: str, shape: Sequence[int]) -> torch.Tensor:
+    """A parameter's value before the first step."""
+    return (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.1 * values_of(name, shape)
+
+
+def gradient_of(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
+    """A parameter's whole gradient at a step."""
+    return 0.01 * values_of(name, shape, salt=f"gradient{step}")
+
+
+class Trainer:
+    """A wrapped model, its optimizer and its learning-rate schedule on this rank.
+
+    Attributes:
+        parameters: the optimizer's parameters by name, whatever the model shows at the moment.
+        shapes: whole shapes of all parameters by name.
+    """
+
+    def __init__(self, case: Case, *, steps: int = 10) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+        from megatron.core.distributed import DistributedDataParallelConfig
+        from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+        from megatron.core.process_groups_config import ProcessGroupCollection
+        from megatron.core.transformer.module import Float16Module
+
+        self.case = case
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+        self.groups = ProcessGroupCollection.use_mpu_process_groups()
+        config = _transformer_config(case)
+        model = _gpt(case, config)
+        if case.bf16:
+            model = Float16Module(config, model)
+        self.model = FullyShardedDataParallel(
+            config,
+            DistributedDataParallelConfig(
+                use_megatron_fsdp=True,
+                data_parallel_sharding_strategy=case.strategy,
+                use_distributed_optimizer=True,
+                overlap_grad_reduce=case.overlap,
+                overlap_param_gather=case.overlap,
+                gradient_reduce_div_fusion=False,
+                grad_reduce_in_fp32=case.bf16,
+            ),
+            model,
+            pg_collection=self.groups,
+        )
+        self._buffer = self.model.param_and_grad_buffer
+        self.parameters = {_short(name): parameter for name, parameter in self._buffer.optimizer_named_parameters}
+        self.shapes = {name: tuple(p.orig_param.shape) for name, p in self.parameters.items()}
+        self.optimizer = _optimizer(case, self.model, self.groups)
+        self._schedule = _schedule(case, self.optimizer, steps)
+        config.grad_scale_func = self.optimizer.scale_loss
+        if case.overlap or case.strategy in ("optim_grads", "optim_grads_params"):
+            config.no_sync_func = self.model.no_sync  # as megatron.training does under --overlap-grad-reduce
+        self.steps_done = 0
+
+    def step(self, gradient: Callable[[str, Sequence[int], int], torch.Tensor] = gradient_of) -> Any:
+        """One optimizer step with given whole gradients, written where Megatron-FSDP keeps the reduced ones."""
+        self.optimizer.zero_grad()
+        attach = self._buffer.update_main_grads
+
+        def write_and_attach() -> None:
+            self._write(gradient)
+            attach()
+
+        self._buffer.update_main_grads = write_and_attach
+        try:
+            self.model.finish_grad_sync()
+            result = self.optimizer.step()
+        finally:
+            del self._buffer.update_main_grads
+        self._advance(result)
+        return result
+
+    def train(self, tokens: torch.Tensor, *, micro_batches: int = 1) -> tuple[float, Any]:
+        """One training step as megatron.training makes it; the mean loss of the global batch, and step()'s result.
+
+        Args:
+            tokens: `(global batch, SEQUENCE + 1)`, the same on every rank.
+            micro_batches: parts into which every rank cuts its share.
+        """
+        from megatron.core.distributed import finalize_model_grads
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        config = self.model.config
+        config.finalize_model_grads_func = finalize_model_grads
+        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
+        assert len(mine) * dist.get_world_size() == len(tokens)
+        assert len(mine) % micro_batches == 0
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(mine.chunk(micro_batches)),
+            model=self.model,
+            num_microbatches=micro_batches,
+            seq_length=SEQUENCE,
+            micro_batch_size=len(mine) // micro_batches,
+            forward_only=False,
+        )
+        result = self.optimizer.step()
+        self._advance(result)
+        loss = torch.stack([part["loss"] for part in losses]).mean()
+        dist.all_reduce(loss)
+        return loss.item() / dist.get_world_size(), result
+
+    def whole(self) -> dict[str, torch.Tensor]:
+        """Every parameter's main weight, whole, put together from the shards of all ranks."""
+        return self._assemble({name: p._local_tensor for name, p in self.parameters.items()})
+
+    def whole_state(self, slot: str) -> dict[str, torch.Tensor]:
+        """A slot of the optimizer state, whole, of every parameter that has it."""
+        states = self.states()
+        return self._assemble({name: states[name][slot]._local_tensor for name in states if slot in states[name]})
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The optimizer state of every parameter, by name."""
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        return {
+            names[parameter]: state
+            for member in self.optimizer.chained_optimizers
+            for parameter, state in member.optimizer.state.items()
+        }
+
+    def bits(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's shards of all weights and all state."""
+        copies = {name: p._local_tensor.detach().clone() for name, p in self.parameters.items()}
+        for name, state in self.states().items():
+            for slot, value in state.items():
+                copies[f"{name}:{slot}"] = getattr(value, "_local_tensor", value).detach().clone()
+        return copies
+
+    def _advance(self, result: Any) -> None:
+        if result[0]:
+            self.steps_done += 1
+            self._schedule.step(1)
+
+    def _write(self, gradient: Callable[[str, Sequence[int], int], torch.Tensor]) -> None:
+        sharded = self.case.strategy != "no_shard"
+        for name, parameter in self.parameters.items():
+            original = parameter.orig_param
+            group = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
+            if group.main_grad_buffer is None:
+                continue
+            place = group.main_grad_buffer.get_item(group.main_grad_buffer.param_idx[original], only_shard=sharded)
+            whole = gradient(name, self.shapes[name], self.steps_done)
+            rows = len(parameter._local_tensor)
+            start = self._start(name)
+            place.copy_(whole[start : start + rows].reshape(-1))
+
+    def _start(self, name: str) -> int:
+        """The first row of this rank's shard, from Megatron-FSDP's own notes on where it cut."""
+        parameter = self.parameters[name]
+        if len(parameter._local_tensor) in (0, self.shapes[name][0]):
+            return 0
+        return parameter.megatron_fsdp_slice.start // math.prod(self.shapes[name][1:])
+
+    def _assemble(self, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        mine = {name: (self._start(name), shard.detach().clone()) for name, shard in shards.items()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        if self.case.strategy == "no_shard":
+            for name, (_, whole) in mine.items():
+                assert all(torch.equal(other[name][1], whole) for other in everyone), f"{name}: ranks differ"
+            return {name: whole for name, (_, whole) in mine.items()}
+        result = {}
+        for name in mine:
+            whole = torch.full(self.shapes[name], torch.nan)
+            held = torch.zeros(self.shapes[name][0], dtype=torch.int32)
+            for start, rows in (shards_of_rank[name] for shards_of_rank in everyone):
+                whole[start : start + len(rows)] = rows
+                held[start : start + len(rows)] += 1
+            assert (held == 1).all(), f"{name}: rows are held by {held.tolist()} ranks"
+            result[name] = whole
+        return result
+
+
+def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
+    """`count` global batches of a text that can be learnt: each token follows from the one before, mostly."""
+    generator = torch.Generator().manual_seed(7)
+    result = []
+    for _ in range(count):
+        tokens = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
+        for _ in range(SEQUENCE):
+            noise = torch.randint(0, 3, (size, 1), generator=generator)
+            tokens = torch.cat([tokens, (tokens[:, -1:] * 5 + noise) % VOCABULARY], dim=1)
+        result.append(tokens)
+    return result
+
+
+@contextmanager
+def sabotaged(how: str) -> Iterator[None]:
+    """Bugs that others shipped, put into the exchange for negative controls; "" leaves it as it is."""
+    from megatron_muon.exchange import AllGatherExchange
+
+    run = AllGatherExchange.run
+
+    def orthogonalise_the_shard(self: Any, inputs: Any, updates: Any) -> None:
+        from megatron_muon.optim.blocks import whole
+        from megatron_muon.optim.orthogonalize import Orthogonalizer
+
+        orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
+        for rows, update in zip(inputs, updates, strict=True):
+            if len(rows):
+                update.copy_(orthogonalizer(rows, whole(len(rows))))
+
+    def skip_a_matrix(self: Any, inputs: Any, updates: Any) -> None:
+        orthogonalize = self.orthogonalize
+        self.orthogonalize = lambda index, matrix: matrix if index == 3 else orthogonalize(index, matrix)
+        try:
+            run(self, inputs, updates)
+        finally:
+            self.orthogonalize = orthogonalize
+
+    AllGatherExchange.run = {"": run, "shard": orthogonalise_the_shard, "skip": skip_a_matrix}[how]
+    try:
+        yield
+    finally:
+        AllGatherExchange.run = run
+
+
+def _short(name: str) -> str:
+    return name.replace("module.", "")
+
+
+def _transformer_config(case: Case) -> Any:
+    import torch.nn.functional as F
+    from megatron.core.transformer import TransformerConfig
+
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        ffn_hidden_size=case.ffn,
+        num_attention_heads=case.heads,
+        num_query_groups=case.query_groups,
+        gated_linear_unit=case.swiglu,
+        activation_func=F.silu if case.swiglu else F.gelu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        bf16=case.bf16,
+        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+    )
+
+
+def _gpt(case: Case, config: Any) -> torch.nn.Module:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="learned_absolute",
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial_value(name, parameter.shape))
+            parameter.requires_grad_(case.trains(name))
+    return model
+
+
+def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
+    from megatron_muon.factory import MuonOptimizerConfig, get_megatron_muon_optimizer
+
+    config = MuonOptimizerConfig(
+        optimizer="muon",
+        use_distributed_optimizer=True,
+        bf16=case.bf16,
+        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        **case.settings,
+    )
+    return get_megatron_muon_optimizer(config, [model], None, groups)
+
+
+def _schedule(case: Case, optimizer: Any, steps: int) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    decay = case.settings["weight_decay"]
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=case.settings["lr"],
+        min_lr=case.settings["min_lr"],
+        lr_warmup_steps=0,
+        lr_decay_steps=steps,
+        lr_decay_style="cosine",
+        start_wd=decay,
+        end_wd=decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )
+
+
+def cosine(highest: float, lowest: float, step: int, steps: int) -> float:
+    """The learning rate of the step-th step of `steps`, by the formula and not by Megatron's code."""
+    return lowest + 0.5 * (1.0 + math.cos(math.pi * step / steps)) * (highest - lowest)
+
+
+def _forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    tokens = next(iterator)
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    positions = torch.arange(SEQUENCE).expand_as(inputs)
+    future = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().logical_not()
+    output = model(inputs, positions, future, labels=labels)
+
+    def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, mean

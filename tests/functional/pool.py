@@ -1,0 +1,233 @@
+"""A pool of worker processes that run one function on several gloo ranks.
+
+Importing torch and Megatron takes many seconds, so the workers live for the whole test run. Each task gets process
+groups of its own, whatever its number of ranks; a task that fails, hangs or dies ends the pool, and the next one
+starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import importlib
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+MAX_RANKS = 4
+START_S = 180
+COLLECTIVE_S = 60
+GRACE_S = 5  # for the other ranks, once one has failed
+TAIL_LINES = 30
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or hung; the message holds what each rank has to say."""
+
+
+class Pool:
+    """Workers for up to `MAX_RANKS` ranks, started at the first task."""
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._tasks = 0
+
+    def __call__(
+        self, world_size: int, function: Callable[..., Any], *, timeout_s: float = 90, **kwargs: Any
+    ) -> list[Any]:
+        """Run `function(rank, world_size, **kwargs)` on every rank; what the ranks returned, by rank.
+
+        Args:
+            world_size: number of ranks, at most `MAX_RANKS`.
+            function: a function of a module's top level; the workers import it by name.
+            timeout_s: after that the pool is killed and the task has failed.
+            kwargs: pickled, for every rank alike.
+
+        Raises:
+            RankFailed: a rank raised, died, or did not answer in time.
+        """
+        self._start(world_size)
+        self._tasks += 1
+        store = Path(self._folder.name) / f"store-{self._tasks}"
+        task = pickle.dumps((function.__module__, function.__qualname__, world_size, str(store), kwargs))
+        ranks = self._workers[:world_size]
+        try:
+            for worker in ranks:
+                worker.connection.send_bytes(task)
+            answers = _collect(ranks, timeout_s)
+        except BaseException:
+            self.kill()
+            raise
+        if any(kind != "done" for kind, _ in answers):
+            report = "\n".join(
+                f"--- rank {rank} of {world_size}: {kind}\n{text if kind != 'done' else ''}"
+                for rank, (kind, text) in enumerate(answers)
+            )
+            self.kill()
+            raise RankFailed(f"{function.__qualname__} failed on {world_size} ranks\n{report}")
+        return [result for _, result in answers]
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """End the workers, politely first, and leave nothing behind."""
+        for worker in self._workers:
+            worker.connection.close()
+        deadline = time.monotonic() + GRACE_S
+        for worker in self._workers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+        self.kill()
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End the workers at once."""
+        for worker in self._workers:
+            worker.connection.close()
+            if worker.process.poll() is None:
+                worker.process.send_signal(signal.SIGKILL)
+            worker.process.wait()
+        self._workers = []
+
+    def _start(self, world_size: int) -> None:
+        assert 1 <= world_size <= MAX_RANKS, world_size
+        fresh = [_Worker(index, Path(self._folder.name)) for index in range(len(self._workers), world_size)]
+        self._workers += fresh
+        if fresh:
+            try:
+                answers = _collect(fresh, START_S)
+            except BaseException:
+                self.kill()
+                raise
+            if any(kind != "done" for kind, _ in answers):
+                self.kill()
+                raise RankFailed("workers did not start\n" + "\n".join(str(text) for _, text in answers))
+
+
+class _Worker:
+    """One worker process and the parent's end of its pipe."""
+
+    def __init__(self, index: int, folder: Path) -> None:
+        self.connection, theirs = multiprocessing.connection.Pipe()
+        self.log = folder / f"worker-{index}-{time.monotonic_ns()}.log"
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",  # dynamo in a CUDA build asks the driver
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+            "PYTHONWARNINGS": "ignore",
+        }
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.functional.pool", str(index), str(theirs.fileno())],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=ROOT,
+                env=environment,
+                pass_fds=(theirs.fileno(),),
+            )
+        theirs.close()
+
+    def tail(self) -> str:
+        """The last lines that the worker wrote."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
+    """One answer of each worker: ("done", result), ("raised", text), ("died", text) or ("hung", text)."""
+    answers: dict[_Worker, tuple[str, Any]] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(answers) < len(workers):
+        waiting = {worker.connection: worker for worker in workers if worker not in answers}
+        ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for worker in waiting.values():
+                answers[worker] = ("hung", f"no answer in time\n{worker.tail()}")
+        for connection in ready:
+            worker = waiting[connection]
+            try:
+                answers[worker] = pickle.loads(connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                answers[worker] = ("died", f"status {worker.process.wait()}\n{worker.tail()}")
+            if answers[worker][0] != "done":
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    return [answers[worker] for worker in workers]
+
+
+def _work(index: int, descriptor: int) -> None:
+    """A worker's life: import what is slow, then one task after the other until the parent hangs up."""
+    connection = multiprocessing.connection.Connection(descriptor)
+    import torch
+
+    from megatron_muon import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+
+    import megatron_muon.factory  # noqa: F401
+    from megatron_muon.mcore.patches import reduce_without_frozen
+    from megatron_muon.patching import Patches
+
+    reduce_without_frozen(Patches())  # the one patch of a run that does not concern megatron.training
+    connection.send_bytes(pickle.dumps(("done", None)))
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        connection.send_bytes(pickle.dumps(_answer(index, *task)))
+
+
+def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=COLLECTIVE_S),
+        )
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
+        )
+        result = getattr(importlib.import_module(module), name)(rank, world_size, **kwargs)
+        pickle.dumps(result)
+        dist.barrier()
+        _forget()
+    except BaseException:
+        return "raised", traceback.format_exc()
+    return "done", result
+
+
+def _forget() -> None:
+    """Leave nothing of a task to the next one."""
+    import gc
+
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    gc.collect()
+
+
+if __name__ == "__main__":
+    _work(int(sys.argv[1]), int(sys.argv[2]))

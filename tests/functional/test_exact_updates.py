@@ -1,0 +1,115 @@
+"""Given the same gradients, updates equal those of an independent reference on whole matrices.
+
+Newton-Schulz runs in fp32 on both sides and on the same blocks, no sum depends on the number of ranks, and elementwise
+arithmetic is written in the same order. So the tolerance is none: one and ten updates agree to the last bit. Only decay
+that is added to the gradient may differ in it, and has a tolerance of 1e-6 on weights of size 0.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional.model import STRATEGIES, Case, Trainer, sabotaged
+from tests.functional.pool import Pool
+from tests.functional.reference import Reference
+
+STEPS = 10
+CHECKED = (1, STEPS)
+
+VARIANTS = {
+    "decay-in-gradient": ({"decoupled_weight_decay": False}, 1e-6),
+    "no-nesterov": ({"muon_nesterov": False}, 0.0),
+    "no-nesterov-decay-in-gradient": ({"muon_nesterov": False, "decoupled_weight_decay": False}, 1e-6),
+    "muon-lr": ({"muon_lr": 0.04, "muon_min_lr": 0.02}, 0.0),
+    "fused-qkv": ({"muon_split_qkv": False}, 0.0),
+    "lion": ({"muon_scalar_optimizer": "lion"}, 0.0),
+    "unit-rms-norm": ({"muon_scale_mode": "unit_rms_norm", "muon_extra_scale_factor": 1.0}, 0.0),
+}
+
+
+def run(rank: int, world_size: int, *, cases: dict[str, Case], sabotage: str = "") -> Any:
+    """In a worker: whole weights and momentum of every case after one step and after all."""
+    seen: dict[str, Any] = {}
+    for label, case in cases.items():
+        trainer = Trainer(case, steps=STEPS)
+        with sabotaged(sabotage):
+            seen[label] = {}
+            for step in range(1, STEPS + 1):
+                assert trainer.step()[0], "the step was skipped"
+                if step in CHECKED:
+                    seen[label][step] = (trainer.whole(), trainer.whole_state("momentum_buffer"))
+        seen[label]["shapes"] = trainer.shapes
+    return seen if rank == 0 else None
+
+
+def check(seen: dict[Any, Any], case: Case, *, atol: float = 0.0) -> None:
+    """Compare what a worker saw with the reference."""
+    reference = Reference(case, seen["shapes"], steps=STEPS)
+    for step in range(1, STEPS + 1):
+        reference.step()
+        if step in CHECKED:
+            weights, momentum = seen[step]
+            for what, found, expected in (
+                ("momentum", momentum, reference.momentum()),
+                ("weight", weights, reference.whole()),
+            ):
+                assert found.keys() == expected.keys(), what
+                for name in expected:
+                    torch.testing.assert_close(
+                        found[name],
+                        expected[name],
+                        rtol=0.0,
+                        atol=atol,
+                        msg=lambda text, n=name, w=what, s=step: f"{n}, {w} after {s} steps: {text}",
+                    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int) -> None:
+    case = Case(strategy=strategy)
+    check(ranks(world_size, run, cases={"": case})[0][""], case)
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), [("no_shard", 2), ("optim_grads_params", 3)])
+def test_every_setting_means_what_the_reference_means(ranks: Pool, strategy: str, world_size: int) -> None:
+    cases = {label: Case(strategy=strategy, layers=1, optimizer=settings) for label, (settings, _) in VARIANTS.items()}
+    seen = ranks(world_size, run, cases=cases)[0]
+    for label, (_, atol) in VARIANTS.items():
+        check(seen[label], cases[label], atol=atol)
+
+
+def test_models_of_other_shapes(ranks: Pool) -> None:
+    """Uneven and empty shards: with ffn 47 most ranks hold no row of the small matrices; tied and gated models too."""
+    cases = {
+        "empty shards": Case(ffn=47),
+        "one query group": Case(query_groups=1, strategy="optim"),
+        "swiglu, tied": Case(swiglu=True, tied=True),
+    }
+    seen = ranks(4, run, cases=cases)[0]
+    for label, case in cases.items():
+        check(seen[label], case)
+
+
+def test_momentum_is_no_alias_of_what_is_normalised(ranks: Pool) -> None:
+    """Normalising in place would shrink the momentum itself when nesterov is off: after a step it is the average."""
+    case = Case(strategy="no_shard", layers=1, optimizer={"muon_nesterov": False, "weight_decay": 0.0})
+    for strategy in ("no_shard", "optim_grads"):
+        seen = ranks(2, run, cases={"": case.but(strategy=strategy)})[0][""]
+        reference = Reference(case, seen["shapes"], steps=STEPS)
+        reference.step()
+        for name, momentum in seen[1][1].items():
+            expected = 0.1 * reference.weights[name].grad
+            torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("bug", ["shard", "skip"])
+def test_the_comparison_can_fail(ranks: Pool, bug: str) -> None:
+    """Negative control: Newton-Schulz on a shard, or a matrix that is left out, does not pass."""
+    case = Case(layers=1)
+    seen = ranks(2, run, cases={"": case}, sabotage=bug)[0][""]
+    with pytest.raises(AssertionError, match="weight after 1 steps"):
+        check(seen, case, atol=1e-4)

@@ -1,0 +1,79 @@
+"""Gradients that are not finite, and gradients that clipping makes tiny."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.functional.model import Case, Trainer, gradient_of
+from tests.functional.pool import Pool
+
+
+def one_bad_gradient(rank: int, world_size: int, *, strategies: tuple[str, ...], bad: float, victim: str) -> Any:
+    """In a worker: two good steps, one with a gradient that is not finite on one rank only, one more good step."""
+    seen = {}
+    for strategy in strategies:
+        trainer = Trainer(Case(strategy=strategy, layers=1, optimizer={"clip_grad": 1.0}))
+        trainer.step()
+        trainer.step()
+        before = trainer.bits()
+
+        def gradient(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
+            whole = gradient_of(name, shape, step)
+            if name == victim:  # in the last row, which one rank holds
+                whole.view(-1)[-1] = bad
+            return whole
+
+        updated = trainer.step(gradient)[0]
+        after = trainer.bits()
+        changed = [key for key in before if not torch.equal(before[key], after[key])]
+        recovered = trainer.step()[0]
+        finite = all(value.isfinite().all() for value in trainer.bits().values())
+        moved = not torch.equal(before["output_layer.weight"], trainer.bits()["output_layer.weight"])
+        moved = moved or not len(before["output_layer.weight"])
+        seen[strategy] = (updated, changed, recovered, finite, moved)
+    return seen
+
+
+def clipped_updates(rank: int, world_size: int, *, strategy: str, clip: float, scale: float) -> Any:
+    """In a worker: how far every matrix moves in one step whose gradient is scaled, then clipped."""
+    case = Case(strategy=strategy, layers=1, optimizer={"clip_grad": clip, "weight_decay": 0.0})
+    trainer = Trainer(case)
+    before = trainer.whole()
+    updated, norm, _ = trainer.step(lambda *what: scale * gradient_of(*what))
+    assert updated
+    after = trainer.whole()
+    matrices = trainer.whole_state("momentum_buffer")
+    dist.barrier()
+    return float(norm), {name: after[name] - before[name] for name in matrices}
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("victim", ["decoder.layers.0.mlp.linear_fc2.weight", "decoder.final_layernorm.bias"])
+def test_one_bad_gradient_poisons_nothing(ranks: Pool, bad: float, victim: str) -> None:
+    """A gradient that was not finite went into the momentum and stayed there for good."""
+    strategies = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    for seen in ranks(2, one_bad_gradient, strategies=strategies, bad=bad, victim=victim):
+        for strategy, (updated, changed, recovered, finite, moved) in seen.items():
+            assert updated is False, strategy
+            assert changed == [], strategy
+            assert recovered is True, strategy
+            assert finite, strategy
+            assert moved, strategy
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None:
+    """Clipping pushed Newton-Schulz's input under the eps of its normalisation, and the matrices stood still."""
+    _, expected = ranks(2, clipped_updates, strategy=strategy, clip=0.0, scale=1.0)[0]
+    for clip, scale in ((1e-12, 1.0), (1e-12, 1e6), (1.0, 1e12)):
+        norm, found = ranks(2, clipped_updates, strategy=strategy, clip=clip, scale=scale)[0]
+        assert norm > 0.1 * scale
+        for name, update in expected.items():
+            assert update.norm() > 1e-3
+            # Clipping multiplies by a factor that rounds, so the input's last bits differ.
+            torch.testing.assert_close(found[name], update, rtol=1e-3, atol=1e-6, msg=f"{name}, clip {clip}")

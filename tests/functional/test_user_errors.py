@@ -1,0 +1,203 @@
+"""What a user can get wrong: one line that names the value and the remedy, status 2, before any training.
+
+Most cases call the entry point's `main` in one process that stands for the first rank of two, because importing
+megatron-core for each of them would take minutes. The last tests go through torchrun.
+"""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.data import prepare
+from tests.functional import cli
+
+pytestmark = pytest.mark.timeout(300)
+
+ONE_PROCESS = """
+import contextlib, io, json, os, sys, traceback
+from pathlib import Path
+from megatron_muon.mcore.launch import main
+
+root, environ, results = Path(sys.argv[1]), dict(os.environ), {}
+for name, (argv, env) in json.load(open(sys.argv[2])).items():
+    os.environ.clear()
+    os.environ.update(environ, **env)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            status = main(argv, root=root)
+        except BaseException:
+            status, _ = "exception", traceback.print_exc()
+    results[name] = [status, out.getvalue(), err.getvalue()]
+json.dump(results, open(sys.argv[3], "w"))
+"""
+
+MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32")
+MODEL = (*MODEL, "--max-position-embeddings", "32", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.01")
+MODEL = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0")
+RUN = (*cli.MUON, *MODEL, "--mock-data")
+
+FILES = {
+    "key.yaml": "MODEL_ARG:\n  --num-layers: 2\n",
+    "flag.yaml": "MODEL_ARGS:\n  --num-layers: 2\n  --hidden-sise: 32\n",
+    "good.yaml": "MODEL_ARGS:\n  --num-layers: 2\n",
+    "variable.yaml": "MODEL_ARGS:\n  --data-path: ${NO_SUCH_VARIABLE}/text\n",
+    "a-file": "not a directory\n",
+    "half.bin": "",
+    "wrong.bin": "",
+    "wrong.idx": "something else, but of a sufficient length",
+}
+
+# name: (argv, environment, what the message holds)
+CASES = {}
+if not torch.cuda.is_available():  # first: once the CPU stands in for CUDA in a process, there is a CUDA to be had
+    CASES["no CUDA"] = ((*RUN, "--device", "cuda"), {}, ("--device cuda", "use --device cpu"))
+CASES |= {
+    "unknown flag": ((*RUN, "--optimiser", "muon"), {}, ("--optimiser", "did you mean --optimizer?")),
+    "unknown flag with =": ((*RUN, "--hidden-sise=64"), {}, ("--hidden-sise", "did you mean --hidden-size?")),
+    "nothing like it": ((*RUN, "--zzzzqqqq"), {}, ("--zzzzqqqq", "--help")),
+    "no flag": ((*RUN, "muon"), {}, ("'muon'", "flags begin with --")),
+    "not a number": ((*RUN, "--num-layers", "three"), {}, ("--num-layers", "'three'")),
+    "unknown strategy": (
+        (*RUN, "--data-parallel-sharding-strategy", "zero3"),
+        {},
+        ("--data-parallel-sharding-strategy", "'zero3'", "optim_grads_params"),
+    ),
+    "unknown exchange": ((*RUN, "--muon-exchange", "pigeon"), {}, ("--muon-exchange", "'pigeon'", "allgather")),
+    "unknown device": ((*RUN, "--device", "abacus"), {}, ("--device", "'abacus'", "cpu")),
+    "config without a name": ((*RUN, "--config"), {}, ("--config", "argument")),
+    "unknown YAML key": (("--config", "key.yaml"), {}, ("key.yaml:2", "'MODEL_ARG'", "did you mean MODEL_ARGS?")),
+    "unknown YAML flag": (
+        ("--config", "flag.yaml"),
+        {},
+        ("flag.yaml", "--hidden-sise", "did you mean --hidden-size?"),
+    ),
+    "missing YAML file": (("--config", "absent.yaml"), {}, ("absent.yaml", "No such file")),
+    "YAML with an unset variable": (
+        ("--config", "variable.yaml"),
+        {},
+        ("variable.yaml:2", "NO_SUCH_VARIABLE", "export NO_SUCH_VARIABLE="),
+    ),
+    "nothing to unset": (("--config", "good.yaml", "--unset", "bf16"), {}, ("--bf16", "good.yaml does not set")),
+    "missing data": (
+        (*cli.MUON, *MODEL, "--data-path", "data/absent"),
+        {},
+        ("data/absent.bin does not exist", "megatron-muon data prepare --input TEXT --output data/absent"),
+    ),
+    "one document for two sets": (
+        (*cli.MUON, *MODEL, "--data-path", "one"),
+        {},
+        ("--split 969, 30, 1", "no document of one for validation", "1 in all", "100,0,0"),
+    ),
+    "an index of something else": ((*cli.MUON, *MODEL, "--data-path", "wrong"), {}, ("wrong.idx is no index",)),
+    "half of the data": ((*cli.MUON, *MODEL, "--data-path", "0.5", "half"), {}, ("half.idx does not exist",)),
+    "no data": ((*cli.MUON, *MODEL), {}, ("--data-path", "--mock-data")),
+    "fp16": ((*RUN, "--fp16"), {}, ("--fp16", "--optimizer muon", "use --bf16")),
+    "more TP than ranks": (
+        (*RUN, "--tensor-model-parallel-size", "4"),
+        {},
+        ("--tensor-model-parallel-size 4", "2 ranks", "--nproc-per-node"),
+    ),
+    "ranks that TP does not divide": (
+        (*RUN, "--tensor-model-parallel-size", "2"),
+        {"WORLD_SIZE": "3"},
+        ("--tensor-model-parallel-size 2", "3 ranks"),
+    ),
+    "more CP than ranks": (
+        (*RUN, "--tensor-model-parallel-size", "2", "--context-parallel-size", "2"),
+        {},
+        ("--context-parallel-size 2", "multiple of 4 ranks"),
+    ),
+    "PP": (
+        (*RUN, "--pipeline-model-parallel-size", "2"),
+        {},
+        ("--pipeline-model-parallel-size 2", "--use-megatron-fsdp", "use 1"),
+    ),
+    "unwritable save directory": ((*RUN, "--save", "a-file/below"), {}, ("--save a-file/below", "cannot write")),
+    "CUDA_DEVICE_MAX_CONNECTIONS": (
+        RUN,
+        {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        ("CUDA_DEVICE_MAX_CONNECTIONS=1", "unset CUDA_DEVICE_MAX_CONNECTIONS"),
+    ),
+}
+if importlib.util.find_spec("transformer_engine") is None:
+    CASES["no Transformer Engine"] = (
+        (*RUN, "--transformer-impl", "transformer_engine"),
+        {},
+        ("--transformer-impl transformer_engine", "not installed", "pip install", "--transformer-impl local"),
+    )
+
+# Refusals of megatron-core itself, which come from the validation of all flags: each needs a process of its own.
+REFUSALS = {
+    "checkpoint format": ((*RUN, "--ckpt-format", "torch_dist"), {}, ("megatron-core refuses", "fsdp_dtensor")),
+    "heads": ((*RUN, "--hidden-size", "33"), {}, ("megatron-core refuses", "hidden_size % args.num_attention_heads == 0")),
+}
+
+
+def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[int | str, str, str]]:
+    """The exit status, stdout and stderr of each case, as the first rank of two."""
+    for name, text in FILES.items():
+        (directory / name).write_text(text)
+    (directory / "one.txt").write_text("a text file is one document\n")
+    prepare([directory / "one.txt"], directory / "one")
+    given, got = directory / "cases.json", directory / "results.json"
+    given.write_text(json.dumps({name: (argv, env) for name, (argv, env, _) in cases.items()}))
+    env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nothing gets as far as to connect
+    command = [sys.executable, "-c", ONE_PROCESS, str(cli.ROOT), str(given), str(got)]
+    cli.run(command, directory, env=env).checked()
+    return {name: tuple(result) for name, result in json.loads(got.read_text()).items()}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return in_one_process(tmp_path_factory.mktemp("errors"), CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_one_line_with_value_and_remedy(answers, name):
+    status, _, error = answers[name]
+    assert status == 2, error
+    lines = [line for line in error.splitlines() if line.startswith("pretrain_gpt.py: error:")]
+    assert len(lines) == 1, error
+    for fragment in CASES[name][2]:
+        assert fragment in lines[0]
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals_of_megatron_core_are_one_line_too(tmp_path, name):
+    status, _, error = in_one_process(tmp_path, {name: REFUSALS[name]})[name]
+    assert status == 2, error
+    assert "Traceback" not in error
+    for fragment in REFUSALS[name][2]:
+        assert fragment in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "fragments"),
+    [
+        pytest.param(("--num-layres", "2"), ("unknown flag --num-layres", "did you mean --num-layers?"), id="flag"),
+        pytest.param(
+            # Known only when the groups are built, and so reported from within the training loop's set-up.
+            ("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce"),
+            ("--num-distributed-optimizer-instances 2", "leave it at 1"),
+            id="HSDP",
+        ),
+    ],
+)
+def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments):
+    """Rank 1 ends silently; torchrun, which then ends rank 0, must not do so before rank 0 has spoken."""
+    run = cli.torchrun(tmp_path, *RUN, "--eval-interval", "10", *argv)
+    assert run.returncode != 0
+    lines = [line for line in run.output.splitlines() if "pretrain_gpt.py: error:" in line]
+    assert len(lines) == 1, run.tail
+    for fragment in fragments:
+        assert fragment in lines[0]
+    assert "megatron_muon/" not in run.output, "a traceback of ours"
+    assert not run.iterations

@@ -1,0 +1,119 @@
+"""Layouts: shards tile their matrices, or the layout says what is wrong."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.sharding import Layout, LayoutError, Matrix, Shard, row_sharded
+
+
+def shard(rank: int, rows: range, cols: range) -> Shard:
+    return Shard(rank=rank, row_start=rows.start, rows=len(rows), col_start=cols.start, cols=len(cols))
+
+
+def matrix(*shards: Shard, shape: tuple[int, int] = (6, 4), name: str = "w") -> Matrix:
+    return Matrix(name=name, shape=shape, shards=shards)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12).filter(any), st.integers(1, 5))
+def test_row_shards_tile_whatever_their_sizes(rows_per_rank: list[int], cols: int) -> None:
+    """Uneven and empty shards, and more ranks than rows."""
+    made = row_sharded("w", (sum(rows_per_rank), cols), rows_per_rank)
+    layout = Layout(world_size=len(rows_per_rank), matrices=(made,))
+    held = []
+    for rank, rows in enumerate(rows_per_rank):
+        mine = layout.matrices[0].shard_of(rank)
+        assert (mine.rows if mine else 0) == rows
+        held += list(range(mine.row_start, mine.row_start + mine.rows)) if mine else []
+    assert held == list(range(sum(rows_per_rank)))
+    assert sum(part.numel for part in made.shards) == made.numel
+
+
+@given(
+    st.sets(st.integers(1, 11), max_size=4),
+    st.sets(st.integers(1, 7), max_size=3),
+    st.randoms(use_true_random=False),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_every_grid_tiles_and_every_damage_is_found(
+    row_cuts: set[int], col_cuts: set[int], random: object, damage: int, data: st.DataObject
+) -> None:
+    rows, cols = [0, *sorted(row_cuts), 12], [0, *sorted(col_cuts), 8]
+    cells = [
+        (range(top, bottom), range(left, right)) for top, bottom in pairwise(rows) for left, right in pairwise(cols)
+    ]
+    random.shuffle(cells)  # type: ignore[attr-defined]  # ranks in any order
+    shards = [shard(rank, *cell) for rank, cell in enumerate(cells)]
+    Layout(world_size=len(shards), matrices=(matrix(*shards, shape=(12, 8)),))
+
+    victim = data.draw(st.integers(0, len(shards) - 1))
+    broken = shards[victim]
+    if damage == 0:
+        shards.pop(victim)
+    elif damage == 1:
+        shards.append(Shard(len(shards), broken.row_start, 1, broken.col_start, 1))
+    elif damage == 2:
+        shards[victim] = Shard(broken.rank, broken.row_start, broken.rows + 1, broken.col_start, broken.cols)
+    else:
+        shards[victim] = Shard(broken.rank, broken.row_start, broken.rows, broken.col_start, broken.cols - 1)
+    with pytest.raises(LayoutError, match=r"^w: "):
+        Layout(world_size=len(shards) + 1, matrices=(matrix(*shards, shape=(12, 8)),))
+
+
+def test_cuts_need_not_form_a_grid() -> None:
+    """Tensor parallelism first, then uneven rows within each column half."""
+    pinwheel = matrix(
+        shard(0, range(0, 2), range(0, 3)),
+        shard(1, range(0, 4), range(3, 4)),
+        shard(2, range(2, 6), range(0, 1)),
+        shard(3, range(4, 6), range(1, 4)),
+        shard(4, range(2, 4), range(1, 3)),
+    )
+    Layout(world_size=5, matrices=(pinwheel,))
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([shard(0, range(0, 3), range(4))], "no rank holds rows 3 to 5, columns 0 to 3"),
+        ([shard(0, range(0, 6), range(3))], "no rank holds rows 0 to 5, columns 3 to 3"),
+        (
+            [shard(0, range(0, 4), range(4)), shard(1, range(3, 6), range(4))],
+            "several ranks hold rows 3 to 3, columns 0 to 3",
+        ),
+        ([shard(0, range(0, 7), range(4))], "the shard of rank 0 leaves the matrix 6 x 4"),
+        ([shard(0, range(-1, 6), range(4))], "the shard of rank 0 leaves the matrix 6 x 4"),
+        ([shard(0, range(6), range(4)), shard(1, range(6, 6), range(4))], "rank 1 has an empty shard"),
+        ([], "no rank holds"),
+    ],
+)
+def test_the_message_names_the_place(shards: list[Shard], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout(world_size=2, matrices=(matrix(*shards),))
+
+
+def test_a_name_stands_for_one_matrix() -> None:
+    whole = matrix(shard(0, range(6), range(4)))
+    with pytest.raises(LayoutError, match="w: this name stands for two matrices"):
+        Layout(world_size=1, matrices=(whole, whole))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_is_in_the_group(rank: int) -> None:
+    with pytest.raises(LayoutError, match=f"rank {rank} is not in a group of 2"):
+        Layout(world_size=2, matrices=(matrix(shard(rank, range(6), range(4))),))
+
+
+@pytest.mark.parametrize("rows_per_rank", [[2, 3], [4, 4], []])
+def test_rows_add_up(rows_per_rank: list[int]) -> None:
+    with pytest.raises(LayoutError, match=f"hold {sum(rows_per_rank)} rows in all, the matrix has 6"):
+        row_sharded("w", (6, 4), rows_per_rank)
+
+
+def test_a_layout_error_is_a_value_error() -> None:
+    assert issubclass(LayoutError, ValueError)

@@ -1,0 +1,136 @@
+"""Newton-Schulz with everything around it: scale, magnitude, blocks, zero."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.optim.blocks import RowSplit, whole
+from megatron_muon.optim.orthogonalize import Orthogonalizer, to_unit_magnitude
+
+SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
+
+
+def randn(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+def unscaled(**settings_: object) -> Orthogonalizer:
+    """An Orthogonalizer whose scale is 1 for matrices with no more rows than columns."""
+    return Orthogonalizer(scale_mode="shape_scaling", matmul_precision="highest", **settings_)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_converged_iteration_is_the_polar_factor(shape: tuple[int, int]) -> None:
+    """The "simple" coefficients converge to U V^T of the singular value decomposition in fp64."""
+    block = randn(*shape)
+    u, _, vt = torch.linalg.svd(block.double(), full_matrices=False)
+    found = unscaled(coefficient_type="simple", num_steps=60).orthogonalize_block(block)
+    scale = max(1.0, shape[0] / shape[1]) ** 0.5
+    if (found.double() - scale * (u @ vt)).abs().max() > 0.3:
+        pytest.fail("not even near the polar factor")
+    # Muon's coefficients trade exactness for speed: singular values end between 0.7 and 1.2, vectors stay.
+    values = torch.linalg.svdvals(found.double()) / scale
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_vectors_stay(shape: tuple[int, int]) -> None:
+    """Newton-Schulz only changes singular values: U^T X V is diagonal, with entries near 1."""
+    block = randn(*shape, seed=1)
+    u, _, vt = torch.linalg.svd(block.double(), full_matrices=False)
+    found = unscaled(num_steps=8).orthogonalize_block(block).double()
+    found = found / max(1.0, shape[0] / shape[1]) ** 0.5
+    middle = u.mT @ found @ vt.mT
+    torch.testing.assert_close(middle, middle.diagonal().diag(), rtol=0.0, atol=1e-4)
+    assert ((middle.diagonal() > 0.6) & (middle.diagonal() < 1.3)).all()
+
+
+@pytest.mark.parametrize(
+    ("mode", "scale"),
+    [
+        ("spectral", lambda m, n: math.sqrt(max(m, n))),
+        ("unit_rms_norm", lambda m, n: math.sqrt(m / n)),
+        ("shape_scaling", lambda m, n: math.sqrt(max(1.0, m / n))),
+    ],
+)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_scale_is_that_of_the_block(mode: str, scale: object, shape: tuple[int, int]) -> None:
+    one = Orthogonalizer(scale_mode=mode, matmul_precision="highest").orthogonalize_block(randn(*shape))
+    fifth = Orthogonalizer(scale_mode=mode, matmul_precision="highest", extra_scale_factor=0.2)
+    torch.testing.assert_close(fifth.orthogonalize_block(randn(*shape)), 0.2 * one)
+    plain = unscaled().orthogonalize_block(randn(*shape)) / math.sqrt(max(1.0, shape[0] / shape[1]))
+    torch.testing.assert_close(one, plain * scale(*shape))  # type: ignore[operator]
+
+
+@settings(deadline=None)
+@given(st.floats(-12, 12), st.sampled_from(SHAPES))
+@example(-12.0, (12, 5))
+@example(12.0, (5, 12))
+def test_the_input_magnitude_does_not_matter(exponent: float, shape: tuple[int, int]) -> None:
+    """A tiny clip factor pushed inputs under the eps of the normalisation, and the update shrank."""
+    block = randn(*shape)
+    expected = unscaled().orthogonalize_block(block)
+    found = unscaled().orthogonalize_block(block * 10.0**exponent)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("exponent", [-120, -60, -1, 1, 40, 100])
+def test_powers_of_two_change_no_bit(exponent: int) -> None:
+    block = randn(12, 5)
+    expected = unscaled().orthogonalize_block(block)
+    found = unscaled().orthogonalize_block(torch.ldexp(block, torch.tensor(exponent)))
+    assert torch.equal(found, expected)
+
+
+def test_zero_stays_zero() -> None:
+    assert torch.equal(Orthogonalizer().orthogonalize_block(torch.zeros(4, 3)), torch.zeros(4, 3))
+    assert torch.equal(to_unit_magnitude(torch.zeros(2, 2)), torch.zeros(2, 2))
+
+
+def test_the_input_is_left_alone() -> None:
+    """Normalising in place would change the momentum wherever it is the input itself."""
+    for precision in ("highest", "medium"):
+        block = to_unit_magnitude(randn(6, 4))
+        before = block.clone()
+        Orthogonalizer(matmul_precision=precision)(block, whole(6))
+        assert torch.equal(block, before)
+
+
+def test_blocks_are_orthogonalised_alone() -> None:
+    """Fused QKV treated as one matrix mixes the singular vectors of query, key and value."""
+    split = RowSplit(groups=3, parts=(4, 2, 2))
+    matrix = randn(split.rows, 10)
+    orthogonalizer = Orthogonalizer(matmul_precision="highest")
+    found = orthogonalizer(matrix, split)
+    assert orthogonalizer.blocks_done == 3
+    rows = torch.arange(split.rows)
+    for start, stop in ((0, 4), (4, 6), (6, 8)):
+        mine = rows[(rows % 8 >= start) & (rows % 8 < stop)]
+        alone = Orthogonalizer(matmul_precision="highest").orthogonalize_block(matrix[mine])
+        assert torch.equal(found[mine], alone)
+    together = Orthogonalizer(matmul_precision="highest")(matrix, whole(split.rows))
+    assert not torch.allclose(found, together, atol=0.1)
+
+
+def test_bf16_iteration_is_near_the_fp32_one() -> None:
+    """ "medium" iterates in bf16, which has 8 bits: entries of size 0.3 agree to 0.03."""
+    exact = Orthogonalizer(matmul_precision="highest", scale_mode="shape_scaling")(randn(16, 16), whole(16))
+    rough = Orthogonalizer(matmul_precision="medium", scale_mode="shape_scaling")(randn(16, 16), whole(16))
+    torch.testing.assert_close(rough, exact, rtol=0.0, atol=0.06)
+
+
+def test_precision_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    Orthogonalizer(matmul_precision="medium")(randn(3, 3), whole(3))
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_at_least_one_step() -> None:
+    with pytest.raises(ValueError, match="--muon-num-ns-steps must be at least 1, got 0"):
+        Orthogonalizer(num_steps=0)

@@ -1,0 +1,160 @@
+"""The sharded Muon on plain tensors, with exchanges that need no process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon
+
+from megatron_muon.optim.blocks import whole
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.optim.sharded_muon import ShardedMuon
+
+SHAPES = [(9, 4), (4, 9), (5, 5)]
+SETTINGS: dict[str, Any] = {
+    "lr": 0.1,
+    "momentum": 0.9,
+    "nesterov": True,
+    "weight_decay": 0.05,
+    "decoupled_weight_decay": True,
+}
+
+
+class WholeMatrices:
+    """An exchange for one rank: what it holds is the matrix."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.runs = 0
+        self.orthogonalize = Orthogonalizer(matmul_precision="highest")
+
+    def run(self, inputs: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
+        self.runs += 1
+        for rows, update in zip(inputs, updates, strict=True):
+            before = rows.clone()
+            update.copy_(self.orthogonalize(rows, whole(len(rows))) if len(rows) else rows)
+            assert torch.equal(rows, before)
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def sharded(params: Any, **changes: Any) -> ShardedMuon:
+    tensors = [p for g in params for p in g["params"]] if isinstance(params[0], dict) else params
+    names = {p: f"matrix{index}" for index, p in enumerate(tensors)}
+    return ShardedMuon(params, WholeMatrices, names=names, **{**SETTINGS, **changes})
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_ten_updates_equal_emerging_optimizers(nesterov: bool, decoupled: bool) -> None:
+    """Same fp32 arithmetic in the same order; decay added to the gradient may differ in the last bit."""
+    mine, theirs = parameters(), parameters()
+    optimizer = sharded(mine, nesterov=nesterov, decoupled_weight_decay=decoupled)
+    reference = Muon(
+        theirs,
+        lr=0.1,
+        momentum=0.9,
+        weight_decay=0.05,
+        nesterov=nesterov,
+        weight_decay_method="decoupled" if decoupled else "l2",
+        fp32_matmul_prec="highest",
+    )
+    for step in range(10):
+        for p, q, gradient in zip(mine, theirs, gradients(step), strict=True):
+            p.grad, q.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        reference.step()
+    for p, q in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0.0, atol=1e-5)
+        momentum = reference.state[q]["momentum_buffer"]
+        torch.testing.assert_close(optimizer.state[p]["momentum_buffer"], momentum, rtol=0.0, atol=1e-5)
+
+
+def test_gradients_are_left_alone() -> None:
+    """They live in Megatron-FSDP's buffers."""
+    mine = parameters()
+    optimizer = sharded(mine, decoupled_weight_decay=False)
+    for p, gradient in zip(mine, gradients(0), strict=True):
+        p.grad = gradient.clone()
+    optimizer.step()
+    for p, gradient in zip(mine, gradients(0), strict=True):
+        assert torch.equal(p.grad, gradient)
+
+
+def test_groups_have_rates_of_their_own() -> None:
+    mine = parameters()
+    groups = [
+        {"params": mine[:1], "lr": 0.5, "weight_decay": 0.0},
+        {"params": mine[1:], "lr": 0.0, "weight_decay": 0.3},
+    ]
+    before = [p.detach().clone() for p in mine]
+    optimizer = sharded(groups)
+    for p, gradient in zip(mine, gradients(0), strict=True):
+        p.grad = gradient
+    optimizer.step()
+    assert not torch.equal(mine[0], before[0])
+    assert torch.equal(mine[1], before[1])
+    assert torch.equal(mine[2], before[2])
+
+
+def test_state_is_there_from_the_start_also_for_empty_shards() -> None:
+    mine = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))]
+    optimizer = sharded(mine)
+    for p in mine:
+        assert optimizer.state[p]["momentum_buffer"].shape == p.shape
+        assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
+    optimizer.state[mine[1]]["momentum_buffer"].fill_(7.0)
+    optimizer.initialize_state()
+    assert (optimizer.state[mine[1]]["momentum_buffer"] == 7.0).all()
+
+
+def test_an_empty_shard_takes_part_without_a_gradient() -> None:
+    """Ranks that left out what had no gradient left the others waiting in a collective."""
+    mine = [torch.nn.Parameter(torch.zeros(0, 4)), torch.nn.Parameter(torch.ones(3, 4))]
+    optimizer = sharded(mine)
+    mine[1].grad = torch.eye(3, 4)
+    optimizer.step()
+    assert optimizer.exchange.runs == 1
+    nothing = sharded([torch.nn.Parameter(torch.zeros(0, 4))])
+    nothing.step()
+    assert nothing.exchange.runs == 1
+
+
+def test_decoupled_gradients_are_taken() -> None:
+    one, other = parameters()[0], parameters()[0]
+    one.grad = gradients(0)[0]
+    other.decoupled_grad = gradients(0)[0]
+    sharded([one]).step()
+    sharded([other]).step()
+    assert torch.equal(one, other)
+
+
+def test_a_missing_gradient_is_named() -> None:
+    with pytest.raises(RuntimeError, match="matrix0 has no gradient"):
+        sharded(parameters()).step()
+
+
+@pytest.mark.parametrize("momentum", [-0.1, 1.0, 95.0])
+def test_momentum_in_range(momentum: float) -> None:
+    with pytest.raises(ValueError, match=f"--muon-momentum must be in .* got {momentum}"):
+        sharded(parameters(), momentum=momentum)
+
+
+def test_only_matrices() -> None:
+    with pytest.raises(ValueError, match=r"matrix0: Muon takes 2D parameters, got shape \(3,\)"):
+        sharded([torch.nn.Parameter(torch.zeros(3))])
+
+
+def test_no_closure() -> None:
+    with pytest.raises(ValueError, match="closure"):
+        sharded(parameters()).step(lambda: 0.0)

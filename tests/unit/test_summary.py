@@ -1,0 +1,185 @@
+"""`megatron-muon summary`: the figures, from event files like those that Megatron's training loop writes."""
+
+import json
+import math
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.errors import UserError
+from megatron_muon.experiment.events import read_events
+from megatron_muon.experiment.summary import rows, summarize, to_json
+
+SEQ_LENGTH, BATCH_SIZE, STEP_SECONDS, OPTIMIZER_SECONDS = 128, 8, 0.25, 0.05
+
+
+@pytest.fixture(scope="module")
+def writer_class():
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter
+
+
+def write_start(writer_class, directory, steps, *, began=1000.0, timers=True, loss=None, suffix="", args=()):
+    """Writes what one start of the training leaves: its arguments, then the scalars of each step."""
+    loss = loss or (lambda step: 6.0 - step / 10)
+    given = {
+        "seq_length": SEQ_LENGTH,
+        "optimizer": "muon",
+        "world_size": 2,
+        "data_path": "['data/ü']",
+        **dict(args),
+    }
+    with writer_class(log_dir=str(directory), filename_suffix=suffix) as writer:
+        for name, value in given.items():
+            writer.add_text(name, str(value), global_step=steps[0] - 1, walltime=began)
+        for step in steps:
+            now = began + 30 + (step - steps[0] + 1) * STEP_SECONDS
+            writer.add_scalar("lm loss", loss(step), step, walltime=now)
+            writer.add_scalar("lm loss vs samples", loss(step), step * BATCH_SIZE, walltime=now)
+            writer.add_scalar("batch-size", BATCH_SIZE, step, walltime=now)
+            if timers:  # the first steps are slow; the summary is about the others
+                slow = 40 if step <= 10 else 1
+                writer.add_scalar("iteration-time", STEP_SECONDS * slow, step, walltime=now)
+                writer.add_scalar("optimizer-time", OPTIMIZER_SECONDS, step, walltime=now)
+
+
+@pytest.fixture
+def run_dir(tmp_path, writer_class):
+    """Thirty iterations with timers and a checkpoint."""
+    write_start(writer_class, tmp_path / "run" / "tensorboard", range(1, 31))
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "run" / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("30\n")
+    return tmp_path / "run"
+
+
+def with_one_writer(writer_class, directory, validation, steps=range(1, 31)):
+    """Writes a run whose validation lies in the same file, as Megatron does."""
+    with writer_class(log_dir=str(directory)) as writer:
+        for step in steps:
+            writer.add_scalar("lm loss", 5.0, step)
+        for tag, step, value in validation:
+            writer.add_scalar(tag, value, step)
+
+
+def test_figures(run_dir):
+    summary = summarize(run_dir)
+    assert summary.iterations == 30
+    assert summary.loss_first == pytest.approx(5.9)
+    assert summary.loss_last == pytest.approx(sum(6.0 - step / 10 for step in range(21, 31)) / 10)
+    assert summary.tokens_per_second == pytest.approx(BATCH_SIZE * SEQ_LENGTH / STEP_SECONDS)
+    assert summary.optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
+    assert summary.train_seconds == pytest.approx(30 + 30 * STEP_SECONDS)
+    assert summary.checkpoint == str(run_dir / "checkpoints" / "iter_0000030")
+    assert summary.tensorboard_dir == str(run_dir / "tensorboard")
+    assert (summary.optimizer, summary.world_size, summary.diverged_at) == ("muon", 2, None)
+
+
+def test_next_commands_compare_with_the_other_optimizer(run_dir, tmp_path, writer_class):
+    look, compare, own = (command for _, command in summarize(run_dir).next_commands)
+    assert look == f"tensorboard --logdir {run_dir / 'tensorboard'}"
+    assert "pretrain_gpt.py YOUR_FLAGS --optimizer adam --use-megatron-fsdp" in compare
+    assert f"--tensorboard-dir {run_dir}-adam/tensorboard" in compare
+    assert own.startswith("megatron-muon data prepare")
+    other = tmp_path / "other"
+    write_start(writer_class, other / "tensorboard", range(1, 3), args={"config": "configs/a.yaml"})
+    assert "pretrain_gpt.py --config configs/a.yaml --optimizer adam" in summarize(other).next_commands[1][1]
+    quick = tmp_path / "quick"
+    args = {"optimizer": "adam", "tensorboard_dir": "runs/quickstart/tensorboard", "world_size": 4, "config": None}
+    write_start(writer_class, quick / "tensorboard", range(1, 3), args=args)
+    assert "--nproc-per-node 4 pretrain_gpt.py --optimizer muon" in summarize(quick).next_commands[1][1]
+
+
+def test_speed_without_timers_comes_from_the_times_of_the_losses(tmp_path, writer_class):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 31), timers=False)
+    summary = summarize(tmp_path)
+    assert summary.step_seconds == pytest.approx(STEP_SECONDS)
+    assert summary.optimizer_share is None
+    assert "--timing-log-level 1" in dict(rows(summary))["optimizer"]
+
+
+def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_class):
+    """Megatron writes the test set's loss under the validation set's tag, after it, at the same iteration."""
+    tag = "lm loss validation"
+    points = [
+        (tag, 15, 5.5),
+        (tag, 30, 4.5),
+        (tag, 30, 9.9),
+        (f"{tag} ppl", 30, 90.0),
+        (f"{tag} vs samples", 240, 4.5),
+    ]
+    with_one_writer(writer_class, tmp_path / "tensorboard", points)
+    summary = summarize(tmp_path)
+    assert summary.validation_loss == {"": pytest.approx(4.5)}
+    assert dict(rows(summary))["validation loss"] == "4.500 at iteration 30"
+
+
+def test_several_validation_sets_are_named(tmp_path, writer_class):
+    points = [("lm loss validation-code", 30, 4.0), ("lm loss validation-prose", 30, 5.0)]
+    with_one_writer(writer_class, tmp_path / "tensorboard", points)
+    assert summarize(tmp_path).validation_loss == {"code": pytest.approx(4.0), "prose": pytest.approx(5.0)}
+
+
+def test_a_run_without_validation_or_checkpoint_says_so(tmp_path, writer_class):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 6))
+    shown = dict(rows(summarize(tmp_path)))
+    assert shown["validation loss"].startswith("none; --eval-iters")
+    assert shown["checkpoint"] == "none saved"
+
+
+def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path, writer_class):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 31), loss=lambda step: math.nan if step > 20 else 5.0)
+    summary = summarize(tmp_path)
+    assert summary.diverged_at == 21
+    assert "from iteration 21 on" in dict(rows(summary))["warning"]
+    assert json.loads(to_json(summary))["loss_last"] is None
+
+
+def test_a_loss_that_rose_is_a_warning(tmp_path, writer_class):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 31), loss=float)
+    assert "rose" in dict(rows(summarize(tmp_path)))["warning"]
+
+
+def test_a_resumed_run_is_one_run(tmp_path, writer_class):
+    """Iterations 16 to 20 were lost with the first start; they count neither as losses nor twice."""
+    directory = tmp_path / "tensorboard"
+    write_start(writer_class, directory, range(1, 21), suffix=".1", loss=lambda step: 100.0 if step > 15 else 6.0)
+    write_start(writer_class, directory, range(16, 31), suffix=".2", began=9000.0, loss=lambda step: 3.0)
+    events = read_events(directory)
+    assert [point.step for point in events.points("lm loss")] == list(range(1, 31))
+    assert max(point.value for point in events.points("lm loss")) == 6.0
+    assert events.train_seconds == pytest.approx(30 + 15 * STEP_SECONDS + 30 + 15 * STEP_SECONDS)
+
+
+def test_a_fresh_run_in_the_same_directory_replaces_the_old_one(tmp_path, writer_class):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 31), suffix=".1")
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 13), suffix=".2", began=9000.0)
+    summary = summarize(tmp_path)
+    assert summary.iterations == 12
+    assert summary.train_seconds == pytest.approx(30 + 12 * STEP_SECONDS)
+
+
+def test_missing_runs_and_logs_are_named(tmp_path, writer_class):
+    with pytest.raises(UserError, match=r"no run at .*nowhere"):
+        summarize(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"no TensorBoard log at .*tensorboard"):
+        summarize(tmp_path)
+    (tmp_path / "tensorboard").mkdir()
+    with pytest.raises(UserError, match="no event file"):
+        summarize(tmp_path)
+    writer_class(log_dir=str(tmp_path / "tensorboard")).close()
+    with pytest.raises(UserError, match="holds no 'lm loss'"):
+        summarize(tmp_path)
+
+
+def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):
+    assert cli.main(["summary", str(run_dir), "--json", str(tmp_path / "figures.json")]) == 0
+    out = capsys.readouterr().out
+    assert "5.900 -> 3.450 in 30 iterations" in out
+    assert "4,096 tokens/s, 250 ms per step" in out
+    assert "20% of the step" in out
+    assert f"tensorboard --logdir {run_dir / 'tensorboard'}" in out
+    assert json.loads((tmp_path / "figures.json").read_text())["tokens_per_second"] == pytest.approx(4096)
+    assert cli.main(["summary", str(tmp_path / "nowhere")]) == 1
+    assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 1
+    assert "megatron-muon: error: cannot write" in capsys.readouterr().err
