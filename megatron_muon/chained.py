@@ -1,9 +1,8 @@
 """The step contract around the chain of Muon and scalar optimizers.
 
-One step is: compute the norm over all parameters, clip, skip where a gradient is not finite, step every optimizer,
-install the weights once. megatron-core's ChainedOptimizer does norm, clipping and zero counts; this class adds the
-rest. It does no mathematics of its own, and it does not finish the gradient reduction: the training loop has done so
-(finalize_model_grads), and under `optim` without overlap Megatron-FSDP reduces in place, so twice would be wrong.
+One step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
+gradient is not finite, step every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm,
+clipping and zero counts; this class adds the rest. It does no mathematics of its own.
 """
 
 from __future__ import annotations
@@ -28,6 +27,22 @@ class MuonChainedOptimizer(ChainedOptimizer):
         super().__init__(chained_optimizers)
         self._grad_norm: float | torch.Tensor = 0.0
         self._no_rows: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, Any]:
+        """Take one optimizer step.
+
+        Returns:
+            `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they
+            were, where a gradient was not finite.
+        """
+        for chunk in self.model_chunks:
+            # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
+            # have. Under `optim` without overlap Megatron-FSDP reduces in place, so a second time would be wrong.
+            if not chunk.module.is_param_fsdp_distributed:
+                chunk.finish_grad_sync()
+        result: tuple[bool, Any, Any] = super().step()
+        return result
 
     @torch.no_grad()
     def get_grad_norm(self) -> float | torch.Tensor:

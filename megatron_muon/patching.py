@@ -1,3 +1,103 @@
-from megatron_muon.cpu.patching import Patches, versions
+"""Records what it replaces, so that everything can be put back.
 
-__all__ = ["Patches", "versions"]
+`Patches` sets attributes of modules and classes, checks first that what is replaced still looks as expected, and undoes
+its work in reverse order. It knows nothing of CUDA or Megatron: what is replaced, and why, stands in `cpu/` and in
+`mcore/patches.py`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any
+
+_ABSENT: Any = object()
+
+
+class Patches:
+    """Attribute replacements that remember the originals.
+
+    An attribute that a class inherits (`torch.Tensor.to` lives on its C base class) is *removed* on undo
+    instead of being pinned to the inherited value, so undoing leaves no trace.
+    """
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def __len__(self) -> int:
+        return len(self._undo)
+
+    def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
+        """Sets `owner.name` to `value`.
+
+        Args:
+            owner: A module or class.
+            name: The attribute, which must exist.
+            value: Its replacement.
+            takes: Names of parameters that the original must still accept.
+
+        Raises:
+            RuntimeError: The attribute is missing, or no longer accepts `takes`. Nothing is changed then.
+        """
+        _checked(owner, name, takes)
+        own = vars(owner).get(name, _ABSENT)
+        setattr(owner, name, value)
+        if own is _ABSENT:
+            self._undo.append(functools.partial(delattr, owner, name))
+        else:
+            # What the namespace held, not what getattr returns: a staticmethod comes back as a staticmethod.
+            self._undo.append(functools.partial(setattr, owner, name, own))
+
+    def wrap(
+        self,
+        owner: Any,
+        name: str,
+        around: Callable[[Callable[..., Any]], Callable[..., Any]],
+        *,
+        takes: Sequence[str] = (),
+    ) -> None:
+        """Replaces a callable by `around(original)`, keeping name and docstring; raises as `replace` does."""
+        original = _checked(owner, name, takes)
+        self.replace(owner, name, functools.wraps(original)(around(original)))
+
+    def setting(self, config: Any, name: str, value: Any) -> None:
+        """Sets an entry of a config object, which keeps its values elsewhere than in its `__dict__`.
+
+        Raises:
+            RuntimeError: The config knows no such entry.
+        """
+        original = _checked(config, name, ())
+        setattr(config, name, value)
+        self._undo.append(functools.partial(setattr, config, name, original))
+
+    def undo(self) -> None:
+        """Puts everything back, last change first."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
+    """Returns `owner.name` after checking that it exists and accepts the parameters `takes`."""
+    where = f"{getattr(owner, '__name__', owner)}.{name}"
+    original = getattr(owner, name, _ABSENT)
+    if original is _ABSENT:
+        raise RuntimeError(f"cannot patch {where}: there is no such attribute in {versions()}")
+    if takes:
+        found = list(inspect.signature(original).parameters)
+        lost = [parameter for parameter in takes if parameter not in found]
+        if lost:
+            raise RuntimeError(
+                f"cannot patch {where}: it accepts {', '.join(found)}, without {', '.join(lost)}, in {versions()}"
+            )
+    return original
+
+
+def versions() -> str:
+    """The installed megatron-core and torch, for error messages."""
+    found = []
+    for package in ("megatron-core", "torch"):
+        try:
+            found.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{package} (not installed)")
+    return " with ".join(found)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_muon.cpu.patching import Patches
+    from megatron_muon.patching import Patches
 
 __all__ = ["install", "installed", "uninstall"]
 
@@ -45,7 +45,7 @@ def install(*, force: bool = False) -> None:
         )
 
     from megatron_muon.cpu import collectives, cuda_api, devices, megatron
-    from megatron_muon.cpu.patching import Patches
+    from megatron_muon.patching import Patches
 
     patches = Patches()
     try:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.cpu.patching import Patches
+from megatron_muon.patching import Patches
 
 
 class Done:

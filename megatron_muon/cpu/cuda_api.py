@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.cpu.patching import Patches
+from megatron_muon.patching import Patches
 
 _DEVICE = torch.device("cpu")
 

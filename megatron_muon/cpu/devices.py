@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_context
 
-from megatron_muon.cpu.patching import Patches
+from megatron_muon.patching import Patches
 
 CPU = torch.device("cpu")
 

@@ -1,35 +1,22 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices and collectives.
 
-Starting without a compiler, counts of tokens that collectives can read, and no saving in the background, which
-would write what training is changing meanwhile. None of it touches numerics. Needed with megatron-core 0.19.x.
+Counts of tokens that collectives can read, and no saving in the background, which would write what training is changing
+meanwhile. None of it touches numerics. Needed with megatron-core 0.19.x.
 """
 
-import importlib
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
 
-from megatron_muon.cpu.patching import Patches
+from megatron_muon.patching import Patches
 
 
 def install(patches: Patches) -> None:
-    """Patches the dataset helper, the mixture-of-experts token counts and the checkpoint worker."""
-    import megatron.core.datasets.utils as dataset_utils
+    """Patches the mixture-of-experts token counts and the checkpoint worker."""
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # 0.19.x runs `make` in the package's folder before training. The wheel holds the compiled helper but no
-    # Makefile, so `make` fails and the program ends although there is nothing to build.
-    build = dataset_utils.compile_helpers
-
-    def compile_helpers() -> None:
-        try:
-            importlib.import_module("megatron.core.datasets.helpers_cpp")
-        except ImportError:
-            build()
-
-    patches.replace(dataset_utils, "compile_helpers", compile_helpers)
     for module in (moe_utils, token_dispatcher):  # the second imports it by name
         patches.wrap(module, "maybe_move_tensor_to_cpu", _as_numpy_here_too, takes=("tensor", "as_numpy"))
 

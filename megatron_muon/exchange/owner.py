@@ -194,9 +194,7 @@ class OwnerExchange:
         for index, shard, piece in zip(route.to_owners, shapes, pieces, strict=True):
             updates[index] = piece.view(shard.rows, shard.cols)
 
-    def _fill_gap(
-        self, fillers: Any, inputs: Sequence[torch.Tensor], updates: list[torch.Tensor]
-    ) -> bool:
+    def _fill_gap(self, fillers: Any, inputs: Sequence[torch.Tensor], updates: list[torch.Tensor]) -> bool:
         """Orthogonalise the next part of the matrices that lie whole on this rank; False where none is left."""
         indices, batch = next(fillers, ((), None))
         if batch is None:
@@ -206,9 +204,7 @@ class OwnerExchange:
             updates[index] = update
         return True
 
-    def _all_to_all(
-        self, send: torch.Tensor, receive: torch.Tensor, sent: list[int], received: list[int]
-    ) -> _InFlight:
+    def _all_to_all(self, send: torch.Tensor, receive: torch.Tensor, sent: list[int], received: list[int]) -> _InFlight:
         work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
         return _InFlight(work=work, send=send, receive=receive)
 

@@ -30,6 +30,8 @@ class Case:
             small matrices lie whole on one rank and other ranks hold none of their rows.
         optimizer: fields of MuonOptimizerConfig that differ from `config`'s.
         frozen: a substring of parameter names for each kind of parameter that does not train.
+        own_loop: the loop leaves finishing the gradient reduction to the optimizer, as a script without Megatron's
+            finalize_model_grads does.
         trainable: if given, only parameters with one of these substrings train.
     """
 
@@ -43,6 +45,7 @@ class Case:
     tied: bool = False
     bf16: bool = False
     overlap: bool = False
+    own_loop: bool = False
     optimizer: dict[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     trainable: tuple[str, ...] | None = None
@@ -187,7 +190,7 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         config = self.model.config
-        config.finalize_model_grads_func = finalize_model_grads
+        config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
         mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
         assert len(mine) * dist.get_world_size() == len(tokens)
         assert len(mine) % micro_batches == 0

@@ -1,14 +1,16 @@
 """A pool of worker processes that run one function on several gloo ranks.
 
-Importing torch and Megatron takes many seconds, so the workers live for the whole test run. Each task gets process
-groups of its own, whatever its number of ranks; a task that fails, hangs or dies ends the pool, and the next one
-starts a fresh one.
+Importing torch and Megatron takes many seconds, so the workers live for the whole test run. A worker forks a child for
+each task: gloo keeps threads of every process group until its process ends (a few hundred tasks would leave thousands of
+them polling), and what a task leaves behind cannot reach the next one. A task that fails, hangs or dies ends the pool,
+and the next one starts a fresh one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import faulthandler
 import importlib
 import multiprocessing.connection
 import os
@@ -32,7 +34,7 @@ GRACE_S = 5  # for the other ranks, once one has failed
 TAIL_LINES = 30
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A rank raised, died or hung; the message holds what each rank has to say."""
 
 
@@ -56,7 +58,7 @@ class Pool:
             kwargs: pickled, for every rank alike.
 
         Raises:
-            RankFailed: a rank raised, died, or did not answer in time.
+            RankError: a rank raised, died, or did not answer in time.
         """
         self._start(world_size)
         self._tasks += 1
@@ -76,7 +78,7 @@ class Pool:
                 for rank, (kind, text) in enumerate(answers)
             )
             self.kill()
-            raise RankFailed(f"{function.__qualname__} failed on {world_size} ranks\n{report}")
+            raise RankError(f"{function.__qualname__} failed on {world_size} ranks\n{report}")
         return [result for _, result in answers]
 
     @property
@@ -99,8 +101,7 @@ class Pool:
         """End the workers at once."""
         for worker in self._workers:
             worker.connection.close()
-            if worker.process.poll() is None:
-                worker.process.send_signal(signal.SIGKILL)
+            worker.signal(signal.SIGKILL)
             worker.process.wait()
         self._workers = []
 
@@ -116,7 +117,7 @@ class Pool:
                 raise
             if any(kind != "done" for kind, _ in answers):
                 self.kill()
-                raise RankFailed("workers did not start\n" + "\n".join(str(text) for _, text in answers))
+                raise RankError("workers did not start\n" + "\n".join(str(text) for _, text in answers))
 
 
 class _Worker:
@@ -141,8 +142,14 @@ class _Worker:
                 cwd=ROOT,
                 env=environment,
                 pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # so that a signal reaches the task's child too
             )
         theirs.close()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the worker and the child that runs its task."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
 
     def tail(self) -> str:
         """The last lines that the worker wrote."""
@@ -158,6 +165,9 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
         ready = multiprocessing.connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))
         if not ready:
             for worker in waiting.values():
+                worker.signal(signal.SIGUSR1)  # see faulthandler below: it says where it is
+            time.sleep(0.5)
+            for worker in waiting.values():
                 answers[worker] = ("hung", f"no answer in time\n{worker.tail()}")
         for connection in ready:
             worker = waiting[connection]
@@ -172,6 +182,7 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
 
 def _work(index: int, descriptor: int) -> None:
     """A worker's life: import what is slow, then one task after the other until the parent hangs up."""
+    faulthandler.register(signal.SIGUSR1)
     connection = multiprocessing.connection.Connection(descriptor)
     import torch
 
@@ -191,7 +202,13 @@ def _work(index: int, descriptor: int) -> None:
             task = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return
-        connection.send_bytes(pickle.dumps(_answer(index, *task)))
+        child = os.fork()
+        if child == 0:
+            connection.send_bytes(pickle.dumps(_answer(index, *task)))
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status:
+            sys.exit(f"the task's process ended with status {status}")
 
 
 def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
@@ -211,22 +228,9 @@ def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwar
         result = getattr(importlib.import_module(module), name)(rank, world_size, **kwargs)
         pickle.dumps(result)
         dist.barrier()
-        _forget()
     except BaseException:
         return "raised", traceback.format_exc()
     return "done", result
-
-
-def _forget() -> None:
-    """Leave nothing of a task to the next one."""
-    import gc
-
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-    gc.collect()
 
 
 if __name__ == "__main__":

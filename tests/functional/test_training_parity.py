@@ -63,6 +63,12 @@ def test_nor_on_overlap_and_accumulation(ranks: Pool, expected: tuple[list[float
     check(ranks(2, losses, cases=cases)[0], expected, cases)
 
 
+def test_the_reduction_is_finished_exactly_once(ranks: Pool, expected: tuple[list[float], list[float]]) -> None:
+    """Under `optim` Megatron-FSDP reduces in place: a second finish_grad_sync in the same step made gradients wrong."""
+    cases = [(BASE.but(strategy=strategy, own_loop=True), 1) for strategy in STRATEGIES]
+    check(ranks(2, losses, cases=cases)[0], expected, cases)
+
+
 def test_bf16_trains_alike(ranks: Pool, expected: tuple[list[float], list[float]]) -> None:
     bf16 = BASE.but(bf16=True)
     cases = [(bf16.but(strategy=strategy), 1) for strategy in ("no_shard", "optim", "optim_grads_params")]

@@ -23,8 +23,9 @@ import contextlib, io, json, os, sys, traceback
 from pathlib import Path
 from megatron_muon.mcore.launch import main
 
-root, environ, results = Path(sys.argv[1]), dict(os.environ), {}
-for name, (argv, env) in json.load(open(sys.argv[2])).items():
+root, given, got = map(Path, sys.argv[1:])  # a run replaces sys.argv
+environ, results = dict(os.environ), {}
+for name, (argv, env) in json.loads(given.read_text()).items():
     os.environ.clear()
     os.environ.update(environ, **env)
     out, err = io.StringIO(), io.StringIO()
@@ -34,7 +35,7 @@ for name, (argv, env) in json.load(open(sys.argv[2])).items():
         except BaseException:
             status, _ = "exception", traceback.print_exc()
     results[name] = [status, out.getvalue(), err.getvalue()]
-json.dump(results, open(sys.argv[3], "w"))
+got.write_text(json.dumps(results))
 """
 
 MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32")
@@ -135,7 +136,11 @@ if importlib.util.find_spec("transformer_engine") is None:
 # Refusals of megatron-core itself, which come from the validation of all flags: each needs a process of its own.
 REFUSALS = {
     "checkpoint format": ((*RUN, "--ckpt-format", "torch_dist"), {}, ("megatron-core refuses", "fsdp_dtensor")),
-    "heads": ((*RUN, "--hidden-size", "33"), {}, ("megatron-core refuses", "hidden_size % args.num_attention_heads == 0")),
+    "heads": (
+        (*RUN, "--hidden-size", "33"),
+        {},
+        ("megatron-core refuses", "hidden_size % args.num_attention_heads"),
+    ),
 }
 
 

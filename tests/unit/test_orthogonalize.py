@@ -119,7 +119,7 @@ def test_blocks_are_orthogonalised_alone() -> None:
 
 
 def test_bf16_iteration_is_near_the_fp32_one() -> None:
-    """ "medium" iterates in bf16, which has 8 bits: entries of size 0.3 agree to 0.03."""
+    """The precision "medium" iterates in bf16, which has 8 bits: entries of size 0.3 agree to 0.06."""
     exact = Orthogonalizer(matmul_precision="highest", scale_mode="shape_scaling")(randn(16, 16), whole(16))
     rough = Orthogonalizer(matmul_precision="medium", scale_mode="shape_scaling")(randn(16, 16), whole(16))
     torch.testing.assert_close(rough, exact, rtol=0.0, atol=0.06)

@@ -1,0 +1,187 @@
+"""The command line a user types, through torchrun, on real gloo ranks.
+
+Each run costs 10 to 20 seconds of imports, so each shows several things at once.
+"""
+
+import math
+
+import pytest
+
+from megatron_muon import cli as command
+from megatron_muon.experiment.events import read_events
+from tests.functional import cli
+
+pytestmark = pytest.mark.timeout(450)
+
+SHARDED = (*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params")
+SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
+SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def assert_learns(run: cli.Run, steps: int) -> None:
+    assert [iteration.number for iteration in run.iterations] == list(range(1, steps + 1))
+    for iteration in run.iterations:
+        assert math.isfinite(iteration.loss)
+        assert math.isfinite(iteration.grad_norm)
+        assert iteration.grad_norm > 0
+        assert iteration.skipped == 0
+    assert run.losses == sorted(run.losses, reverse=True)
+    assert run.losses[0] == pytest.approx(math.log(257), abs=0.2)  # 257 ids, all as likely at first
+    assert run.losses[-1] < run.losses[0] - 0.5
+
+
+def table(run: cli.Run) -> dict[str, tuple[int, int, float]]:
+    """Tensors, parameters and share by optimizer, from the table that is to be printed once."""
+    assert run.output.count("optimizer     tensors      parameters    share") == 1
+    lines = run.output.split("optimizer     tensors      parameters    share\n", 1)[1].splitlines()
+    rows = {}
+    for line in lines:
+        fields = line.replace(",", "").split()
+        if len(fields) != 4 or not fields[3].endswith("%"):
+            break
+        rows[fields[0]] = (int(fields[1]), int(fields[2]), float(fields[3][:-1]))
+    return rows
+
+
+def notes(run: cli.Run, beginning: str) -> list[str]:
+    """What the program tells the user about its settings."""
+    lines = (line for line in run.output.splitlines() if line.startswith("megatron-muon: "))
+    return [line for line in lines if line.removeprefix("megatron-muon: ").startswith(beginning)]
+
+
+def test_the_bare_line(tmp_path, capsys):
+    """From an empty folder: it prepares the text, trains the quickstart model, saves; `summary` reads the run."""
+    short = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1", "--save-interval", "3")
+    run = cli.torchrun(tmp_path, *cli.MUON, *short, "--log-interval", "1").checked()
+    assert len(run.losses) == 3
+    assert run.losses[-1] < run.losses[0]
+    assert len(run.validation_losses) >= 1
+
+    (taking,) = notes(run, "no model flags and no --config: taking ")
+    assert taking.endswith("configs/quickstart.yaml")
+    (defaults,) = notes(run, "defaults filled in: ")
+    for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer", "--transformer-impl local"):
+        assert flag in defaults
+    for chosen in ("--optimizer", "--use-megatron-fsdp", "--num-layers", "--train-iters"):
+        assert f"{chosen} " not in defaults
+    rows = table(run)
+    assert list(rows) == ["muon", "adam"]
+    # 4 layers of hidden size 256, 2 key-value heads of 4: qkv 512, proj 256, gate and up 1536 rows; down 768 columns.
+    assert rows["muon"] == (16, 4 * 256 * (512 + 256 + 1536 + 768), pytest.approx(95.7))
+    assert rows["muon"][2] + rows["adam"][2] == pytest.approx(100, abs=0.11)
+
+    folder = tmp_path / "runs/quickstart"
+    scalars = read_events(folder / "tensorboard").scalars
+    assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
+    assert "optimizer-time" in scalars
+    assert command.main(["summary", str(folder)]) == command.EXIT_OK
+    shown = capsys.readouterr().out
+    assert "in 3 iterations" in shown
+    assert "of the step" in shown
+    assert "iter_0000003" in shown
+
+
+def test_a_config_file_with_overriding_flags(tmp_path, corpus):
+    """Flags override the file, --unset takes one back; and together, on 3 ranks, what runs are made of.
+
+    bf16, two micro-batches per step, clipping, both overlaps, evaluation, tied embeddings, grouped queries, SwiGLU.
+    """
+    flags = dict(zip(corpus[::2], corpus[1::2], strict=True))
+    lines = [f"  {flag}: {value}" for flag, value in flags.items()]
+    (tmp_path / "experiment.yaml").write_text(
+        "ENV_VARS:\n  A_VARIABLE_OF_THE_RUN: 7\n"
+        "MODEL_ARGS:\n  --optimizer: adam\n  --use-megatron-fsdp: true\n  --group-query-attention: true\n"
+        "  --num-query-groups: 3\n  --lr-warmup-iters: 3\n  --untie-embeddings-and-output-weights: true\n"
+        "  --train-iters: 1000\n" + "\n".join(lines)
+    )
+    run = cli.torchrun(
+        tmp_path,
+        *("--config", "experiment.yaml", *cli.TINY, "--num-attention-heads", "6", "--kv-channels", "7"),
+        *("--optimizer", "muon", "--train-iters", "6", "--unset", "untie-embeddings-and-output-weights"),
+        *("--unset", "--lr-warmup-iters", "--data-parallel-sharding-strategy=optim_grads_params", *SWIGLU),
+        *("--bf16", "--global-batch-size", "12", "--clip-grad", "0.5", "--overlap-grad-reduce"),
+        *("--overlap-param-gather", "--eval-iters", "1", "--eval-interval", "3", "--muon-log-params"),
+        ranks=3,
+    ).checked()
+    assert_learns(run, 6)
+    assert {iteration.learning_rate for iteration in run.iterations} == {0.01}
+    assert len(run.validation_losses) >= 2
+    assert run.validation_losses[-1] < run.validation_losses[0]
+    assert len(notes(run, "environment from experiment.yaml: A_VARIABLE_OF_THE_RUN=7")) == 1
+    assert not notes(run, "no model flags")
+    assert "using torch.bfloat16 for parameters" in run.output
+
+    rows = table(run)
+    listed = {line.split()[-1]: line for line in run.output.splitlines() if line.startswith(("muon  ", "adam  "))}
+    listed = {name: line for name, line in listed.items() if not name.endswith("%")}
+    assert len(listed) == rows["muon"][0] + rows["adam"][0]
+    assert rows["muon"][0] == 3 * 4
+    assert "output_layer.weight" not in listed  # tied
+    assert listed["embedding.word_embeddings.weight"].split()[0] == "adam"
+    qkv = listed["decoder.layers.2.self_attention.linear_qkv.weight"]
+    assert qkv.startswith("muon")
+    assert f"{7 * (6 + 2 * 3)} x 39" in qkv
+    assert "204 x 39" in listed["decoder.layers.0.mlp.linear_fc1.weight"]  # gate and up
+
+
+def test_a_continued_run_is_the_uninterrupted_one(tmp_path, corpus):
+    """A resume that does not regather the weights, or loses momentum, is off from its first or second step on."""
+    # Losses are taken from TensorBoard: in the printed log the second line of a start averages over its first step too.
+    args = (*cli.TINY, *corpus, *SHARDED, *SWIGLU, "--global-batch-size", "4", "--train-iters", "8")
+    there = ("--save", "checkpoints", "--save-interval", "4", "--tensorboard-dir", "whole", "--overlap-grad-reduce")
+    whole = cli.torchrun(tmp_path, *args, *there, "--tensorboard-log-interval", "1").checked()
+    assert len(whole.losses) == 8
+    again = ("--load", "checkpoints", "--ckpt-step", "4", "--tensorboard-dir", "continued", "--overlap-grad-reduce")
+    continued = cli.torchrun(tmp_path, *args, *again, "--tensorboard-log-interval", "1").checked()
+    assert [iteration.number for iteration in continued.iterations] == [5, 6, 7, 8]
+
+    for tag in ("lm loss", "grad-norm", "learning-rate"):
+        expected = {point.step: point.value for point in read_events(tmp_path / "whole").points(tag)}
+        found = {point.step: point.value for point in read_events(tmp_path / "continued").points(tag)}
+        assert sorted(expected) == list(range(1, 9))
+        assert found == {step: expected[step] for step in (5, 6, 7, 8)}, tag
+
+
+def test_muon_without_fsdp_is_upstreams(tmp_path, corpus):
+    run = cli.torchrun(
+        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, "--optimizer", "muon", "--logging-level", "20"
+    ).checked()
+    assert_learns(run, 6)
+    assert "Setting up emerging optimizer with config OptimizerConfig(" in run.output
+    assert "MuonOptimizerConfig" not in run.output
+    assert "optimizer     tensors" not in run.output
+    (defaults,) = notes(run, "defaults filled in: ")
+    assert "fsdp_dtensor" not in defaults
+
+
+def test_adam_under_fsdp_is_upstreams(tmp_path, corpus):
+    adam = ("--optimizer", "adam", "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params")
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *adam, "--logging-level", "20").checked()
+    assert_learns(run, 6)
+    assert "Setting up optimizer with config OptimizerConfig(" in run.output
+    assert "MuonOptimizerConfig" not in run.output
+    assert "optimizer     tensors" not in run.output
+
+
+def test_tensor_parallel_ranks(tmp_path, corpus):
+    """Two by two ranks: data parallel over tensor parallel halves, each half orthogonalised by itself."""
+    sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
+    tp = ("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise")
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *sizes, *tp, ranks=4).checked()
+    assert_learns(run, 6)
+    assert table(run)["muon"] == (12, 3 * 44 * (66 + 22 + 51 + 51), pytest.approx(80, abs=10))  # of this rank's half
+
+
+def test_experts_over_ranks(tmp_path, corpus):
+    """Experts belong to no data-parallel group of two here: reduced or gathered over it, they would mix."""
+    experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2")
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *experts, "--muon-log-params").checked()
+    assert_learns(run, 6)
+    assert run.output.count("x 39  decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight") == 1
+    assert "local_experts.2." not in run.output  # four experts on two ranks
+    assert table(run)["muon"][0] == 3 * (2 + 1 + 2 * 2)  # attention, router, two experts of two matrices

@@ -1,0 +1,298 @@
+"""Defaults that are filled in, errors of the parser, and what is checked before torch.distributed starts."""
+
+import os
+
+import pytest
+
+from megatron_muon.errors import UserError
+from megatron_muon.mcore import arguments
+from megatron_muon.mcore.arguments import check_settings, missing_defaults, parse
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return arguments.build_parser()
+
+
+def defaults(parser, *argv: str, device: str = "cpu") -> list[str]:
+    return missing_defaults(parser, argv, device=device)
+
+
+# ------------------------------------------------------------------------------------------------ defaults
+
+
+def test_a_cpu_run_gets_what_the_cpu_needs(parser):
+    filled = " ".join(defaults(parser))
+    for flag in ("--distributed-backend gloo", "--num-workers 0", "--transformer-impl local"):
+        assert flag in filled
+    assert "fsdp_dtensor" not in filled
+
+
+def test_fsdp_gets_its_checkpoints_and_distributed_optimizer(parser):
+    assert defaults(parser, "--use-megatron-fsdp")[:3] == [
+        "--ckpt-format",
+        "fsdp_dtensor",
+        "--use-distributed-optimizer",
+    ]
+
+
+def test_defaults_are_what_can_be_typed(parser):
+    """They are shown to the user, put before the user's flags, and parsed."""
+    filled = defaults(parser, "--use-megatron-fsdp")
+    args = parse(parser, filled)
+    assert (args.ckpt_format, args.distributed_backend, args.transformer_impl) == ("fsdp_dtensor", "gloo", "local")
+    assert args.use_distributed_optimizer
+    assert not args.gradient_accumulation_fusion
+    assert defaults(parser, "--use-megatron-fsdp", *filled) == []
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        ["--ckpt-format", "torch_dist"],
+        ["--ckpt-format=torch_dist"],
+        ["--distributed-backend", "nccl"],
+        ["--num-workers=4"],
+        ["--transformer-impl", "transformer_engine"],
+        ["--no-persist-layer-norm"],
+        ["--use-distributed-optimizer"],
+    ],
+)
+def test_what_the_user_chose_is_not_filled_in(parser, chosen):
+    flag = chosen[0].split("=")[0]
+    assert flag in defaults(parser, "--use-megatron-fsdp")
+    assert flag not in defaults(parser, "--use-megatron-fsdp", *chosen)
+
+
+def test_the_other_half_of_a_pair_counts_as_chosen(parser):
+    """A flag and its --no- twin set one value: whoever types one has settled both."""
+    pairs = {}
+    for flag, action in parser._option_string_actions.items():
+        if flag in ("--no-rope-fusion", "--no-persist-layer-norm", "--no-masked-softmax-fusion"):
+            pairs[flag] = [other for other, twin in parser._option_string_actions.items() if twin.dest == action.dest]
+    assert len(pairs) == 3
+    for flag, same in pairs.items():
+        assert flag in defaults(parser)
+        for other in same:
+            assert flag not in defaults(parser, other)
+
+
+def test_a_gpu_with_transformer_engine_gets_no_defaults_of_the_cpu(parser, monkeypatch):
+    monkeypatch.setattr(arguments, "has_transformer_engine", lambda: True)
+    assert defaults(parser, device="cuda") == []
+    assert defaults(parser, "--use-megatron-fsdp", device="cuda")[0] == "--ckpt-format"
+
+
+def test_a_gpu_without_transformer_engine_gets_the_local_model(parser, monkeypatch):
+    monkeypatch.setattr(arguments, "has_transformer_engine", lambda: False)
+    filled = " ".join(defaults(parser, device="cuda"))
+    assert "--transformer-impl local" in filled
+    assert "gloo" not in filled
+
+
+@pytest.mark.parametrize("bf16", [True, False])
+def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf16):
+    """bf16 Newton-Schulz without hardware bf16 is up to 800 times slower than fp32."""
+    monkeypatch.setattr(arguments, "cpu_has_bf16", lambda: bf16)
+    filled = " ".join(defaults(parser))
+    assert ("--muon-fp32-matmul-prec highest" in filled) is not bf16
+    assert parse(parser, defaults(parser)).muon_fp32_matmul_prec == ("medium" if bf16 else "highest")
+
+
+# ------------------------------------------------------------------------------------------------ parsing
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hidden-sise", "64"], "unknown flag --hidden-sise; did you mean --hidden-size?"),
+        (["--hidden-sise=64"], "unknown flag --hidden-sise; did you mean --hidden-size?"),
+        (["--muon-momentun", "0.9"], "unknown flag --muon-momentun; did you mean --muon-momentum?"),
+        (["--qqqqzzzz"], "unknown flag --qqqqzzzz; see pretrain_gpt.py --help"),
+        (["--num-layers", "2", "muon"], "unexpected argument 'muon': flags begin with --"),
+        (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
+        (["--muon-exchange", "pigeon"], "argument --muon-exchange: invalid choice: 'pigeon'"),
+        (["--num-lay", "2"], "unknown flag --num-lay; did you mean --num-layers?"),  # no abbreviations
+    ],
+)
+def test_a_mistake_is_a_user_error_with_the_nearest_flag(parser, argv, message):
+    with pytest.raises(UserError) as caught:
+        parse(parser, argv)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_last_of_a_repeated_flag_wins(parser):
+    assert parse(parser, ["--num-layers", "2", "--num-layers", "3"]).num_layers == 3
+
+
+def test_muons_flags_keep_upstreams_defaults(parser):
+    args = parse(parser, [])
+    assert (args.muon_momentum, args.muon_num_ns_steps, args.muon_scale_mode) == (0.9, 5, "spectral")
+    assert (args.muon_lr, args.muon_min_lr, args.muon_exchange, args.device) == (None, None, "allgather", "auto")
+    assert args.muon_log_params is False
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def check(parser, *argv: str, ranks: int = 2, device: str = "cpu", env: dict[str, str] | None = None) -> None:
+    args = parse(parser, ["--transformer-impl", "local", "--mock-data", *argv])
+    check_settings(args, device=device, environ={"WORLD_SIZE": str(ranks), **(env or {})})
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "context", "ranks", "fits"),
+    [
+        (1, 1, 1, 1, True),
+        (2, 1, 1, 2, True),
+        (2, 1, 1, 4, True),
+        (2, 1, 2, 4, True),
+        (2, 2, 2, 8, True),
+        (4, 1, 1, 2, False),
+        (2, 1, 1, 3, False),
+        (2, 1, 2, 2, False),
+        (2, 2, 1, 2, False),
+        (1, 1, 3, 4, False),
+    ],
+)
+def test_parallel_sizes_have_to_fit_the_ranks(parser, tensor, pipeline, context, ranks, fits):
+    argv = ("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline))
+    argv = (*argv, "--context-parallel-size", str(context))
+    if fits:
+        check(parser, *argv, ranks=ranks)
+    else:
+        with pytest.raises(UserError, match=rf"does not fit {ranks} ranks.*--nproc-per-node"):
+            check(parser, *argv, ranks=ranks)
+
+
+def test_pipelines_are_refused_with_fsdp_only(parser):
+    check(parser, "--pipeline-model-parallel-size", "2")
+    with pytest.raises(UserError, match="--pipeline-model-parallel-size 2 does not work with --use-megatron-fsdp"):
+        check(parser, "--pipeline-model-parallel-size", "2", "--use-megatron-fsdp")
+
+
+@pytest.mark.parametrize(("optimizer", "refused"), [("muon", True), ("adaptive_muon", True), ("adam", False)])
+def test_fp16_is_refused_with_muon_only(parser, optimizer, refused):
+    if not refused:
+        check(parser, "--optimizer", optimizer, "--fp16")
+        return
+    with pytest.raises(UserError, match=rf"--fp16 is not supported with --optimizer {optimizer}; use --bf16"):
+        check(parser, "--optimizer", optimizer, "--fp16")
+
+
+@pytest.mark.parametrize(
+    ("connections", "fsdp", "refused"), [("1", True, True), ("1", False, False), ("32", True, False)]
+)
+def test_cuda_connections_matter_to_fsdp_only(parser, connections, fsdp, refused):
+    argv = ["--use-megatron-fsdp"] if fsdp else []
+    env = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    if refused:
+        with pytest.raises(UserError, match="unset CUDA_DEVICE_MAX_CONNECTIONS"):
+            check(parser, *argv, env=env)
+    else:
+        check(parser, *argv, env=env)
+
+
+def test_transformer_engine_has_to_be_installed(parser, monkeypatch):
+    monkeypatch.setattr(arguments, "has_transformer_engine", lambda: False)
+    with pytest.raises(UserError, match=r"not installed; type pip install 'megatron-muon\[te\]'"):
+        check(parser, "--transformer-impl", "transformer_engine", device="cuda")
+
+
+def test_transformer_engine_needs_a_gpu(parser, monkeypatch):
+    monkeypatch.setattr(arguments, "has_transformer_engine", lambda: True)
+    check(parser, "--transformer-impl", "transformer_engine", device="cuda")
+    with pytest.raises(UserError, match="needs a GPU"):
+        check(parser, "--transformer-impl", "transformer_engine", device="cpu")
+
+
+def check_data(parser, *argv: str) -> None:
+    check_settings(parse(parser, ["--transformer-impl", "local", *argv]), device="cpu", environ={"WORLD_SIZE": "1"})
+
+
+def write_index(prefix, documents: int) -> str:
+    prefix.with_suffix(".bin").write_bytes(b"")
+    header = arguments._INDEX_HEADER.pack(b"MMIDIDX\0\0", 1, 8, documents)
+    prefix.with_suffix(".idx").write_bytes(header)
+    return str(prefix)
+
+
+def test_data_has_to_be_named(parser):
+    with pytest.raises(UserError, match=r"no training data: give --data-path PREFIX .* or --mock-data"):
+        check_data(parser)
+    check_data(parser, "--mock-data")
+
+
+def test_every_prefix_of_a_blend_has_to_exist(parser, tmp_path):
+    there = write_index(tmp_path / "there", 1000)
+    check_data(parser, "--data-path", "0.3", there, "0.7", there)
+    with pytest.raises(UserError, match=r"absent\.bin does not exist; .* megatron-muon data prepare"):
+        check_data(parser, "--data-path", "0.3", there, "0.7", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"valid\.bin does not exist"):
+        check_data(parser, "--train-data-path", there, "--valid-data-path", str(tmp_path / "valid"))
+
+
+def test_an_index_of_something_else_is_refused(parser, tmp_path):
+    prefix = write_index(tmp_path / "text", 1000)
+    (tmp_path / "text.idx").write_bytes(b"not an index, but quite long enough")
+    with pytest.raises(UserError, match=r"text\.idx is no index of Megatron's data"):
+        check_data(parser, "--data-path", prefix)
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "lacks"),
+    [
+        (1, None, "validation"),
+        (1, "100,0,0", None),
+        (1, "50,50,0", "training"),  # Python rounds 0.5 to 0, and so does megatron-core
+        (10, "90,10,0", None),
+        (10, "98,2,0", "validation"),
+        (100, "98,2,0", None),
+        (100, None, "test"),
+        (1000, None, None),
+        (0, "100,0,0", "training"),
+    ],
+)
+def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, lacks):
+    """megatron-core counts epochs until there are tokens enough; of no documents that never ends."""
+    prefix = write_index(tmp_path / "text", documents)
+    argv = ["--data-path", prefix, *(["--split", split] if split else [])]
+    if lacks is None:
+        check_data(parser, *argv)
+        return
+    with pytest.raises(UserError, match=rf"leaves no document of .* for {lacks}: it has {documents} in all") as caught:
+        check_data(parser, *argv)
+    assert (split or "969, 30, 1") in str(caught.value)
+
+
+def test_the_header_is_read_as_megatron_writes_it(parser, tmp_path):
+    from megatron_muon.data import prepare
+
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("text")
+    prepared = prepare([tmp_path], tmp_path / "out")
+    with pytest.raises(UserError, match="it has 3 in all"):
+        check_data(parser, "--data-path", str(prepared.prefix))
+
+
+def test_the_save_directory_is_made_and_tried(parser, tmp_path):
+    check(parser, "--save", str(tmp_path / "new" / "deep"))
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--save .*file/below: cannot write there \(Not a directory\)"):
+        check(parser, "--save", str(tmp_path / "file" / "below"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_directory_without_write_permission_is_refused(parser, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(UserError, match="Permission denied"):
+        check(parser, "--save", str(tmp_path / "locked"))
+
+
+def test_help_can_be_shown_and_lists_our_flags_last(parser):
+    """A help text of megatron-core 0.19 holds a bare percent sign, and argparse cannot format it."""
+    options = parser.format_help().split("\noptions:\n", 1)[1]
+    assert options.index("--muon-momentum ") < options.index("muon under megatron-fsdp:") < options.index("--muon-lr ")
+    assert "10%)" in options

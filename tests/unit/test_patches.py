@@ -1,0 +1,282 @@
+"""Every patch of megatron-core does its work, fails loudly where what it patches has changed, and can be undone."""
+
+import argparse
+import runpy
+import types
+
+import pytest
+import torch
+from megatron.core.datasets import utils as dataset_utils
+from megatron.training import arguments, checkpointing, training
+
+from megatron_muon.errors import UserError
+from megatron_muon.factory import MuonOptimizerConfig
+from megatron_muon.mcore import patches as mcore_patches
+from megatron_muon.patching import Patches
+
+PATCHED = [
+    (dataset_utils, "compile_helpers"),
+    (arguments, "validate_args"),
+    (training, "get_megatron_optimizer"),
+    (training, "OptimizerConfig"),
+    (checkpointing, "handle_swiglu_in_state_dict"),
+]
+OF_EVERY_RUN = PATCHED[:2]
+
+
+@pytest.fixture
+def patches():
+    patches = Patches()
+    yield patches
+    patches.undo()
+
+
+def current() -> list[object]:
+    return [getattr(owner, name) for owner, name in PATCHED]
+
+
+def test_a_run_with_muon_under_fsdp_gets_all_and_undo_restores_the_very_objects(patches):
+    before = current()
+    mcore_patches.install(patches, muon_under_fsdp=True)
+    assert all(now is not then for now, then in zip(current(), before, strict=True))
+    patches.undo()
+    assert all(now is then for now, then in zip(current(), before, strict=True))
+    assert len(patches) == 0
+
+
+def test_other_runs_keep_upstreams_code(patches):
+    before = dict(zip([name for _, name in PATCHED], current(), strict=True))
+    mcore_patches.install(patches, muon_under_fsdp=False)
+    changed = {name for owner, name in PATCHED if getattr(owner, name) is not before[name]}
+    assert changed == {name for _, name in OF_EVERY_RUN}
+
+
+# ------------------------------------------------------------------------------------------------ changed shapes
+
+
+def other(*_args: object) -> None:
+    """A function that takes nothing by the names that patches rely on."""
+
+
+def test_without_compile_helpers(patches, monkeypatch):
+    monkeypatch.delattr(dataset_utils, "compile_helpers")
+    with pytest.raises(RuntimeError, match=r"compile_helpers.*megatron-core 0\.19"):
+        mcore_patches.use_shipped_dataset_helper(patches)
+
+
+@pytest.mark.parametrize(
+    ("patch", "owner", "name"),
+    [
+        (mcore_patches.explain_refusals, arguments, "validate_args"),
+        (mcore_patches.use_factory, training, "get_megatron_optimizer"),
+        (mcore_patches.split_momentum_of_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+    ],
+)
+def test_another_signature_or_none(patches, monkeypatch, patch, owner, name):
+    monkeypatch.setattr(owner, name, other)
+    with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: it accepts _args, without .*megatron-core 0\.19"):
+        patch(patches)
+    assert getattr(owner, name) is other  # nothing was changed
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19"):
+        patch(patches)
+    assert len(patches) == 0
+
+
+def test_without_the_config_that_the_training_loop_makes(patches, monkeypatch):
+    monkeypatch.delattr(training, "OptimizerConfig")
+    with pytest.raises(RuntimeError, match=r"OptimizerConfig: there is no such attribute.*megatron-core 0\.19"):
+        mcore_patches.use_factory(patches)
+
+
+def test_validation_that_treats_muon_otherwise(patches, monkeypatch):
+    """A version that no longer refuses Muon may well have reasons that a run validated as one of Adam would miss."""
+
+    def validate_args(args, defaults={}):  # noqa: B006 - as megatron-core writes it
+        return args
+
+    monkeypatch.setattr(arguments, "validate_args", validate_args)
+    with pytest.raises(RuntimeError, match=r"no longer says 'Megatron-FSDP does not support the'.*megatron-core 0\.19"):
+        mcore_patches.accept_muon(patches)
+    assert arguments.validate_args is validate_args
+
+
+# ------------------------------------------------------------------------------------------------ what they do
+
+
+def test_the_compiled_helper_is_used_and_nothing_is_built(patches, monkeypatch):
+    """The wheel of megatron-core has no Makefile: building would end the run."""
+
+    def build():
+        raise SystemExit("make: no makefile found")
+
+    monkeypatch.setattr(dataset_utils, "compile_helpers", build)
+    mcore_patches.use_shipped_dataset_helper(patches)
+    dataset_utils.compile_helpers()
+
+
+def test_a_missing_helper_is_built(patches, monkeypatch):
+    built = []
+
+    def absent(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(dataset_utils, "compile_helpers", lambda: built.append("built"))
+    monkeypatch.setattr(mcore_patches.importlib, "import_module", absent)
+    mcore_patches.use_shipped_dataset_helper(patches)
+    dataset_utils.compile_helpers()
+    assert built == ["built"]
+
+
+@pytest.mark.parametrize(
+    ("refuse", "message"),
+    [
+        ("assert args.size == 4, 'size must be\\n  four'", "size must be four"),
+        ("raise ValueError('no such size')", "no such size"),
+        ("raise UserError('ours')", "ours"),
+    ],
+)
+def test_refusals_become_one_line(patches, monkeypatch, refuse, message):
+    space: dict[str, object] = {"UserError": UserError}
+    exec(f"def validate_args(args, defaults):\n    {refuse}", space)
+    monkeypatch.setattr(arguments, "validate_args", space["validate_args"])
+    mcore_patches.explain_refusals(patches)
+    with pytest.raises(UserError) as caught:
+        arguments.validate_args(argparse.Namespace(size=3))
+    assert str(caught.value) == f"megatron-core refuses these settings: {message}"
+
+
+def test_a_refusal_without_words_shows_its_condition(patches, monkeypatch, tmp_path):
+    """Many of megatron-core's assertions carry no message, and the user saw nothing but a traceback."""
+    source = "def validate_args(args, defaults):\n    assert args.hidden_size % args.heads == 0\n"
+    (tmp_path / "validation.py").write_text(source)  # not here: pytest gives assertions of tests a message
+    space = runpy.run_path(str(tmp_path / "validation.py"))
+    monkeypatch.setattr(arguments, "validate_args", space["validate_args"])
+    mcore_patches.explain_refusals(patches)
+    with pytest.raises(UserError) as caught:
+        arguments.validate_args(argparse.Namespace(hidden_size=33, heads=2), {})
+    assert str(caught.value).endswith("refuses these settings: args.hidden_size % args.heads == 0")
+
+
+def test_other_errors_of_validation_are_left_alone(patches, monkeypatch):
+    def validate_args(args, defaults):
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(arguments, "validate_args", validate_args)
+    mcore_patches.explain_refusals(patches)
+    with pytest.raises(KeyError, match="a bug"):
+        arguments.validate_args(argparse.Namespace())
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_muon_passes_validation_as_adam_and_is_muon_again(patches, monkeypatch, refused):
+    """Also where validation ends in an error: the caller's arguments must not say Adam then."""
+    seen = []
+
+    def validate_args(args, defaults):
+        """Says: Megatron-FSDP does not support the ... Emerging optimizer does not support Megatron-FSDP ..."""
+        seen.append(args.optimizer)
+        if refused:
+            raise AssertionError("refused")
+
+    monkeypatch.setattr(arguments, "validate_args", validate_args)
+    mcore_patches.accept_muon(patches)
+    args = argparse.Namespace(optimizer="muon")
+    try:
+        arguments.validate_args(args)
+    except AssertionError:
+        assert refused
+    assert (seen, args.optimizer) == (["adam"], "muon")
+
+
+def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
+    called = {}
+
+    def factory(config, model_chunks, config_overrides=None, pg_collection=None):
+        called.update(config=config, chunks=model_chunks, overrides=config_overrides)
+        return "optimizer"
+
+    monkeypatch.setattr("megatron_muon.factory.get_megatron_muon_optimizer", factory)
+    mcore_patches.use_factory(patches)
+    assert training.OptimizerConfig is MuonOptimizerConfig
+    made = training.get_megatron_optimizer("config", ["chunk"], config_overrides="overrides", use_gloo=True)
+    assert (made, called) == ("optimizer", {"config": "config", "chunks": ["chunk"], "overrides": "overrides"})
+
+
+# ------------------------------------------------------------------------------------------------ SwiGLU
+
+
+class Layer(torch.nn.Module):
+    """A model whose one parameter has the name that Megatron-FSDP's wrappers give it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = torch.nn.Module()
+        self.module.fc1 = torch.nn.Linear(2, 4, bias=False)
+
+
+def handle_swiglu(model, model_state_dict, optimizer_state_dict):
+    """As 0.19's handler: splits Adam's two slots of every fc1 into `_w` and `_v`, and no other slot."""
+    split = {}
+    for key, value in model_state_dict.items():
+        assert model.get_parameter(f"module.module.{key}").shape == (4, 2)
+        split |= {f"{key}_w": value[:2], f"{key}_v": value[2:]}
+    if optimizer_state_dict is None:
+        return split, None
+    state = {}
+    for key, slots in optimizer_state_dict["state"].items():
+        if "fc1" not in key:
+            state[key] = slots
+            continue
+        for half, rows in (("_w", slice(0, 2)), ("_v", slice(2, 4))):
+            state[key + half] = {**slots, **{slot: slots[slot][rows] for slot in ("exp_avg", "exp_avg_sq")}}
+    return split, {**optimizer_state_dict, "state": state}
+
+
+@pytest.fixture
+def handler(patches, monkeypatch):
+    monkeypatch.setattr(checkpointing, "handle_swiglu_in_state_dict", handle_swiglu)
+    mcore_patches.split_momentum_of_swiglu(patches)
+    return checkpointing.handle_swiglu_in_state_dict
+
+
+def test_muons_momentum_is_split_under_its_own_name(handler):
+    """The handler hard-codes exp_avg and exp_avg_sq: saving Muon's momentum ended in a KeyError."""
+    momentum, moments = torch.arange(8.0).view(4, 2), torch.ones(4, 2)
+    state = {
+        "module.fc1.weight": {"momentum_buffer": momentum},
+        "module.proj.weight": {"momentum_buffer": moments},
+        "module.norm.weight": {"exp_avg": moments, "exp_avg_sq": moments, "step": 3},
+    }
+    meta = {"module.fc1.weight": {"lr": 0.1}}
+    given = {"state": state, "param_to_group_meta": meta}
+    model_state, optimizer_state = handler(Layer(), {"fc1.weight": momentum}, given)
+    assert set(model_state) == {"fc1.weight_w", "fc1.weight_v"}
+    split = optimizer_state["state"]
+    assert set(split) == {"module.fc1.weight_w", "module.fc1.weight_v", "module.proj.weight", "module.norm.weight"}
+    assert set(split["module.fc1.weight_w"]) == set(split["module.fc1.weight_v"]) == {"momentum_buffer"}
+    halves = [split[f"module.fc1.weight{half}"]["momentum_buffer"] for half in ("_w", "_v")]
+    assert torch.equal(torch.cat(halves), momentum)
+    assert split["module.proj.weight"] == {"momentum_buffer": moments}
+    assert split["module.norm.weight"] == {"exp_avg": moments, "exp_avg_sq": moments, "step": 3}
+    assert optimizer_state["param_to_group_meta"] is meta
+    assert set(state["module.fc1.weight"]) == {"momentum_buffer"}  # the caller's state is as it was
+
+
+def test_adams_fc1_is_split_as_before(handler):
+    moments = torch.ones(4, 2)
+    state = {"module.fc1.bias": {"exp_avg": moments, "exp_avg_sq": 2 * moments, "step": 3}}
+    _, optimizer_state = handler(Layer(), {}, {"state": state})
+    assert set(optimizer_state["state"]) == {"module.fc1.bias_w", "module.fc1.bias_v"}
+    assert set(optimizer_state["state"]["module.fc1.bias_w"]) == {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_weights_alone_can_be_saved(handler):
+    model_state, optimizer_state = handler(Layer(), {"fc1.weight": torch.ones(4, 2)}, None)
+    assert (set(model_state), optimizer_state) == ({"fc1.weight_w", "fc1.weight_v"}, None)
+
+
+def test_the_fake_handler_would_fail_on_momentum_without_the_patch():
+    state = {"module.fc1.weight": {"momentum_buffer": torch.ones(4, 2)}}
+    with pytest.raises(KeyError, match="exp_avg"):
+        handle_swiglu(types.SimpleNamespace(), {}, {"state": state})
