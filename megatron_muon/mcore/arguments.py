@@ -120,7 +120,7 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
     """
     actions = parser._option_string_actions
     chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
-    wanted: list[list[str]] = []
+    wanted = [["--eval-interval", "1000"]]  # 0.19 has no default and divides by it
     if "use_megatron_fsdp" in chosen:
         wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
     if device == "cpu":

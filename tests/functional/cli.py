@@ -29,7 +29,7 @@ TINY = (
     *("--seq-length", "32", "--max-position-embeddings", "32", "--make-vocab-size-divisible-by", "1"),
     *("--attention-dropout", "0.0", "--hidden-dropout", "0.0", "--split", "90,10,0"),
     *("--micro-batch-size", "2", "--lr", "0.01", "--lr-decay-style", "constant", "--log-interval", "1"),
-    *("--eval-iters", "0", "--eval-interval", "100", "--seed", "7"),
+    *("--eval-iters", "0", "--seed", "7"),
 )
 """A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some ranks."""
 

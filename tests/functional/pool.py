@@ -1,9 +1,9 @@
 """A pool of worker processes that run one function on several gloo ranks.
 
 Importing torch and Megatron takes many seconds, so the workers live for the whole test run. A worker forks a child for
-each task: gloo keeps threads of every process group until its process ends (a few hundred tasks would leave thousands of
-them polling), and what a task leaves behind cannot reach the next one. A task that fails, hangs or dies ends the pool,
-and the next one starts a fresh one.
+each task: gloo keeps threads of every process group until its process ends (a few hundred tasks would leave thousands
+of them polling), and what a task leaves behind cannot reach the next one. A task that fails, hangs or dies ends the
+pool, and the next one starts a fresh one.
 """
 
 from __future__ import annotations

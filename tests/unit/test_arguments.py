@@ -79,8 +79,15 @@ def test_the_other_half_of_a_pair_counts_as_chosen(parser):
 
 def test_a_gpu_with_transformer_engine_gets_no_defaults_of_the_cpu(parser, monkeypatch):
     monkeypatch.setattr(arguments, "has_transformer_engine", lambda: True)
-    assert defaults(parser, device="cuda") == []
-    assert defaults(parser, "--use-megatron-fsdp", device="cuda")[0] == "--ckpt-format"
+    assert defaults(parser, "--eval-interval", "10", device="cuda") == []
+    assert "--ckpt-format" in defaults(parser, "--use-megatron-fsdp", device="cuda")
+
+
+def test_a_run_without_an_eval_interval_gets_one(parser):
+    """megatron-core 0.19 divides by it, has no default, and ended in a TypeError after all set-up."""
+    assert parse(parser, []).eval_interval is None
+    assert parse(parser, defaults(parser)).eval_interval == 1000
+    assert "--eval-interval" not in defaults(parser, "--eval-interval=10")
 
 
 def test_a_gpu_without_transformer_engine_gets_the_local_model(parser, monkeypatch):
