@@ -37,8 +37,7 @@ def restore_attributes(model_chunks: Sequence[Any]) -> None:
 
 
 def tag_for_muon(model_chunks: Sequence[Any]) -> None:
-    """Set `use_muon`, `is_qkv`, `qkv_split_shapes` and `expert_tp` on trainable parameters, by their names in
-    megatron-core.
+    """Mark trainable parameters by their names: `use_muon`, `is_qkv`, `qkv_split_shapes` and `expert_tp`.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
     """
