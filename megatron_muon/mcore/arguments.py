@@ -136,6 +136,7 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
                 ["--no-persist-layer-norm"],
                 ["--no-masked-softmax-fusion"],
                 ["--no-rope-fusion"],
+                ["--no-bias-gelu-fusion"],
             ]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
 

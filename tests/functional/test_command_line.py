@@ -180,8 +180,9 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
 def test_experts_over_ranks(tmp_path, corpus):
     """Experts belong to no data-parallel group of two here: reduced or gathered over it, they would mix."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2")
-    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *experts, "--muon-log-params").checked()
+    args = (*cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *SWIGLU, *experts, "--muon-log-params")
+    run = cli.torchrun(tmp_path, *args).checked()
     assert_learns(run, 6)
-    assert run.output.count("x 39  decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight") == 1
+    assert run.output.count("204 x 39  decoder.layers.0.mlp.experts.local_experts.1.linear_fc1.weight") == 1
     assert "local_experts.2." not in run.output  # four experts on two ranks
     assert table(run)["muon"][0] == 3 * (2 + 1 + 2 * 2)  # attention, router, two experts of two matrices

@@ -29,11 +29,8 @@ def test_a_cpu_run_gets_what_the_cpu_needs(parser):
 
 
 def test_fsdp_gets_its_checkpoints_and_distributed_optimizer(parser):
-    assert defaults(parser, "--use-megatron-fsdp")[:3] == [
-        "--ckpt-format",
-        "fsdp_dtensor",
-        "--use-distributed-optimizer",
-    ]
+    filled = " ".join(defaults(parser, "--use-megatron-fsdp"))
+    assert "--ckpt-format fsdp_dtensor --use-distributed-optimizer" in filled
 
 
 def test_defaults_are_what_can_be_typed(parser):
