@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import metadata
 
@@ -32,7 +33,8 @@ def check_versions(python: tuple[int, int] | None = None, megatron_core: str | N
             megatron_core = metadata.version("megatron-core")
         except metadata.PackageNotFoundError:
             raise UserError(f"megatron-core is not installed; type: pip install 'megatron-core{_range()}'") from None
-    found = tuple(int(part) for part in megatron_core.split(".")[:2])
+    numbers = re.match(r"(\d+)\.(\d+)", megatron_core)
+    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     if not MEGATRON_CORE[0] <= found < MEGATRON_CORE[1]:
         raise UserError(f"megatron-core {megatron_core} is not supported; type: pip install 'megatron-core{_range()}'")
 

@@ -9,7 +9,7 @@ from megatron_muon.mcore.version import check_versions
 
 
 @pytest.mark.parametrize("python", [(3, 12), (3, 13), (4, 0)])
-@pytest.mark.parametrize("megatron_core", ["0.19.0", "0.19.2", "0.19.7", "0.19.0rc1", "0.19"])
+@pytest.mark.parametrize("megatron_core", ["0.19.0", "0.19.2", "0.19.7", "0.19.0rc1", "0.19a1", "0.19"])
 def test_versions_in_range_pass(python, megatron_core):
     check_versions(python, megatron_core)
 
