@@ -19,6 +19,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.mcore import config_file
 from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser
 from megatron_muon.mcore.version import check_versions
+from megatron_muon.quiet import quiet_imports
 
 QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
@@ -74,12 +75,13 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
             if value != config.env[name]
         ]
     in_file = dict(config.flags).get("--device") if config is not None else None
-    device = settle_device(given.device or (in_file[0] if in_file else "auto"))
+    with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
+        device = settle_device(given.device or (in_file[0] if in_file else "auto"))
 
-    from megatron_muon.mcore import arguments, patches
-    from megatron_muon.patching import Patches
+        from megatron_muon.mcore import arguments, gpt, patches  # noqa: F401
+        from megatron_muon.patching import Patches
 
-    parser = arguments.build_parser()
+        parser = arguments.build_parser()
     merged = list(rest)
     if config is not None:
         config_file.check_flags(config, parser)

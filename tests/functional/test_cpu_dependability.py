@@ -1,8 +1,10 @@
 """Training on CPU ends well, again and again, on a machine that has other things to do.
 
-CI repeats a few times. The proof is sixty repeats, about half an hour on two cores:
+CI repeats a few times. The proof is sixty repeats, about half an hour on two cores, or a third of that where runs are
+each other's load:
 
     .venv/bin/python -m tests.functional.test_cpu_dependability --repeats 60
+    .venv/bin/python -m tests.functional.test_cpu_dependability --repeats 60 --at-once 4
 """
 
 import argparse
@@ -12,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,27 +67,40 @@ def loaded_cores() -> Iterator[None]:
             process.wait()
 
 
-def repeat_under_load(repeats: int, directory: Path, *, seconds: float = cli.SECONDS, show: bool = False) -> Outcome:
-    """Train on two ranks `repeats` times, through torchrun, on loaded cores."""
+def repeat_under_load(
+    repeats: int, directory: Path, *, at_once: int = 1, seconds: float = cli.SECONDS, show: bool = False
+) -> Outcome:
+    """Train on two ranks `repeats` times, through torchrun, on loaded cores.
+
+    Args:
+        repeats: how many runs.
+        directory: a folder for each run is made here.
+        at_once: runs at a time; several are each other's load, one has busy processes beside it.
+        seconds: a run that takes longer hangs.
+        show: print a line for each run.
+    """
     corpus = cli.make_corpus(directory)
     outcome = Outcome()
-    with loaded_cores():
-        for number in range(1, repeats + 1):
-            try:
-                run = cli.torchrun(directory / f"run{number}", *ARGS, *corpus, seconds=seconds)
-            except cli.HangError as hang:
-                outcome.hangs.append((number, str(hang)))
-                result = "HUNG"
+
+    def once(number: int) -> None:
+        try:
+            run = cli.torchrun(directory / f"run{number}", *ARGS, *corpus, seconds=seconds)
+        except cli.HangError as hang:
+            outcome.hangs.append((number, str(hang)))
+            result = "HUNG"
+        else:
+            if run.returncode == 0 and len(run.losses) == STEPS:
+                outcome.losses.append(run.losses)
+                result = "ok" if run.losses == outcome.losses[0] else f"OTHER LOSSES {run.losses}"
             else:
-                if run.returncode == 0 and len(run.losses) == STEPS:
-                    outcome.losses.append(run.losses)
-                    result = "ok" if run.losses == outcome.losses[0] else f"OTHER LOSSES {run.losses}"
-                else:
-                    outcome.crashes.append((number, run.tail))
-                    result = f"CRASHED with status {run.returncode}"
-                result += f", {run.seconds:.0f} s"
-            if show:
-                print(f"run {number} of {repeats}: {result}", flush=True)
+                outcome.crashes.append((number, run.tail))
+                result = f"CRASHED with status {run.returncode}"
+            result += f", {run.seconds:.0f} s"
+        if show:
+            print(f"run {number} of {repeats}: {result}", flush=True)
+
+    with contextlib.nullcontext() if at_once > 1 else loaded_cores(), ThreadPoolExecutor(at_once) as pool:
+        list(pool.map(once, range(1, repeats + 1)))
     return outcome
 
 
@@ -99,10 +115,13 @@ def test_repeats_under_load_end_well(tmp_path):
 def main() -> int:
     parser = argparse.ArgumentParser(description="Repeat a two-rank training on loaded cores; count crashes and hangs.")
     parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--at-once", type=int, default=1, help="runs at a time, each the others' load (%(default)s)")
     parser.add_argument("--seconds", type=float, default=cli.SECONDS, help="a longer run hangs (%(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        outcome = repeat_under_load(args.repeats, Path(directory), seconds=args.seconds, show=True)
+        outcome = repeat_under_load(
+            args.repeats, Path(directory), at_once=args.at_once, seconds=args.seconds, show=True
+        )
     for kind, runs in (("crash", outcome.crashes), ("hang", outcome.hangs)):
         for number, output in runs:
             print(f"\n--- {kind} in run {number}\n{output}")
