@@ -1,7 +1,7 @@
 """Imports of torch and megatron-core without their warnings about what is not installed.
 
-For commands that prepare or read data, where a missing GPU or Apex is nobody's concern, and for training, which lists the
-defaults that it fills in for what is missing.
+For commands that prepare or read data, where a missing GPU or Apex is nobody's concern, and for training, which lists
+the defaults that it fills in for what is missing.
 """
 
 import contextlib
