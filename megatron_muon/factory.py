@@ -8,6 +8,7 @@ experts the expt_dp group.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +28,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.chained import MuonChainedOptimizer
 from megatron_muon.errors import UserError
-from megatron_muon.exchange import AllGatherExchange
+from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.mcore import parameters as mp
 from megatron_muon.mcore.replicated_muon import ReplicatedMuon
 from megatron_muon.mcore.scalar_state import initialize_scalar_state
 from megatron_muon.mcore.table import parameter_table
+from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.optim.sharded_muon import ShardedMuon
+from megatron_muon.optim.sharded_muon import Exchange, ShardedMuon
+from megatron_muon.sharding import Layout, make_plan
 
 
 @dataclass
@@ -41,13 +44,19 @@ class MuonOptimizerConfig(OptimizerConfig):
     """megatron-core's OptimizerConfig with this package's flags; each field is the flag of the same name.
 
     Attributes:
-        muon_exchange: how row shards become whole matrices.
+        muon_exchange: how row shards become whole matrices: "owner" or "allgather".
+        muon_exchange_buffer_mb: MiB that the owner scheme's waves may fill on a rank at a time.
+        muon_exchange_dtype: what travels: "fp32", "bf16", or "auto" for bf16 where Newton-Schulz starts from bf16.
+        muon_ns: the iteration: "standard", "gram", or "auto" for the one with fewer operations.
         muon_lr: peak learning rate of Muon's parameters; None takes `lr`.
         muon_min_lr: lowest learning rate of Muon's parameters; None takes `min_lr`.
         muon_log_params: print every parameter with its optimizer.
     """
 
-    muon_exchange: str = "allgather"
+    muon_exchange: str = "owner"
+    muon_exchange_buffer_mb: float = 256.0
+    muon_exchange_dtype: str = "auto"
+    muon_ns: str = "auto"
     muon_lr: float | None = None
     muon_min_lr: float | None = None
     muon_log_params: bool = False
@@ -122,8 +131,10 @@ def _check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -
             f"--muon-tp-mode {config.muon_tp_mode} is not supported with --use-megatron-fsdp and "
             f"--tensor-model-parallel-size {tensor_parallel}; use --muon-tp-mode blockwise"
         )
-    if config.muon_exchange != "allgather":
-        raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use --muon-exchange allgather")
+    if config.muon_exchange not in ("owner", "allgather"):
+        raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
+    if config.muon_exchange_buffer_mb <= 0:
+        raise UserError(f"--muon-exchange-buffer-mb must be positive, got {config.muon_exchange_buffer_mb:g}")
 
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
@@ -175,15 +186,15 @@ def _muon(
         scale_mode=config.muon_scale_mode,
         extra_scale_factor=config.muon_extra_scale_factor,
         matmul_precision=config.muon_fp32_matmul_prec,
+        method=config.muon_ns,
     )
 
-    def exchange(parameters: Sequence[torch.Tensor]) -> AllGatherExchange:
+    def exchange(parameters: Sequence[torch.Tensor]) -> Exchange:
+        layout = mp.row_layout(parameters, names, group)
         splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in parameters]
-        return AllGatherExchange(
-            mp.row_layout(parameters, names, group),
-            group,
-            lambda index, matrix: orthogonalizer(matrix, splits[index]),
-        )
+        if config.muon_exchange == "allgather":
+            return AllGatherExchange(layout, group, lambda index, matrix: orthogonalizer(matrix, splits[index]))
+        return _owner_exchange(config, layout, splits, group, orthogonalizer)
 
     return ShardedMuon(
         groups,
@@ -194,6 +205,38 @@ def _muon(
         weight_decay=config.weight_decay,
         decoupled_weight_decay=config.decoupled_weight_decay,
         names=names,
+    )
+
+
+def _owner_exchange(
+    config: MuonOptimizerConfig,
+    layout: Layout,
+    splits: Sequence[RowSplit],
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+) -> OwnerExchange:
+    """Plan the layout and make the exchange that carries the plan out."""
+    auto = orthogonalizer.dtype if config.muon_exchange_dtype == "auto" else None
+    wire_dtype = auto or (torch.bfloat16 if config.muon_exchange_dtype == "bf16" else torch.float32)
+    shapes = [matrix.shape for matrix in layout.matrices]
+    plan = make_plan(
+        layout,
+        [orthogonalizer.flops(shape, split) for shape, split in zip(shapes, splits, strict=True)],
+        buffer_bytes=int(config.muon_exchange_buffer_mb * 2**20),
+        element_bytes=wire_dtype.itemsize,
+    )
+    if plan.oversized and group.rank() == 0:
+        largest = max(plan.oversized, key=lambda index: layout.matrices[index].numel)
+        warnings.warn(
+            f"--muon-exchange-buffer-mb {config.muon_exchange_buffer_mb:g} is too small for {len(plan.oversized)} of "
+            f"{len(shapes)} matrices, the largest {layout.matrices[largest].name}; each travels in a wave of its own",
+            stacklevel=2,
+        )
+    return OwnerExchange(
+        plan,
+        group,
+        lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
+        wire_dtype,
     )
 
 

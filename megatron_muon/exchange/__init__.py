@@ -1,5 +1,6 @@
 """Carries rows to where matrices are orthogonalised, and the update's rows back: collectives, streams, buffers."""
 
 from megatron_muon.exchange.allgather import AllGatherExchange
+from megatron_muon.exchange.owner import OwnerExchange
 
-__all__ = ["AllGatherExchange"]
+__all__ = ["AllGatherExchange", "OwnerExchange"]

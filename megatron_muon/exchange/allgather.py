@@ -40,20 +40,23 @@ class AllGatherExchange:
         self.orthogonalize = orthogonalize
         self._rank = group.rank()
 
-    def run(self, inputs: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
-        """Fill `updates` with this rank's rows of every matrix's update.
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of every matrix's update.
 
         Args:
             inputs: one tensor for each matrix, this rank's rows `(rows, cols)` fp32, `(0, cols)` where it holds none;
                 not modified.
-            updates: as `inputs`, written.
+
+        Returns:
+            As `inputs`, fp32.
         """
-        for index, (matrix, rows, update) in enumerate(zip(self.layout.matrices, inputs, updates, strict=True)):
-            whole_matrix = self._gather(matrix, rows)
-            whole_update = self.orthogonalize(index, whole_matrix)
+        updates = list(inputs)
+        for index, (matrix, rows) in enumerate(zip(self.layout.matrices, inputs, strict=True)):
+            whole_update = self.orthogonalize(index, self._gather(matrix, rows))
             shard = matrix.shard_of(self._rank)
             if shard is not None:
-                update.copy_(whole_update[shard.row_start : shard.row_start + shard.rows])
+                updates[index] = whole_update[shard.row_start : shard.row_start + shard.rows]
+        return updates
 
     def _gather(self, matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
         """The whole matrix `(rows, cols)`, from shards of any number of rows.

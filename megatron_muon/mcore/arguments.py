@@ -57,9 +57,29 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument(
         "--muon-exchange",
-        choices=("allgather",),
-        default="allgather",
-        help="how sharded matrices become whole: allgather has every rank orthogonalise all of them",
+        choices=("owner", "allgather"),
+        default="owner",
+        help="how sharded matrices become whole: owner sends the rows of each to one rank that orthogonalises it; "
+        "allgather, the reference, has every rank orthogonalise all of them",
+    )
+    group.add_argument(
+        "--muon-exchange-buffer-mb",
+        type=float,
+        default=256.0,
+        metavar="MIB",
+        help="what the owner scheme's waves may fill on a rank at a time",
+    )
+    group.add_argument(
+        "--muon-exchange-dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway",
+    )
+    group.add_argument(
+        "--muon-ns",
+        choices=("auto", "standard", "gram"),
+        default="auto",
+        help="the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations",
     )
     group.add_argument("--muon-lr", type=float, help="peak learning rate of Muon's parameters; default --lr")
     group.add_argument("--muon-min-lr", type=float, help="lowest learning rate of Muon's parameters; default --min-lr")

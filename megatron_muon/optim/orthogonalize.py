@@ -1,39 +1,41 @@
-"""Orthogonalisation of one block by Newton-Schulz iteration.
+"""Orthogonalisation of momentum matrices: which iteration, in which precision, and the scale of its result.
 
-The iteration, its coefficient sets and the scale factors are emerging-optimizers'; this module adds what a distributed
-optimizer needs around them: blocks, inputs of any magnitude, and a count of what was done. It never communicates.
+The iterations are in `newton_schulz`; this module adds what an optimizer needs around them: inputs of any magnitude,
+the scale of each block's own shape, and a count of what was done. It never communicates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
-from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
+from megatron_muon.optim import newton_schulz as ns
+from megatron_muon.optim.batch import BlockBatch
 from megatron_muon.optim.blocks import RowSplit
 
 
-def unit_magnitude_exponent(block: torch.Tensor) -> torch.Tensor:
-    """The power of two that brings the largest magnitude of `block` into [0.5, 1), as an int32 scalar tensor.
+def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
+    """The power of two that divides the largest magnitude of each `(..., m, n)` block into [0.5, 1).
 
-    Newton-Schulz normalises its input with an eps of 1e-7 (emerging-optimizers), which shrinks the update of a matrix
-    whose momentum is smaller, for instance after clipping by a tiny factor. The update must not depend on the input's
-    magnitude, and a power of two changes no bit of the mantissa.
+    Int32 `(..., 1, 1)`. Newton-Schulz normalises its input with an eps of 1e-7 (emerging-optimizers), which shrinks the
+    update of a matrix whose momentum is smaller, for instance after clipping by a tiny factor. The update must not
+    depend on the input's magnitude, and a power of two changes no bit of the mantissa.
     """
-    return torch.frexp(block.abs().amax().float()).exponent.clamp(-126, 126)
+    return torch.frexp(blocks.abs().amax(dim=(-2, -1), keepdim=True).float()).exponent.clamp(-126, 126)
 
 
-def to_unit_magnitude(block: torch.Tensor) -> torch.Tensor:
-    """`block` times a power of two that brings its largest magnitude into [0.5, 1); zero stays zero. A new tensor."""
-    return torch.ldexp(block, -unit_magnitude_exponent(block))
+def to_unit_magnitude(blocks: torch.Tensor) -> torch.Tensor:
+    """Each block times a power of two that brings its largest magnitude into [0.5, 1), in a new tensor."""
+    return torch.ldexp(blocks, -unit_magnitude_exponent(blocks))
 
 
 @dataclass
 class Orthogonalizer:
-    """Turns a momentum matrix into Muon's update direction, block by block.
+    """Turns momentum matrices into Muon's update directions, block by block.
 
     Attributes:
         coefficient_type: coefficient set of emerging-optimizers, for instance "quintic".
@@ -43,6 +45,7 @@ class Orthogonalizer:
             (https://arxiv.org/abs/2502.16982, section 2.2).
         matmul_precision: "highest" or "high" iterate in fp32, "medium" in bf16, as torch.set_float32_matmul_precision
             names them.
+        method: "standard", "gram", or "auto" for the one with fewer operations.
         blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
             twice.
     """
@@ -52,14 +55,37 @@ class Orthogonalizer:
     scale_mode: str = "spectral"
     extra_scale_factor: float = 1.0
     matmul_precision: str = "medium"
+    method: str = ns.AUTO
     blocks_done: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
             raise ValueError(f"--muon-num-ns-steps must be at least 1, got {self.num_steps}")
+        if self.method not in ns.METHODS:
+            raise ValueError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(ns.METHODS)}")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the iteration's products run in."""
+        return torch.bfloat16 if self.matmul_precision in ("medium", "low") else torch.float32
+
+    def method_for(self, rows: int, cols: int) -> str:
+        """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
+        return ns.choose_method(rows, cols, method=self.method, steps=self.num_steps, dtype=self.dtype)
+
+    def flops(self, shape: tuple[int, int], split: RowSplit) -> int:
+        """Operations of orthogonalising a matrix of `shape`, over its blocks, by the iteration that each gets."""
+        return sum(
+            ns.operations(*block, method=self.method_for(*block), steps=self.num_steps, dtype=self.dtype)
+            for block in split.block_shapes(shape[1])
+        )
+
+    def batch(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit]) -> BlockBatch:
+        """A batch of matrices of these shapes, each split into blocks as given."""
+        return BlockBatch(shapes, splits, self.orthogonalize_stack)
 
     def __call__(self, matrix: torch.Tensor, split: RowSplit) -> torch.Tensor:
-        """The scaled update of a whole matrix.
+        """The scaled update of one whole matrix.
 
         Args:
             matrix: 2D `(rows, cols)` fp32, the whole matrix without padding; not modified.
@@ -68,14 +94,29 @@ class Orthogonalizer:
         Returns:
             2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape.
         """
-        return split.merge([self.orthogonalize_block(block) for block in split.split(matrix)])
+        batch = self.batch([(matrix.shape[0], matrix.shape[1])], [split])
+        batch.allocate(matrix)[0].copy_(matrix)
+        return batch.orthogonalize()[0]
 
-    def orthogonalize_block(self, block: torch.Tensor) -> torch.Tensor:
-        """The scaled update of one block, 2D `(rows, cols)` fp32 in and out; the input is not modified."""
-        self.blocks_done += 1
+    def orthogonalize_stack(self, stack: torch.Tensor, block_shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """The scaled updates of a stack of blocks.
+
+        Args:
+            stack: `(batch, m, n)` fp32 with m <= n; a tall block is its transpose here.
+            block_shapes: each block's `(rows, cols)` in its matrix, which the scale depends on.
+
+        Returns:
+            `(batch, m, n)` fp32.
+        """
+        self.blocks_done += len(block_shapes)
+        iterate = ns.gram if self.method_for(*stack.shape[1:]) == ns.GRAM else ns.standard
         with eo_utils.fp32_matmul_precision(self.matmul_precision):
-            update: torch.Tensor = newton_schulz(
-                to_unit_magnitude(block), steps=self.num_steps, coefficient_type=self.coefficient_type
-            )
-        scale: float = get_muon_scale_factor(block.shape[0], block.shape[1], mode=self.scale_mode)
-        return update * scale * self.extra_scale_factor  # one by one, as TensorParallelMuon does: to the last bit
+            updates = iterate(
+                to_unit_magnitude(stack),
+                coefficient_type=self.coefficient_type,
+                steps=self.num_steps,
+                dtype=self.dtype,
+            ).float()
+        scales = [get_muon_scale_factor(rows, cols, mode=self.scale_mode) for rows, cols in block_shapes]
+        torch._foreach_mul_(list(updates.unbind()), scales)
+        return updates.mul_(self.extra_scale_factor)  # one after the other, as upstream's Muon does, for equal bits

@@ -19,8 +19,8 @@ ParamGroups = list[dict[str, Any]]
 class Exchange(Protocol):
     """Makes matrices whole, has them orthogonalised, and brings the update's rows back."""
 
-    def run(self, inputs: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
-        """Fill `updates` (this rank's rows of each matrix, fp32) from `inputs` (of the same shapes)."""
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of each matrix's scaled update, from its rows of what is to be orthogonalised."""
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -92,9 +92,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._decay(gradients)
         self._accumulate(gradients)
         inputs = self._look_ahead(gradients)
-        updates = [torch.empty_like(rows) for rows in inputs]
-        self.exchange.run(inputs, updates)
-        self._apply(updates)
+        self._apply(self.exchange.run(inputs))
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -158,11 +156,7 @@ class ShardedMuon(torch.optim.Optimizer):
             parameters = self._held(group)
             if parameters:
                 weights = [local_rows(parameter) for parameter in parameters]
-                torch._foreach_add_(
-                    weights,
-                    [update_of[p].to(w.dtype) for p, w in zip(parameters, weights, strict=True)],
-                    alpha=-group["lr"],
-                )
+                torch._foreach_add_(weights, [update_of[p] for p in parameters], alpha=-group["lr"])
 
     def _momentum(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [local_rows(self.state[parameter]["momentum_buffer"]) for parameter in parameters]

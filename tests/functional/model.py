@@ -296,33 +296,47 @@ def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
 
 @contextmanager
 def sabotaged(how: str) -> Iterator[None]:
-    """Bugs that others shipped, put into the exchange for negative controls; "" leaves it as it is."""
-    from megatron_muon.exchange import AllGatherExchange
+    """Bugs that others shipped, put in for negative controls; "" leaves everything as it is."""
+    from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.optim.batch import BlockBatch
+    from megatron_muon.optim.blocks import whole
+    from megatron_muon.optim.orthogonalize import Orthogonalizer
 
-    run = AllGatherExchange.run
-
-    def orthogonalise_the_shard(self: Any, inputs: Any, updates: Any) -> None:
-        from megatron_muon.optim.blocks import whole
-        from megatron_muon.optim.orthogonalize import Orthogonalizer
-
+    def orthogonalise_the_shard(self: Any, inputs: Any) -> Any:
         orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
-        for rows, update in zip(inputs, updates, strict=True):
-            if len(rows):
-                update.copy_(orthogonalizer(rows, whole(len(rows))))
+        return [orthogonalizer(rows, whole(len(rows))) if len(rows) else rows for rows in inputs]
 
-    def skip_a_matrix(self: Any, inputs: Any, updates: Any) -> None:
-        orthogonalize = self.orthogonalize
-        self.orthogonalize = lambda index, matrix: matrix if index == 3 else orthogonalize(index, matrix)
+    orthogonalize = BlockBatch.orthogonalize
+
+    def skip_a_stack(self: Any) -> Any:
+        kept, left_out = self._orthogonalize, []
+
+        def all_but_the_first(stack: Any, shapes: Any) -> Any:
+            if not left_out:
+                left_out.append(shapes)
+                return stack
+            return kept(stack, shapes)
+
+        self._orthogonalize = all_but_the_first
         try:
-            run(self, inputs, updates)
+            return orthogonalize(self)
         finally:
-            self.orthogonalize = orthogonalize
+            self._orthogonalize = kept
 
-    AllGatherExchange.run = {"": run, "shard": orthogonalise_the_shard, "skip": skip_a_matrix}[how]
+    saved = {place: place.run for place in (AllGatherExchange, OwnerExchange)}
+    if how == "shard":
+        for place in saved:
+            place.run = orthogonalise_the_shard
+    elif how == "skip":
+        BlockBatch.orthogonalize = skip_a_stack
+    else:
+        assert how == ""
     try:
         yield
     finally:
-        AllGatherExchange.run = run
+        for place, run in saved.items():
+            place.run = run
+        BlockBatch.orthogonalize = orthogonalize
 
 
 def _short(name: str) -> str:

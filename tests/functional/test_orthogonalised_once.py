@@ -1,12 +1,13 @@
 """Every Muon matrix is orthogonalised exactly once per step, once per block, and never a shard of it.
 
-The counter sits at emerging-optimizers' Newton-Schulz itself, below everything that this package or megatron-core adds.
+The counter sits at the iterations themselves: below blocks, batches and exchanges. Blocks count as wide ones, as the
+iterations see them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,30 +19,37 @@ from tests.functional.pool import Pool
 STEPS = 2
 
 
+def wide(shape: Sequence[int]) -> tuple[int, int]:
+    """The shape of a block or of its transpose, whichever is wide."""
+    return min(shape), max(shape)
+
+
 @contextmanager
-def recorded_shapes() -> Iterator[list[tuple[int, ...]]]:
-    """The shape of every input of Newton-Schulz; a batch counts as its members."""
+def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
+    """The shape of every block that an iteration works on; a batch counts as its members."""
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    from megatron_muon.optim import orthogonalize
+    from megatron_muon.optim import newton_schulz as ns
 
-    shapes: list[tuple[int, ...]] = []
-    original = muon_utils.newton_schulz
+    shapes: list[tuple[int, int]] = []
 
-    def recording(x: Any, *args: Any, **kwargs: Any) -> Any:
-        members = x.shape[0] if x.ndim == 3 else 1
-        shapes.extend([tuple(x.shape[-2:])] * members)
-        return original(x, *args, **kwargs)
+    def recording(iterate: Callable[..., Any]) -> Callable[..., Any]:
+        def recorded(x: Any, *args: Any, **kwargs: Any) -> Any:
+            shapes.extend([wide(x.shape[-2:])] * (x.shape[0] if x.ndim == 3 else 1))
+            return iterate(x, *args, **kwargs)
 
-    places = [muon_utils, orthogonalize]  # no_shard comes here through newton_schulz_tp, the sharded Muon directly
-    for place in places:
-        assert place.newton_schulz is original
-        place.newton_schulz = recording
+        return recorded
+
+    # no_shard comes to upstream's function, the sharded Muon to one of ours.
+    places = [(muon_utils, "newton_schulz"), (ns, "standard"), (ns, "gram")]
+    originals = [getattr(module, name) for module, name in places]
+    for (module, name), original in zip(places, originals, strict=True):
+        setattr(module, name, recording(original))
     try:
         yield shapes
     finally:
-        for place in places:
-            place.newton_schulz = original
+        for (module, name), original in zip(places, originals, strict=True):
+            setattr(module, name, original)
 
 
 def count(rank: int, world_size: int, *, case: Case, micro_batches: int, sabotage: str = "") -> Any:
@@ -57,32 +65,36 @@ def count(rank: int, world_size: int, *, case: Case, micro_batches: int, sabotag
     return counts
 
 
-def check(counts: list[Counter[tuple[int, int]]], case: Case) -> None:
-    """Each step has orthogonalised the blocks of the model, once each."""
-    for step in counts:
-        assert step == Counter(case.muon_blocks())
+def check(counts: list[list[Counter[tuple[int, int]]]], case: Case) -> None:
+    """Each step has orthogonalised the blocks of the model once: all ranks together, or each by itself.
+
+    In the owner scheme a block belongs to one rank. In the all-gather scheme, and under no_shard, every rank does all.
+    """
+    expected = Counter(wide(block) for block in case.muon_blocks())
+    together = case.strategy != "no_shard" and case.settings.get("muon_exchange", "owner") == "owner"
+    for ranks_of_step in zip(*counts, strict=True):
+        parts = [sum(ranks_of_step, Counter())] if together else list(ranks_of_step)
+        for part in parts:
+            assert part == expected
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_once_per_block_and_never_a_shard(ranks: Pool, strategy: str, micro_batches: int) -> None:
     case = Case(strategy=strategy)
-    counts = ranks(2, count, case=case, micro_batches=micro_batches)
-    # In the all-gather scheme every rank orthogonalises every matrix; under no_shard each has its own copy.
-    for rank_counts in counts:
-        check(rank_counts, case)
+    check(ranks(2, count, case=case, micro_batches=micro_batches), case)
 
 
-def test_fused_qkv_is_one_block(ranks: Pool) -> None:
-    case = Case(swiglu=True, tied=True, optimizer={"muon_split_qkv": False})
-    for rank_counts in ranks(3, count, case=case, micro_batches=2):
-        check(rank_counts, case)
+@pytest.mark.parametrize("exchange", ["owner", "allgather"])
+def test_fused_qkv_is_one_block(ranks: Pool, exchange: str) -> None:
+    case = Case(swiglu=True, tied=True, optimizer={"muon_split_qkv": False, "muon_exchange": exchange})
+    check(ranks(3, count, case=case, micro_batches=2), case)
 
 
 @pytest.mark.parametrize("bug", ["shard", "skip", "per micro-batch"])
 def test_the_count_can_fail(ranks: Pool, bug: str) -> None:
     """Negative control: shards, a matrix left out, and one step per micro-batch do not pass."""
     case = Case(layers=1)
-    for rank_counts in ranks(2, count, case=case, micro_batches=1, sabotage=bug):
-        with pytest.raises(AssertionError):
-            check(rank_counts, case)
+    counts = ranks(2, count, case=case, micro_batches=1, sabotage=bug)
+    with pytest.raises(AssertionError):
+        check(counts, case)

@@ -133,7 +133,7 @@ def test_the_last_of_a_repeated_flag_wins(parser):
 def test_muons_flags_keep_upstreams_defaults(parser):
     args = parse(parser, [])
     assert (args.muon_momentum, args.muon_num_ns_steps, args.muon_scale_mode) == (0.9, 5, "spectral")
-    assert (args.muon_lr, args.muon_min_lr, args.muon_exchange, args.device) == (None, None, "allgather", "auto")
+    assert (args.muon_lr, args.muon_min_lr, args.muon_exchange, args.device) == (None, None, "owner", "auto")
     assert args.muon_log_params is False
 
 

@@ -30,12 +30,12 @@ class WholeMatrices:
         self.runs = 0
         self.orthogonalize = Orthogonalizer(matmul_precision="highest")
 
-    def run(self, inputs: Sequence[torch.Tensor], updates: Sequence[torch.Tensor]) -> None:
+    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.runs += 1
-        for rows, update in zip(inputs, updates, strict=True):
-            before = rows.clone()
-            update.copy_(self.orthogonalize(rows, whole(len(rows))) if len(rows) else rows)
-            assert torch.equal(rows, before)
+        before = [rows.clone() for rows in inputs]
+        updates = [self.orthogonalize(rows, whole(len(rows))) if len(rows) else rows for rows in inputs]
+        assert all(torch.equal(rows, old) for rows, old in zip(inputs, before, strict=True))
+        return updates
 
 
 def parameters() -> list[torch.nn.Parameter]:

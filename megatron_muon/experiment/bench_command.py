@@ -1,0 +1,267 @@
+"""`megatron-muon bench`: measures optimizer steps and whole training steps, and shows what came out.
+
+`bench step` times Muon's two exchanges and Adam on the shards of a GPT, `bench train` whole training steps of a config.
+This module has the arguments and the tables; `bench_step` and `bench_train` measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.experiment.bench_launch import StepSpec, environment, provenance, run_logged, torchrun
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+METHODS = ("owner", "allgather", "adam")
+PEERS = ("deepspeed",)
+MEASURED_PEERS: tuple[str, ...] = ()
+"""Peers that `bench_step` has a measurement for."""
+
+EXAMPLES = """\
+examples:
+  the optimizer step alone, on the shards of a GPT of 8 layers:
+    megatron-muon bench step --ranks 4 --hidden-size 512 --num-layers 8 --json step.json
+  whole training steps, Muon and Adam in turn:
+    megatron-muon bench train --config configs/quickstart.yaml --json train.json
+  the same with larger batches:
+    megatron-muon bench train --config configs/quickstart.yaml -- --micro-batch-size 16 --global-batch-size 64
+"""
+
+STEP_DESCRIPTION = """\
+Times one optimizer step of each method, in one run on the same shards and gradients: GPT blocks with qkv 3H x H,
+proj H x H, fc1 4H x H and fc2 H x 4H, rows cut evenly over the ranks.
+
+The floor is measured in the same run: Newton-Schulz FLOPs over the rate at which all ranks at once multiply matrices of
+these shapes, plus the exchange's bytes over the measured bandwidth. Times are those of the slowest rank.
+"""
+
+TRAIN_DESCRIPTION = """\
+Trains a few steps of a config through pretrain_gpt.py with Muon and with Adam in turn, and compares the steps' times:
+medians after the warm-up. Nothing is saved. Flags after -- go to pretrain_gpt.py.
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds `step` and `train` and their arguments."""
+    parser.description = "Measure optimizer steps and whole training steps."
+    parser.epilog = EXAMPLES
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    layout: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    _step_arguments(
+        actions.add_parser(
+            "step", help="time one optimizer step of each method", description=STEP_DESCRIPTION, **layout
+        )
+    )
+    _train_arguments(
+        actions.add_parser("train", help="time whole training steps", description=TRAIN_DESCRIPTION, **layout)
+    )
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=_positive, required=True, metavar="N", help="processes on this machine")
+    add("--hidden-size", type=_positive, required=True, metavar="H", help="columns of qkv, proj and fc1")
+    add("--num-layers", type=_positive, required=True, metavar="L", help="GPT blocks")
+    add("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="what Newton-Schulz's products run in (bf16)")
+    add("--repeat", type=_positive, default=5, metavar="R", help="timed steps of each method (5)")
+    add("--warmup", type=_positive, default=1, metavar="W", help="steps of each method before these (1)")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
+        help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
+    add("--peers", nargs="+", choices=PEERS, default=[], metavar="P", help=f"other implementations: {', '.join(PEERS)}")
+    add("--buffer-mb", type=_positive_number, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
+    add("--ranks", type=_positive, default=2, metavar="N", help="processes on this machine (2)")
+    add("--steps", type=_positive, default=20, metavar="S", help="training steps of each run (20)")
+    add("--warmup", type=_positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
+    add("--rounds", type=_positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add("flags", nargs="*", metavar="-- FLAGS", help="flags for pretrain_gpt.py, after --")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints a table, and writes JSON where asked."""
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(args.json.resolve().parent)!r}")
+    results = _run_step(args) if args.action == "step" else _run_train(args)
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    show(results)
+    return 0
+
+
+def step_spec(args: argparse.Namespace) -> StepSpec:
+    """What the arguments of `bench step` ask for.
+
+    Raises:
+        UserError: a peer that is not installed or cannot be measured.
+    """
+    check_peers(args.peers)
+    names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers"}
+    return StepSpec(
+        methods=tuple(dict.fromkeys(args.methods)),  # once each, in the order given
+        peers=tuple(dict.fromkeys(args.peers)),
+        **{name: getattr(args, name) for name in names},
+    )
+
+
+def check_peers(peers: Sequence[str]) -> None:
+    """Refuse peers that are missing or that nothing here measures, before anything runs.
+
+    Raises:
+        UserError: names the peer and what to type.
+    """
+    for peer in peers:
+        if importlib.util.find_spec(peer) is None:
+            raise UserError(f"--peers {peer}: {peer} is not installed; type pip install 'megatron-muon[bench]'")
+        if peer not in MEASURED_PEERS:
+            raise UserError(f"--peers {peer}: {peer} is installed, but no measurement of it exists; leave --peers out")
+
+
+def _run_step(args: argparse.Namespace) -> dict[str, Any]:
+    spec = step_spec(args)
+    source = provenance(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, _status("measuring optimizer steps"):
+        output = Path(folder, "figures.json")
+        worker = ("-m", "megatron_muon.experiment.bench_step", json.dumps(dataclasses.asdict(spec)), str(output))
+        run_logged(
+            torchrun(spec.ranks, *worker), Path(folder, "log"), env=environment(spec.ranks), what="the measurement"
+        )
+        figures = json.loads(output.read_text("utf-8"))
+    return {"bench": "step", **_with_ratios(figures), "setting": dataclasses.asdict(spec), **source}
+
+
+def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
+    """`figures` with `ratios` of medians, where both sides were measured."""
+    medians = {method: values["median_ms"] for method, values in figures["methods"].items()}
+    ratios = {}
+    if "owner" in medians:
+        ratios["owner_over_floor"] = medians["owner"] / figures["floor_ms"]["total"]
+        ratios |= {f"{other}_over_owner": medians[other] / medians["owner"] for other in medians if other != "owner"}
+    return {**figures, "ratios": ratios}
+
+
+def _run_train(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_muon.experiment.bench_train import measure
+
+    if args.warmup >= args.steps:
+        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
+    source = provenance(sys.argv[1:])
+    with _status("training") as status:
+        figures = measure(
+            args.config,
+            ranks=args.ranks,
+            steps=args.steps,
+            warmup=args.warmup,
+            rounds=args.rounds,
+            flags=args.flags,
+            progress=status.update if status is not None else lambda text: print(text, file=sys.stderr),
+        )
+    return {"bench": "train", **figures, **source}
+
+
+def show(results: Mapping[str, Any]) -> None:
+    """Print the figures as tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for table in step_tables(results) if results["bench"] == "step" else [train_table(results)]:
+        console.print(table)
+    machine = results["machine"]
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']} before; "
+        f"commit {results['commit']}",
+        style="dim",
+    )
+
+
+def step_tables(results: Mapping[str, Any]) -> list[Table]:
+    """The methods' figures, then where their time goes, from the JSON of `bench step`."""
+    from rich.table import Table
+
+    methods, floor, rates = results["methods"], results["floor_ms"], results["rates"]
+    spec = results["setting"]
+    figures = Table(title=f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, "
+                          f"{spec['ns_dtype']}")  # fmt: skip
+    for column in ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB"):
+        figures.add_column(column, justify="left" if column == "method" else "right")
+    for method, values in methods.items():
+        figures.add_row(
+            method,
+            f"{values['median_ms']:,.1f}",
+            f"{values['min_ms']:,.1f}",
+            f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else "",
+            f"{values['exchange_bytes_per_rank'] / 1e6:,.2f}",
+            f"{values['peak_extra_bytes'] / 1e6:,.2f}",
+        )
+    figures.add_row("floor", f"{floor['total']:,.1f}", "", "1.00", "", "")
+    figures.caption = (
+        f"floor: Newton-Schulz {floor['ns']:,.1f} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
+        f"+ exchange {floor['exchange']:,.1f} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
+    )
+
+    phases = Table(title="Phases in ms, mean over ranks, from steps of their own")
+    phases.add_column("phase")
+    for method in methods:
+        phases.add_column(method, justify="right")
+    for phase in dict.fromkeys(phase for values in methods.values() for phase in values["phases_ms"]):
+        cells = [values["phases_ms"].get(phase) for values in methods.values()]
+        phases.add_row(phase, *("" if cell is None else f"{cell:,.1f}" for cell in cells))
+    return [figures, phases]
+
+
+def train_table(results: Mapping[str, Any]) -> Table:
+    """Muon against Adam, from the JSON of `bench train`."""
+    from rich.table import Table
+
+    table = Table(title=f"Training step, {results['tokens_per_step']:,} tokens")
+    for column in ("optimizer", "median ms", "by run", "state MB"):
+        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    for name in ("muon", "adam"):
+        runs = " ".join(f"{one[name]:,.0f}" for one in results["rounds_ms"])
+        state = results["optimizer_state_bytes"][name] / 1e6
+        table.add_row(name, f"{results[f'{name}_step_ms']:,.1f}", runs, f"{state:,.1f}")
+    table.caption = f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes"
+    return table
+
+
+def _status(text: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _positive_number(text: str) -> float:
+    number = float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    return number

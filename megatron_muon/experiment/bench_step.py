@@ -1,0 +1,329 @@
+"""The ranks of `megatron-muon bench step`: times optimizer steps on the same shards and gradients.
+
+Run under torchrun as `python -m megatron_muon.experiment.bench_step SPEC OUTPUT`, SPEC being a `StepSpec` as JSON; the
+first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL. Within a repeat the methods run
+one after the other, so that a machine that slows down slows all of them; a step's time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.errors import UserError
+from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.experiment.bench_floor import Floor, synchronize
+from megatron_muon.experiment.bench_launch import StepSpec
+from megatron_muon.experiment.bench_phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes
+from megatron_muon.optim.blocks import RowSplit, whole
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.optim.sharded_muon import Exchange, ShardedMuon
+from megatron_muon.sharding import Layout, Plan, make_plan, row_sharded
+
+PROFILED_STEPS = 3
+HEAD_SIZE = 64
+LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.95, 0.1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every method works on.
+
+    Attributes:
+        layout: the blocks' matrices, rows cut evenly over the ranks.
+        splits: how the rows of each matrix make blocks.
+        weights: this rank's rows of each matrix, fp32.
+        gradients: as `weights`; no method changes them.
+        orthogonalizer: the settings of Newton-Schulz.
+        plan: the owner scheme's.
+        group: all ranks.
+        device: where tensors lie.
+    """
+
+    layout: Layout
+    splits: tuple[RowSplit, ...]
+    weights: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+    orthogonalizer: Orthogonalizer
+    plan: Plan
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> tuple[Layout, tuple[RowSplit, ...]]:
+    """The matrices of GPT blocks, and their splits: qkv into q, k and v over heads of `HEAD_SIZE`, if that divides."""
+    heads, rest = divmod(hidden_size, HEAD_SIZE)
+    head_size = hidden_size if rest else HEAD_SIZE
+    qkv = RowSplit(1 if rest else heads, (head_size, head_size, head_size))
+    shapes = {
+        "qkv": (3 * hidden_size, hidden_size),
+        "proj": (hidden_size, hidden_size),
+        "fc1": (4 * hidden_size, hidden_size),
+        "fc2": (hidden_size, 4 * hidden_size),
+    }
+    matrices, splits = [], []
+    for layer in range(num_layers):
+        for name, shape in shapes.items():
+            rows = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
+            matrices.append(row_sharded(f"layers.{layer}.{name}", shape, rows))
+            splits.append(qkv if name == "qkv" else whole(shape[0]))
+    return Layout(ranks, tuple(matrices)), tuple(splits)
+
+
+def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> Problem:
+    """Weights and gradients from a seed for each matrix: whole matrices are the same for any number of ranks."""
+    layout, splits = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
+    orthogonalizer = Orthogonalizer(matmul_precision="medium" if spec.ns_dtype == "bf16" else "highest")
+    plan = make_plan(
+        layout,
+        [orthogonalizer.flops(m.shape, split) for m, split in zip(layout.matrices, splits, strict=True)],
+        buffer_bytes=int(spec.buffer_mb * 2**20),
+        element_bytes=orthogonalizer.dtype.itemsize,
+    )
+    weights: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for index, matrix in enumerate(layout.matrices):
+        generator = torch.Generator(device).manual_seed(index)
+        shard = matrix.shard_of(group.rank())
+        rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
+        for parts, scale in ((weights, 0.02), (gradients, 1e-3)):
+            full = torch.randn(matrix.shape, generator=generator, device=device)
+            parts.append(full[rows].mul(scale))
+    return Problem(layout, splits, tuple(weights), tuple(gradients), orthogonalizer, plan, group, device)
+
+
+def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
+    """The optimizer of a method, on its own copy of the weights and with the gradients in place."""
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
+    for parameter, gradient in zip(parameters, problem.gradients, strict=True):
+        parameter.grad = gradient
+    if method == "adam":
+        return _megatron_adam(parameters)
+
+    def exchange(_: Sequence[torch.Tensor]) -> Exchange:
+        orthogonalizer, splits = problem.orthogonalizer, problem.splits
+        if method == "allgather":
+            return AllGatherExchange(
+                problem.layout, problem.group, lambda index, matrix: orthogonalizer(matrix, splits[index])
+            )
+        shapes = [matrix.shape for matrix in problem.layout.matrices]
+        return OwnerExchange(
+            problem.plan,
+            problem.group,
+            lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
+            orthogonalizer.dtype,
+        )
+
+    names: dict[torch.Tensor, str] = {
+        p: matrix.name for p, matrix in zip(parameters, problem.layout.matrices, strict=True)
+    }
+    return ShardedMuon(
+        [{"params": parameters}],
+        exchange,
+        lr=LR,
+        momentum=MOMENTUM,
+        nesterov=True,
+        weight_decay=WEIGHT_DECAY,
+        decoupled_weight_decay=True,
+        names=names,
+    )
+
+
+def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The Adam that megatron-core takes: transformer-engine's where it is installed and CUDA is there, else torch's.
+
+    Source: megatron/core/optimizer/__init__.py, which passes torch's AdamW neither `foreach` nor `fused`.
+    """
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
+    if torch.cuda.is_available():
+        try:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+        except ImportError:
+            pass
+        else:
+            fused: torch.optim.Optimizer = FusedAdam(parameters, **settings)
+            return fused
+    return torch.optim.AdamW(parameters, **settings)
+
+
+def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """All figures of a run; the same on every rank. Collective."""
+    problem = make_problem(spec, group, device)
+    optimizers = {method: make_optimizer(method, problem) for method in spec.methods}
+    floor = Floor(problem.plan, problem.splits, problem.orthogonalizer, group, device)
+    for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
+        for optimizer in optimizers.values():
+            optimizer.step()
+        floor.probe()
+    floor.forget()
+
+    seconds: dict[str, list[float]] = {method: [] for method in optimizers}
+    for repeat in range(spec.repeat):
+        for method, optimizer in optimizers.items():
+            seconds[method].append(_timed(optimizer, problem))
+        floor.probe()
+        _say(group, f"repeat {repeat + 1} of {spec.repeat}: " + ", ".join(
+            f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items()))  # fmt: skip
+
+    floor_ms, rates = floor.result()
+    results = {}
+    for method, optimizer in optimizers.items():
+        slowest = _over_ranks(seconds[method], dist.ReduceOp.MAX, problem)
+        results[method] = {
+            "median_ms": statistics.median(slowest) * 1e3,
+            "min_ms": min(slowest) * 1e3,
+            "times_ms": [second * 1e3 for second in slowest],
+            **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
+        }
+    itemsize = problem.orthogonalizer.dtype.itemsize
+    return {
+        "floor_ms": floor_ms,
+        "rates": rates,
+        "methods": results,
+        "plan": {
+            "load_max_over_mean": problem.plan.imbalance,
+            "waves": len(problem.plan.waves),
+            "wave_bytes_max": problem.plan.buffer_bytes(itemsize),
+            "buffer_mb": spec.buffer_mb,
+        },
+        "parameters": sum(matrix.numel for matrix in problem.layout.matrices),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def _timed(optimizer: torch.optim.Optimizer, problem: Problem) -> float:
+    """Seconds of one step on this rank, from a barrier on."""
+    synchronize(problem.device)
+    dist.barrier(problem.group)
+    start = time.perf_counter()
+    optimizer.step()
+    synchronize(problem.device)
+    elapsed = time.perf_counter() - start
+    dist.barrier(problem.group)
+    return elapsed
+
+
+def _profile(method: str, optimizer: torch.optim.Optimizer, problem: Problem, steps: int) -> dict[str, Any]:
+    """Phases, bytes and memory of a method, from steps that are not timed otherwise. Collective.
+
+    Phases are means over ranks of each rank's mean, so that they add up to the profiled step.
+
+    Raises:
+        RuntimeError: the bytes counted at the collectives are not those that the plan promises.
+    """
+    timers = Timers(problem.device)
+    patches = attach(optimizer, timers)
+    try:
+        with ByteCounter() as counter:
+            total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
+    finally:
+        patches.undo()
+    mine = [timers.seconds[phase] / steps for phase in PHASES[:-1]]
+    mine.append(total - sum(mine))
+    ranks = problem.group.size()
+    phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
+
+    planned = _received_bytes(method, problem)[problem.group.rank()]
+    counted = counter.received // steps
+    dist.barrier(problem.group)
+    peak = peak_extra_bytes(optimizer.step, problem.device)
+    wrong, planned_max, counted_max, peak_max = _over_ranks(
+        [float(counted != planned), planned, counted, peak], dist.ReduceOp.MAX, problem
+    )
+    if wrong:
+        raise RuntimeError(
+            f"{method}: the plan says that rank {problem.group.rank()} receives {planned:,} bytes in a step, "
+            f"its collectives carried {counted:,}"
+        )
+    return {
+        "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value and method != "adam"}
+        or {"apply": phases[PHASES.index("apply")]},
+        "exchange_bytes_per_rank": int(planned_max),
+        "exchange_bytes_counted_per_rank": int(counted_max),
+        "peak_extra_bytes": int(peak_max),
+    }
+
+
+def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
+    """Bytes that each rank receives in a step, by arithmetic on the layout.
+
+    The all-gather scheme pads every shard to the largest, and gathers fp32.
+    """
+    ranks = problem.group.size()
+    if method == "owner":
+        return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
+    if method == "allgather":
+        padded = sum(max(shard.rows for shard in matrix.shards) * matrix.shape[1] for matrix in problem.layout.matrices)
+        return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks
+    return (0,) * ranks
+
+
+def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device=problem.device)
+    dist.all_reduce(tensor, op=operation, group=problem.group)
+    result: list[float] = tensor.tolist()
+    return result
+
+
+def _say(group: dist.ProcessGroup, text: str) -> None:
+    if group.rank() == 0:
+        print(text, flush=True)
+
+
+def settle_device(wanted: str, ranks: int) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        UserError: CUDA was asked for and is not there, or there are fewer GPUs than ranks.
+    """
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if torch.cuda.device_count() < ranks:
+        raise UserError(
+            f"--ranks {ranks} needs as many GPUs, this machine has {torch.cuda.device_count()}; "
+            "lower --ranks, or use --device cpu"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the specification in `argv[0]` says, and write `argv[1]`."""
+    values = json.loads(argv[0])
+    spec = StepSpec(**{**values, "methods": tuple(values["methods"]), "peers": tuple(values["peers"])})
+    try:
+        device = settle_device(spec.device, spec.ranks)
+    except UserError as error:
+        print(f"bench step: error: {error}", file=sys.stderr)
+        return 2
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        results = measure(spec, group, device)
+        if group.rank() == 0:
+            Path(argv[1]).write_text(json.dumps(results), "utf-8")
+        dist.barrier(group)
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

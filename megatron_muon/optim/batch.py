@@ -1,0 +1,98 @@
+"""Blocks of many matrices as stacks of equal shape, orthogonalised stack by stack.
+
+One batched product over eight matrices costs a fraction of the calls of eight single ones, and on small matrices of the
+time. A stack keeps blocks wide, `(batch, smaller side, larger side)`: a tall block is its transpose there, so fc1 and
+fc2 of an MLP share a stack. Matrices are written straight into the stacks where a matrix is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from megatron_muon.optim.blocks import RowSplit
+
+OrthogonalizeStack = Callable[[torch.Tensor, Sequence[tuple[int, int]]], torch.Tensor]
+"""`(stack (batch, m, n) fp32 with m <= n, block shapes as they are in their matrices) -> scaled updates (batch, m,
+n)`."""
+
+
+class BlockBatch:
+    """Matrices that are orthogonalised together.
+
+    Args:
+        shapes: `(rows, cols)` of each matrix.
+        splits: how the rows of each matrix make blocks.
+        orthogonalize: works on one stack; may overwrite it.
+    """
+
+    def __init__(
+        self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], orthogonalize: OrthogonalizeStack
+    ) -> None:
+        self._shapes = tuple(shapes)
+        self._splits = tuple(splits)
+        self._orthogonalize = orthogonalize
+        self._members: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, (split, (_, cols)) in enumerate(zip(splits, shapes, strict=True)):
+            for block, (rows, _) in enumerate(split.block_shapes(cols)):
+                self._members.setdefault((min(rows, cols), max(rows, cols)), []).append((index, block))
+        self._stacks: dict[tuple[int, int], torch.Tensor] = {}
+        self._matrices: list[torch.Tensor] = []
+
+    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Room for each whole matrix `(rows, cols)`, fp32, on the device of `like`.
+
+        A matrix of one block is a view of its stack, transposed where it is tall.
+        """
+        self._stacks = {
+            shape: like.new_empty((len(members), *shape), dtype=torch.float32)
+            for shape, members in self._members.items()
+        }
+        self._matrices = [
+            like.new_empty(shape, dtype=torch.float32) if len(split.parts) > 1 else like
+            for shape, split in zip(self._shapes, self._splits, strict=True)
+        ]
+        for shape, members in self._members.items():
+            for place, (index, _) in enumerate(members):
+                if len(self._splits[index].parts) == 1:
+                    self._matrices[index] = _upright(self._stacks[shape][place], self._shapes[index])
+        return list(self._matrices)
+
+    def orthogonalize(self) -> list[torch.Tensor]:
+        """The scaled update of each matrix, `(rows, cols)` fp32; the memory from `allocate` is released."""
+        self._fill_stacks()
+        self._matrices = []
+        blocks: list[dict[int, torch.Tensor]] = [{} for _ in self._shapes]
+        for shape, members in self._members.items():
+            block_shapes = [self._block_shape(index, block) for index, block in members]
+            updates = self._orthogonalize(self._stacks.pop(shape), block_shapes)
+            for update, block_shape, (index, block) in zip(updates, block_shapes, members, strict=True):
+                blocks[index][block] = _upright(update, block_shape)
+        return [
+            split.merge([of_matrix[block] for block in range(len(split.parts))])
+            for split, of_matrix in zip(self._splits, blocks, strict=True)
+        ]
+
+    def _fill_stacks(self) -> None:
+        """Copy the blocks of matrices that have several into their stacks."""
+        parts = [
+            split.split(matrix) if len(split.parts) > 1 else []
+            for split, matrix in zip(self._splits, self._matrices, strict=True)
+        ]
+        targets, sources = [], []
+        for shape, members in self._members.items():
+            for place, (index, block) in enumerate(members):
+                if parts[index]:
+                    targets.append(_upright(self._stacks[shape][place], self._block_shape(index, block)))
+                    sources.append(parts[index][block])
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    def _block_shape(self, index: int, block: int) -> tuple[int, int]:
+        return self._splits[index].block_shapes(self._shapes[index][1])[block]
+
+
+def _upright(wide: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """A slice of a stack as the block of `shape` that it stands for: itself, or its transpose."""
+    return wide if wide.shape == shape else wide.mT

@@ -1,0 +1,146 @@
+"""Layouts as JSON files: captured from a run, or written by hand, and read back for planning.
+
+    {"world_size": 2,
+     "matrices": [{"name": "w", "shape": [4, 8], "shards": [[0, 0, 3, 0, 8], [1, 3, 1, 0, 8]]}]}
+
+A shard is `[rank, row_start, rows, col_start, cols]`. The optional key `blocks`, `[groups, [part, ...]]`, says how
+the rows of a matrix make blocks. What does not tile is refused; nothing is repaired.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.sharding.layout import BlockedLayout, Blocks, Layout, LayoutError, Matrix, Shard
+
+
+def read_layout(path: str | Path) -> BlockedLayout:
+    """The layout in a file.
+
+    Raises:
+        UserError: the file cannot be read, is not of this form, or holds a layout that does not tile its matrices; the
+            message names the file and the place.
+    """
+    path = Path(path)
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read layout {str(path)!r}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"cannot read layout {str(path)!r}: it is not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}, column {error.colno}") from None
+    try:
+        return _layout(document)
+    except (_FormError, LayoutError) as error:
+        raise UserError(f"{path}: {error}") from None
+
+
+def write_layout(path: str | Path, layout: Layout, blocks: Sequence[Blocks | None] | None = None) -> None:
+    """Write a layout, one matrix a line.
+
+    Args:
+        path: the file; replaced where it exists.
+        layout: what to write.
+        blocks: how the rows of each matrix make blocks, where known.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    lines = []
+    for matrix, split in zip(layout.matrices, blocks or [None] * len(layout.matrices), strict=True):
+        record: dict[str, Any] = {
+            "name": matrix.name,
+            "shape": list(matrix.shape),
+            "shards": [[s.rank, s.row_start, s.rows, s.col_start, s.cols] for s in matrix.shards],
+        }
+        if split is not None:
+            record["blocks"] = [split[0], list(split[1])]
+        lines.append(json.dumps(record, ensure_ascii=False))
+    body = ",\n".join(lines)
+    text = f'{{"world_size": {layout.world_size},\n"matrices": [\n{body}\n]}}\n'
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write layout {str(path)!r}: {error.strerror}") from None
+
+
+class _FormError(ValueError):
+    """JSON that is not of the layout's form; the message names the place."""
+
+
+def _layout(document: Any) -> BlockedLayout:
+    top = _object(document, "the file", required=("world_size", "matrices"))
+    world_size = _integer(top["world_size"], "world_size", least=1)
+    matrices, blocks = [], []
+    for index, item in enumerate(_list(top["matrices"], "matrices")):
+        place = f"matrices[{index}]"
+        record = _object(item, place, required=("name", "shape", "shards"), optional=("blocks",))
+        if not isinstance(record["name"], str) or not record["name"]:
+            raise _FormError(f"{place}.name must be a string that is not empty, found {_short(record['name'])}")
+        place = f"{place} ({record['name']})"
+        rows, cols = _integers(record["shape"], f"{place}.shape", names=("rows", "cols"), least=1)
+        fields = ("rank", "row_start", "rows", "col_start", "cols")
+        shards = [
+            Shard(*_integers(shard, f"{place}.shards[{number}]", names=fields))
+            for number, shard in enumerate(_list(record["shards"], f"{place}.shards"))
+        ]
+        shards.sort(key=lambda shard: (shard.rank, shard.row_start, shard.col_start))
+        ranks = [shard.rank for shard in shards]
+        twice = next((rank for before, rank in itertools.pairwise(ranks) if before == rank), None)
+        if twice is not None:
+            raise _FormError(f"{place}.shards: rank {twice} holds two shards; a rank holds one rectangle of a matrix")
+        matrices.append(Matrix(name=record["name"], shape=(rows, cols), shards=tuple(shards)))
+        blocks.append(_blocks(record["blocks"], f"{place}.blocks") if "blocks" in record else None)
+    return BlockedLayout(Layout(world_size=world_size, matrices=tuple(matrices)), tuple(blocks))
+
+
+def _blocks(value: Any, place: str) -> Blocks:
+    pair = _list(value, place)
+    if len(pair) != 2:
+        raise _FormError(f"{place} must be [groups, [part, ...]], found {_short(value)}")
+    parts = [_integer(part, f"{place}[1][{i}]", least=1) for i, part in enumerate(_list(pair[1], f"{place}[1]"))]
+    return _integer(pair[0], f"{place}[0]", least=1), tuple(parts)
+
+
+def _object(value: Any, place: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _FormError(f"{place} must be an object with {', '.join(required)}, found {_short(value)}")
+    for key in required:
+        if key not in value:
+            raise _FormError(f"{place} has no {key!r}; it needs {', '.join(required)}")
+    for key in value:
+        if key not in required and key not in optional:
+            raise _FormError(f"{place} has an unknown key {key!r}; known are {', '.join((*required, *optional))}")
+    return value
+
+
+def _list(value: Any, place: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise _FormError(f"{place} must be a list, found {_short(value)}")
+    return value
+
+
+def _integers(value: Any, place: str, *, names: Sequence[str], least: int | None = None) -> list[int]:
+    values = _list(value, place)
+    if len(values) != len(names):
+        raise _FormError(f"{place} must be [{', '.join(names)}], found {_short(value)}")
+    return [_integer(item, f"{place} {name}", least=least) for item, name in zip(values, names, strict=True)]
+
+
+def _integer(value: Any, place: str, *, least: int | None = None) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise _FormError(f"{place} must be a whole number, found {_short(value)}")
+    if least is not None and value < least:
+        raise _FormError(f"{place} must be at least {least}, found {value}")
+    return value
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,41 @@
+"""`megatron-muon bench step` on two gloo ranks: all figures are there, collectives carry what the plan says."""
+
+import json
+import sys
+
+import pytest
+
+from tests.functional import cli
+
+pytestmark = pytest.mark.timeout(150)
+
+
+def test_bench_step(tmp_path):
+    command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
+    setting = ["--num-layers", "1", "--repeat", "2", "--ns-dtype", "fp32", "--device", "cpu"]
+    run = cli.run([*command, *setting, "--json", "figures.json"], tmp_path, seconds=120).checked()
+    assert "owner" in run.output
+    assert "floor: Newton-Schulz" in run.output
+
+    figures = json.loads((tmp_path / "figures.json").read_text("utf-8"))
+    floor = figures["floor_ms"]
+    assert floor["ns"] > 0
+    assert floor["exchange"] > 0
+    assert floor["total"] == pytest.approx(floor["ns"] + floor["exchange"])
+    assert set(figures["methods"]) == {"owner", "allgather", "adam"}
+    for values in figures["methods"].values():
+        assert 0 < values["min_ms"] <= values["median_ms"]
+        assert values["phases_ms"]
+        assert values["exchange_bytes_counted_per_rank"] == values["exchange_bytes_per_rank"]
+        assert values["peak_extra_bytes"] > 0
+    elements = 12 * 64 * 64
+    assert figures["parameters"] == elements
+    # Each rank holds half of every matrix: all-gather brings the other half, the owner scheme as much there and back.
+    assert figures["methods"]["allgather"]["exchange_bytes_per_rank"] == elements // 2 * 4
+    assert figures["methods"]["owner"]["exchange_bytes_per_rank"] >= elements // 2 * 4
+    assert figures["methods"]["adam"]["exchange_bytes_per_rank"] == 0
+    phases = figures["methods"]["owner"]["phases_ms"]
+    assert {"momentum", "look_ahead", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply"} <= set(
+        phases
+    )
+    assert {"machine", "versions", "commit", "command"} <= set(figures)

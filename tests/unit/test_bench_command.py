@@ -1,0 +1,209 @@
+"""`megatron-muon bench`: arguments, tables from given figures, errors, and the floor's arithmetic. Measures nothing."""
+
+import argparse
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from megatron_muon import cli
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import bench_command, bench_launch, bench_train
+from megatron_muon.experiment.bench_floor import products
+from megatron_muon.experiment.bench_step import gpt_layout
+from megatron_muon.optim import newton_schulz as ns
+
+STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
+PROVENANCE = {
+    "machine": {"processor": "a processor", "cores": 2, "load_average_before": 0.5, "system": "Linux"},
+    "versions": {},
+    "commit": "0123456789",
+}
+
+
+def parsed(*argv):
+    parser = argparse.ArgumentParser()
+    bench_command.configure(parser)
+    return parser.parse_args(argv)
+
+
+def shown(results, monkeypatch):
+    console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    monkeypatch.setattr("rich.console.Console", lambda **_: console)
+    bench_command.show(results)
+    return console.export_text()
+
+
+def step_results():
+    method = {
+        "median_ms": 1500.0,
+        "min_ms": 1400.0,
+        "phases_ms": {"momentum": 12.3, "orthogonalize": 1200.0},
+        "exchange_bytes_per_rank": 50_000_000,
+        "peak_extra_bytes": 7_000_000,
+    }
+    figures = {
+        "floor_ms": {"ns": 900.0, "exchange": 100.0, "total": 1000.0},
+        "rates": {"matmul_gflop_per_s": 123.0, "bandwidth_gb_per_s": 1.5, "ns_gflop": 1.0},
+        "methods": {
+            "owner": method,
+            "adam": {**method, "median_ms": 60.0, "phases_ms": {"apply": 60.0}, "exchange_bytes_per_rank": 0},
+        },
+    }
+    setting = {"hidden_size": 64, "num_layers": 1, "ranks": 2, "ns_dtype": "bf16"}
+    return {"bench": "step", **bench_command._with_ratios(figures), "setting": setting, **PROVENANCE}
+
+
+def test_defaults():
+    spec = bench_command.step_spec(parsed(*STEP))
+    assert spec == bench_launch.StepSpec(ranks=2, hidden_size=64, num_layers=1)
+    assert spec.methods == ("owner", "allgather", "adam")
+
+
+def test_arguments_reach_the_specification():
+    spec = bench_command.step_spec(
+        parsed(*STEP, "--ns-dtype", "fp32", "--methods", "adam", "owner", "adam", "--buffer-mb", "0.5", "--repeat", "3")
+    )
+    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ("adam", "owner"), 0.5, 3)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["step"], "required"),
+        ([*STEP, "--repeat", "0"], "at least 1"),
+        ([*STEP, "--buffer-mb", "-1"], "positive"),
+        ([*STEP, "--methods", "sgd"], "invalid choice"),
+        (["train"], "--config"),
+    ],
+)
+def test_usage_errors(argv, said, capsys):
+    assert cli.main(["bench", *argv]) == cli.EXIT_USAGE
+    assert said in capsys.readouterr().err
+
+
+def test_missing_peer_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"deepspeed is not installed; type pip install 'megatron-muon\[bench\]'"):
+        bench_command.check_peers(["deepspeed"])
+
+
+def test_unmeasured_peer_is_refused_and_not_left_out(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match="no measurement"):
+        bench_command.check_peers(["deepspeed"])
+
+
+def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
+    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == cli.EXIT_FAILURE
+    assert "there is no directory" in capsys.readouterr().err
+
+
+def test_warmup_must_leave_steps(capsys):
+    argv = ["bench", "train", "--config", "configs/quickstart.yaml", "--steps", "5", "--warmup", "5"]
+    assert cli.main(argv) == cli.EXIT_FAILURE
+    assert "--warmup 5 leaves none of --steps 5" in capsys.readouterr().err
+
+
+def test_step_table(monkeypatch):
+    results = step_results()
+    assert results["ratios"] == {"owner_over_floor": 1.5, "adam_over_owner": 0.04}
+    lines = shown(json.loads(json.dumps(results)), monkeypatch).splitlines()
+    owner = next(line for line in lines if "owner" in line and "1,500.0" in line)
+    assert [cell.strip() for cell in owner.split("│")[1:-1]] == ["owner", "1,500.0", "1,400.0", "1.50", "50.00", "7.00"]
+    assert any("orthogonalize" in line and "1,200.0" in line for line in lines)
+    assert any("commit 0123456789" in line for line in lines)
+
+
+def test_train_table(monkeypatch):
+    runs = {
+        "muon": [bench_train.TrainRun((100.0, 110.0, 120.0), 2048, 1000)],
+        "adam": [bench_train.TrainRun((100.0,), 2048, None)],
+    }
+    figures = bench_train.figures(runs)
+    assert figures["muon_step_ms"] == 110.0
+    assert figures["ratio"] == pytest.approx(1.1)
+    assert figures["optimizer_state_bytes"] == {"muon": 4000, "adam": 8000}
+    text = shown({"bench": "train", **figures, **PROVENANCE}, monkeypatch)
+    assert "1.100" in text
+    assert "2,048 tokens" in text
+
+
+def test_train_flags_take_back_what_is_not_training():
+    flags = bench_train.run_flags(["--save", "--lr"], "adam", steps=20, tensorboard=Path("log"))
+    assert flags[:2] == ["--unset", "--save"]
+    assert flags.count("--unset") == 1
+    assert flags[flags.index("--optimizer") + 1] == "adam"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("method", [ns.STANDARD, ns.GRAM])
+@pytest.mark.parametrize("block", [(64, 64), (64, 256), (256, 64)])
+@pytest.mark.parametrize("steps", [3, 5, 6])
+def test_floors_products_do_the_operations_that_are_counted(method, dtype, block, steps):
+    done = products(block, method=method, steps=steps, dtype=dtype)
+    flops = sum(product.flops * count for product, count in done.items())
+    assert flops == ns.operations(*block, method=method, steps=steps, dtype=dtype)
+
+
+def test_layout_of_more_ranks_than_rows():
+    layout, splits = gpt_layout(7, 5, 1)
+    assert [matrix.shape for matrix in layout.matrices] == [(15, 5), (5, 5), (20, 5), (5, 20)]
+    assert splits[0].block_shapes(5) == [(5, 5)] * 3
+    assert layout.matrices[1].shard_of(6) is None
+
+
+def test_environment_keeps_what_the_user_set(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(bench_launch, "cores", lambda: 8)
+    assert bench_launch.environment(2)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert bench_launch.environment(2)["OMP_NUM_THREADS"] == "4"
+
+
+def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
+    command = [sys.executable, "-c", "print('first'); print('what went wrong'); raise SystemExit(3)"]
+    with pytest.raises(UserError, match="the run ended with status 3"):
+        bench_launch.run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
+    assert "what went wrong" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
+    """torchrun gives every rank a session, so ending its process group would leave the ranks behind."""
+    pid_file = tmp_path / "pid"
+    rank = "import time; time.sleep(60)"
+    launcher = (
+        "import subprocess, sys, pathlib, time; "
+        f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True); "
+        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid)); time.sleep(60)"
+    )
+    code = (
+        "import os, sys, pathlib; from megatron_muon.experiment.bench_launch import run_logged; "
+        f"run_logged([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path / 'log')!r}), "
+        "env=dict(os.environ), what='x')"
+    )
+    env = {**os.environ, "PYTHONPATH": str(bench_launch.ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 30
+        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child = int(pid_file.read_text())
+        process.send_signal(number)
+        assert process.wait(timeout=30) != 0
+    finally:
+        process.kill()
+    deadline = time.monotonic() + 5
+    while bench_launch._start_time(child) is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert bench_launch._start_time(child) is None

@@ -1,0 +1,125 @@
+"""Layout files: what is written is read back, and what is wrong is refused with the file and the place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.errors import UserError
+from megatron_muon.sharding import Layout, Matrix, Shard, row_sharded
+from megatron_muon.sharding.layout_file import read_layout, write_layout
+
+
+def document() -> dict[str, Any]:
+    return {
+        "world_size": 2,
+        "matrices": [
+            {"name": "qkv", "shape": [6, 4], "shards": [[0, 0, 4, 0, 4], [1, 4, 2, 0, 4]]},
+            {"name": "fc", "shape": [3, 4], "shards": [[1, 0, 3, 0, 4]]},
+        ],
+    }
+
+
+def stored(tmp_path: Path, value: Any) -> Path:
+    path = tmp_path / "layout.json"
+    path.write_text(value if isinstance(value, str) else json.dumps(value), "utf-8")
+    return path
+
+
+@given(st.lists(st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any), max_size=5))
+def test_what_is_written_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]]) -> None:
+    path = tmp_path_factory.getbasetemp() / "roundtrip.json"
+    layout = Layout(3, tuple(row_sharded(f"w.{i}", (sum(each), 4), each) for i, each in enumerate(rows)))
+    write_layout(path, layout)
+    assert read_layout(path).layout == layout
+    assert read_layout(path).blocks == (None,) * len(rows)
+
+
+def test_blocks_are_kept(tmp_path: Path) -> None:
+    layout = Layout(1, (row_sharded("qkv", (12, 4), [12]), row_sharded("fc", (3, 4), [3])))
+    write_layout(tmp_path / "a.json", layout, [(2, (4, 1, 1)), None])
+    read = read_layout(tmp_path / "a.json")
+    assert read.blocks == ((2, (4, 1, 1)), None)
+    assert read.block_shapes(0) == [(8, 4), (2, 4), (2, 4)]
+    assert read.block_shapes(1) == [(3, 4)]
+
+
+def test_a_file_written_by_hand(tmp_path: Path) -> None:
+    blocked = read_layout(stored(tmp_path, document()))
+    assert blocked.layout.world_size == 2
+    assert blocked.layout.matrices[0] == Matrix("qkv", (6, 4), (Shard(0, 0, 4, 0, 4), Shard(1, 4, 2, 0, 4)))
+
+
+def test_columns_may_be_cut(tmp_path: Path) -> None:
+    halves = document()
+    halves["matrices"] = [{"name": "proj", "shape": [4, 6], "shards": [[1, 0, 4, 3, 3], [0, 0, 4, 0, 3]]}]
+    assert [shard.rank for shard in read_layout(stored(tmp_path, halves)).layout.matrices[0].shards] == [0, 1]
+
+
+def _with(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
+    made = document()
+    place: Any = made
+    for key in path[:-1]:
+        place = place[key]
+    if value is ...:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (_with(("matrices", 0, "shards"), [[0, 0, 4, 0, 4]]), "qkv: no rank holds rows 4 to 5, columns 0 to 3"),
+        (
+            _with(("matrices", 0, "shards", 1), [1, 3, 3, 0, 4]),
+            "qkv: several ranks hold rows 3 to 3, columns 0 to 3",
+        ),
+        (_with(("matrices", 0, "shards", 1), [2, 4, 2, 0, 4]), "qkv: rank 2 is not in a group of 2"),
+        (_with(("matrices", 0, "shards", 1), [0, 4, 2, 0, 4]), r"\(qkv\).shards: rank 0 holds two shards"),
+        (_with(("matrices", 1, "name"), "qkv"), "qkv: this name stands for two matrices"),
+        (_with(("world_size",), ...), "the file has no 'world_size'"),
+        (_with(("matrices",), ...), "the file has no 'matrices'"),
+        (_with(("matrices", 0, "shards"), ...), r"matrices\[0\] has no 'shards'"),
+        (_with(("matrices", 0, "shard"), []), r"matrices\[0\] has an unknown key 'shard'"),
+        (_with(("world_size",), 0), "world_size must be at least 1, found 0"),
+        (_with(("world_size",), "2"), 'world_size must be a whole number, found "2"'),
+        (_with(("world_size",), True), "world_size must be a whole number, found true"),
+        (_with(("matrices",), {}), "matrices must be a list, found {}"),
+        (_with(("matrices", 1), 7), r"matrices\[1\] must be an object with name, shape, shards, found 7"),
+        (_with(("matrices", 1, "name"), ""), r"matrices\[1\].name must be a string that is not empty"),
+        (_with(("matrices", 1, "shape"), [3]), r"matrices\[1\] \(fc\).shape must be \[rows, cols\], found \[3\]"),
+        (_with(("matrices", 1, "shape"), [3, 0]), r"\(fc\).shape cols must be at least 1, found 0"),
+        (_with(("matrices", 1, "shards", 0), [1, 0, 3]), r"\(fc\).shards\[0\] must be \[rank, row_start, rows"),
+        (_with(("matrices", 1, "shards", 0, 2), 1.5), r"\(fc\).shards\[0\] rows must be a whole number, found 1.5"),
+        (_with(("matrices", 0, "blocks"), [2]), r"\(qkv\).blocks must be \[groups, \[part, ...\]\]"),
+        (_with(("matrices", 0, "blocks"), [2, [2, 2]]), r"qkv: blocks of 2 x \[2, 2\] rows do not make its 6 rows"),
+        ([], r"the file must be an object with world_size, matrices, found \[\]"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, wrong: Any, message: str) -> None:
+    path = stored(tmp_path, wrong)
+    with pytest.raises(UserError, match=message) as caught:
+        read_layout(path)
+    assert str(caught.value).startswith(f"{path}: ")
+
+
+def test_broken_json_has_a_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"layout.json:2: not valid JSON: "):
+        read_layout(stored(tmp_path, '{"world_size": 2,\n"matrices": [}'))
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read layout .*No such file"):
+        read_layout(tmp_path / "none.json")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        read_layout(tmp_path / "binary")
+    with pytest.raises(UserError, match="cannot write layout"):
+        write_layout(tmp_path / "no" / "where.json", Layout(1, ()))

@@ -1,0 +1,225 @@
+"""Plans: one owner for each matrix, even loads, waves that carry everything once and fit their buffer."""
+
+from __future__ import annotations
+
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.sharding import Layout, Matrix, Plan, Shard, make_plan, row_sharded
+from megatron_muon.sharding.cost import standard_flops
+from megatron_muon.sharding.estimate import HARDWARE, estimate
+from megatron_muon.sharding.model_layout import ModelSizes, ParallelSizes, model_layouts
+from megatron_muon.sharding.plan import MIN_WAVES, UPDATE_BYTES, all_gather_bytes
+
+BIG = 2**40
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    """Uneven and empty shards, empty ranks, more ranks than rows, one rank holding all."""
+    world_size = draw(st.integers(1, 6))
+    matrices = []
+    for index in range(draw(st.integers(1, 12))):
+        rows, cols = draw(st.integers(1, 12)), draw(st.integers(1, 9))
+        cuts = sorted(draw(st.lists(st.integers(0, rows), min_size=world_size - 1, max_size=world_size - 1)))
+        rows_per_rank = [bottom - top for top, bottom in pairwise([0, *cuts, rows])]
+        matrices.append(row_sharded(f"w{index}", (rows, cols), rows_per_rank))
+    return Layout(world_size, tuple(matrices))
+
+
+def costs(layout: Layout) -> list[float]:
+    return [float(standard_flops(*matrix.shape)) for matrix in layout.matrices]
+
+
+def held(plan: Plan, wave: tuple[int, ...], element_bytes: int) -> np.ndarray:
+    """Bytes on each rank, counted a second time: rows out and update rows back, at the owner matrix and update."""
+    filled = np.zeros(plan.layout.world_size, dtype=np.int64)
+    for index in wave:
+        matrix, owner = plan.layout.matrices[index], plan.owners[index]
+        for shard in matrix.shards:
+            if shard.rank != owner:
+                filled[shard.rank] += 2 * shard.numel * element_bytes
+        filled[owner] += 2 * matrix.numel * (element_bytes + UPDATE_BYTES)
+    return filled
+
+
+@given(layouts(), st.integers(1, 4000), st.sampled_from([2, 4]))
+def test_every_matrix_has_an_owner_and_travels_once(layout: Layout, buffer_bytes: int, element_bytes: int) -> None:
+    plan = make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, element_bytes=element_bytes)
+    assert len(plan.owners) == len(layout.matrices)
+    assert all(0 <= owner < layout.world_size for owner in plan.owners)
+    travelling = [index for wave in plan.waves for index in wave]
+    whole = [index for indices in plan.whole for index in indices]
+    assert sorted(travelling + whole) == list(range(len(layout.matrices)))
+    assert all(plan.waves)
+    for rank, indices in enumerate(plan.whole):
+        for index in indices:
+            assert plan.owners[index] == rank
+            assert [shard.rank for shard in layout.matrices[index].shards] == [rank]
+    for rank, load in enumerate(plan.loads):
+        assert load == pytest.approx(
+            sum(cost for cost, owner in zip(costs(layout), plan.owners, strict=True) if owner == rank)
+        )
+    assert plan == make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, element_bytes=element_bytes)
+
+
+@given(layouts(), st.integers(1, 4000), st.sampled_from([2, 4]))
+def test_buffers_hold_what_they_may(layout: Layout, buffer_bytes: int, element_bytes: int) -> None:
+    """A matrix larger than a buffer travels with at most one such matrix of each other owner, and with no small one."""
+    plan = make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, element_bytes=element_bytes)
+    limit = buffer_bytes // MIN_WAVES
+    oversized = set(plan.oversized)
+    largest = max((layout.matrices[index].numel for index in oversized), default=0)
+    for wave in plan.waves:
+        large = [index for index in wave if index in oversized]
+        if not large:
+            assert held(plan, wave, element_bytes).max() <= limit
+            continue
+        assert large == list(wave)
+        assert len({plan.owners[index] for index in large}) == len(large)
+        assert held(plan, wave, element_bytes).max() <= 2 * largest * (2 * element_bytes + UPDATE_BYTES)
+        for index in large:
+            assert held(plan, (index,), element_bytes).max() > limit
+    assert plan.buffer_bytes(element_bytes) == max(
+        (int(held(plan, wave, element_bytes).max()) for wave in plan.waves), default=0
+    )
+
+
+@given(layouts())
+def test_the_estimate_counts_the_same_bytes(layout: Layout) -> None:
+    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    figures = estimate(plan, costs(layout), HARDWARE["cpu-2core"], element_bytes=4, ns_dtype="fp32")
+    assert tuple(figures.received_bytes) == plan.exchanged_bytes(4)
+    assert tuple(figures.all_gather_bytes) == all_gather_bytes(layout, 4)
+    assert figures.ns_flops == pytest.approx(plan.loads)
+    assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)
+    whole_step = figures.exchange_ms + sum(costs(layout)) / 0.1e12 * 1e3
+    assert figures.step_ms <= whole_step * (1 + 1e-9)
+
+
+@given(layouts(), st.integers(1, 2000))
+def test_a_longer_model_needs_no_larger_oversized_wave(layout: Layout, buffer_bytes: int) -> None:
+    """Extra memory is bounded by the buffer and the largest matrix, not by the number of layers."""
+    repeated = Layout(
+        layout.world_size,
+        tuple(Matrix(f"{m.name}.{i}", m.shape, m.shards) for i in range(4) for m in layout.matrices),
+    )
+    plan = make_plan(repeated, costs(repeated), buffer_bytes=buffer_bytes, element_bytes=4)
+    largest = max(matrix.numel for matrix in layout.matrices)
+    assert plan.buffer_bytes(4) <= max(buffer_bytes // MIN_WAVES, 2 * largest * (2 * 4 + UPDATE_BYTES))
+
+
+@pytest.mark.parametrize("rows_per_rank", [[6, 1, 1], [1, 6, 1], [1, 1, 6]])
+def test_who_holds_most_owns(rows_per_rank: list[int]) -> None:
+    plan = make_plan(Layout(3, (row_sharded("w", (8, 4), rows_per_rank),)), [1.0], buffer_bytes=BIG, element_bytes=4)
+    assert plan.owners == (rows_per_rank.index(6),)
+
+
+def test_even_holders_keep_what_is_theirs() -> None:
+    """Whole matrices, as many on every rank: nothing travels."""
+    matrices = tuple(Matrix(f"w{index}", (8, 8), (Shard(index % 4, 0, 8, 0, 8),)) for index in range(40))
+    plan = make_plan(Layout(4, matrices), [1.0] * 40, buffer_bytes=BIG, element_bytes=4)
+    assert plan.waves == ()
+    assert plan.exchanged_bytes(4) == (0, 0, 0, 0)
+    assert plan.imbalance == 1.0
+
+
+def test_whole_matrices_move_when_one_rank_holds_all() -> None:
+    layout = Layout(4, tuple(row_sharded(f"w{index}", (8, 8), [8, 0, 0, 0]) for index in range(40)))
+    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    assert plan.imbalance <= 1.05
+    assert len(plan.whole[0]) == 10
+
+
+def test_ranks_that_may_not_own_do_not() -> None:
+    layout = Layout(4, tuple(row_sharded(f"w{index}", (8, 8), [2, 2, 2, 2]) for index in range(12)))
+    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4, ranks=[1, 3])
+    assert sorted(plan.owners) == [1] * 6 + [3] * 6
+
+
+def test_large_matrices_of_several_owners_travel_together() -> None:
+    """One matrix a wave would leave all ranks but one idle."""
+    layout = Layout(4, tuple(row_sharded(f"w{index}", (64, 64), [16] * 4) for index in range(8)))
+    plan = make_plan(layout, costs(layout), buffer_bytes=3000, element_bytes=4)
+    assert len(plan.oversized) == 8
+    assert [sorted(plan.owners[index] for index in wave) for wave in plan.waves] == [[0, 1, 2, 3]] * 2
+
+
+def test_few_matrices_share_a_wave_although_the_buffer_is_large() -> None:
+    """A third of the bytes may be less than one matrix; each matrix in a wave of its own would run one by one."""
+    layout = Layout(16, tuple(row_sharded(f"w{index}", (64, 64), [4] * 16) for index in range(16)))
+    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    assert len(plan.waves) <= MIN_WAVES
+
+
+def test_many_matrices_make_several_waves() -> None:
+    layout = Layout(2, tuple(row_sharded(f"w{index}", (8, 8), [4, 4]) for index in range(24)))
+    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    assert len(plan.waves) >= MIN_WAVES
+    for wave in plan.waves:
+        assert {plan.owners[index] for index in wave} == {0, 1}
+
+
+@pytest.mark.parametrize("buffer_bytes", [0, -1])
+def test_a_buffer_is_positive(buffer_bytes: int) -> None:
+    layout = Layout(1, (row_sharded("w", (2, 2), [2]),))
+    with pytest.raises(ValueError, match="--muon-exchange-buffer-mb must be positive"):
+        make_plan(layout, [1.0], buffer_bytes=buffer_bytes, element_bytes=4)
+
+
+def test_every_matrix_has_a_cost() -> None:
+    layout = Layout(1, (row_sharded("w", (2, 2), [2]),))
+    with pytest.raises(ValueError, match="1 matrices need as many costs, got 2"):
+        make_plan(layout, [1.0, 2.0], buffer_bytes=1, element_bytes=4)
+
+
+GPT = {
+    "num_layers": 32,
+    "hidden_size": 4096,
+    "ffn_hidden_size": 14336,
+    "num_attention_heads": 32,
+    "num_query_groups": 8,
+    "kv_channels": 128,
+    "swiglu": True,
+}
+
+
+@pytest.mark.parametrize("world_size", [2, 8, 16, 32])
+def test_loads_of_a_gpt_are_even(world_size: int) -> None:
+    blocked, _ = model_layouts(ModelSizes(**GPT), ParallelSizes(world_size=world_size))
+    plan = make_plan(blocked.layout, costs(blocked.layout), buffer_bytes=2**28, element_bytes=2)
+    assert plan.imbalance <= 1.05
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(2, 8), st.integers(1, 4), st.sampled_from([64, 96, 256]), st.booleans())
+def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: int, whole: bool) -> None:
+    shapes = [(hidden * (kind + 1), hidden) for kind in range(kinds)]
+    matrices = []
+    for index in range(30 * ranks):
+        shape = shapes[index % kinds]
+        rows = [shape[0] // ranks] * (ranks - 1) + [shape[0] - shape[0] // ranks * (ranks - 1)]
+        if whole:
+            rows = [shape[0] if rank == index // 7 % ranks else 0 for rank in range(ranks)]
+        matrices.append(row_sharded(f"w{index}", shape, rows))
+    layout = Layout(ranks, tuple(matrices))
+    assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
+
+
+def test_26000_matrices_on_128_ranks_take_under_3_seconds() -> None:
+    """A mixture of experts without expert parallelism: dense matrices split over all ranks, experts mostly whole."""
+    experts = ModelSizes(**GPT | {"num_layers": 25, "ffn_hidden_size": 4096}, num_experts=512,
+                         moe_layers=(True,) * 25, moe_ffn_hidden_size=512, moe_grouped_gemm=True)  # fmt: skip
+    dense, blocked = model_layouts(experts, ParallelSizes(world_size=128))
+    assert blocked is not None
+    layout = Layout(128, (*dense.layout.matrices, *blocked.layout.matrices))
+    assert len(layout.matrices) > 25_600
+    started = time.perf_counter()
+    plan = make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2)
+    assert time.perf_counter() - started < 3.0
+    assert plan.imbalance <= 1.05

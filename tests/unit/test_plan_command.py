@@ -1,0 +1,207 @@
+"""`megatron-muon plan`: the shipped models at every size, a captured layout, and what users get wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.experiment import plan_flags
+from megatron_muon.sharding import Layout, row_sharded
+from megatron_muon.sharding.layout_file import write_layout
+from megatron_muon.sharding.model_layout import model_layouts
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+
+
+def planned(tmp_path: Path, *argv: object) -> dict[str, Any]:
+    target = tmp_path / "plan.json"
+    assert cli.main(["plan", *map(str, argv), "--json", str(target)]) == 0
+    read: dict[str, Any] = json.loads(target.read_text("utf-8"))
+    return read
+
+
+def config(tmp_path: Path, **changes: str | None) -> Path:
+    """The quickstart with flags changed, added or (None) left out."""
+    flags = {
+        "num-layers": "2",
+        "hidden-size": "64",
+        "num-attention-heads": "4",
+        "swiglu": "true",
+        "disable-bias-linear": "true",
+    } | {name.replace("_", "-"): value for name, value in changes.items()}
+    path = tmp_path / "run.yaml"
+    lines = [f"  --{name}: {value}" for name, value in flags.items() if value is not None]
+    path.write_text("\n".join(["MODEL_ARGS:", *lines]) + "\n", "utf-8")
+    return path
+
+
+def message(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+    assert cli.main(["plan", *map(str, argv)]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_the_keys_that_others_read(tmp_path: Path) -> None:
+    figures = planned(tmp_path, "--config", QUICKSTART, "--world-size", 2)
+    assert figures["world_size"] == 2
+    assert figures["matrices"] == 16
+    assert 1.0 <= figures["ns_load"]["max_over_mean"] <= 1.05
+    assert 0 < figures["exchange_bytes"]["max_per_rank"] < figures["exchange_bytes"]["allgather_per_rank"] * 2
+    assert figures["extra_bytes_max"] > 0
+    assert figures["plan_seconds"] < 1
+    assert figures["estimated_ms"]["step"] > 0
+    assert figures["hardware"] == "h100-sxm"
+
+
+@pytest.mark.parametrize(
+    ("name", "matrices", "parameters"),
+    [
+        ("llama3-8b", 32 * 4, 32 * 218_103_808),
+        ("llama3-70b", 80 * 4, 80 * 855_638_016),
+        ("moe-large", 48 * (64 * 2 + 5), None),
+    ],
+)
+@pytest.mark.parametrize("world_size", [8, 128, 4096])
+def test_the_shipped_models_plan_in_seconds(
+    tmp_path: Path, name: str, matrices: int, parameters: int | None, world_size: int
+) -> None:
+    figures = planned(tmp_path, "--config", CONFIGS / f"{name}.yaml", "--world-size", world_size)
+    assert figures["matrices"] == matrices
+    assert parameters is None or figures["parameters"] == parameters
+    assert figures["plan_seconds"] < 10
+    for group in figures["groups"]:
+        assert group["ns_load"]["max_over_mean"] >= group["ns_load"]["least_possible"] * (1 - 1e-9)
+        received = group["exchange_bytes"]
+        assert world_size == 8 or received["max_per_rank"] < received["allgather_per_rank"]
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 16), ("llama3-70b", 64), ("moe-large", 128)])
+def test_the_shipped_models_are_even(tmp_path: Path, name: str, world_size: int) -> None:
+    figures = planned(tmp_path, "--config", CONFIGS / f"{name}.yaml", "--world-size", world_size)
+    assert figures["ns_load"]["max_over_mean"] <= 1.05
+
+
+def test_experts_and_dense_are_separate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = planned(tmp_path, "--config", CONFIGS / "moe-large.yaml", "--world-size", 128)
+    assert [(group["name"], group["ranks"]) for group in figures["groups"]] == [("dense", 128), ("experts", 16)]
+    shown = capsys.readouterr().out
+    for text in ("dense, 128 ranks", "experts, 16 ranks", "a rank in all", "owners' load", "by all-gather", "waves"):
+        assert text in shown
+
+
+def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = Layout(2, tuple(row_sharded(f"w{index}", (64, 32), [40, 24]) for index in range(8)))
+    write_layout(tmp_path / "layout.json", layout)
+    figures = planned(tmp_path, "--layout", tmp_path / "layout.json", "--hardware", "cpu-2core")
+    assert figures["matrices"] == 8
+    assert figures["ns_load"]["max_over_mean"] == 1.0
+    # Each rank owns 4 matrices: it receives the other's rows of those, and its own update rows of the others.
+    assert figures["exchange_bytes"]["max_per_rank"] == 4 * (24 + 40) * 32 * 2
+    assert figures["exchange_bytes"]["allgather_per_rank"] == 8 * 40 * 32 * 2
+    assert figures["groups"][0]["name"] == "layout"
+    assert "layout, 2 ranks" in capsys.readouterr().out
+
+
+def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:
+    flags = plan_flags.read_flags(QUICKSTART)
+    dense, _ = model_layouts(plan_flags.model_sizes(flags), plan_flags.parallel_sizes(flags, 4))
+    write_layout(tmp_path / "layout.json", dense.layout, dense.blocks)
+    ours = planned(tmp_path, "--config", QUICKSTART, "--world-size", 4)
+    theirs = planned(tmp_path, "--layout", tmp_path / "layout.json")
+    for key in ("matrices", "ns_load", "exchange_bytes", "extra_bytes_max", "waves", "estimated_ms"):
+        assert ours[key] == theirs[key]
+
+
+def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
+    path = config(tmp_path, muon_fp32_matmul_prec="highest", muon_exchange_buffer_mb="1", muon_ns="gram")
+    figures = planned(tmp_path, "--config", path, "--world-size", 2)
+    assert figures["settings"] == {
+        "buffer_mb": 1.0,
+        "exchange_dtype": "fp32",
+        "ns": "gram",
+        "ns_dtype": "fp32",
+        "ns_steps": 5,
+    }
+    figures = planned(tmp_path, "--config", path, "--world-size", 2, "--ns", "standard", "--ns-dtype", "bf16",
+                      "--buffer-mb", 64, "--exchange-dtype", "fp32")  # fmt: skip
+    assert figures["settings"] | {"ns_steps": 5} == {
+        "buffer_mb": 64.0,
+        "exchange_dtype": "fp32",
+        "ns": "standard",
+        "ns_dtype": "bf16",
+        "ns_steps": 5,
+    }
+
+
+def test_bf16_halves_what_travels(tmp_path: Path) -> None:
+    path = config(tmp_path)
+    fp32 = planned(tmp_path, "--config", path, "--world-size", 2, "--exchange-dtype", "fp32")["exchange_bytes"]
+    bf16 = planned(tmp_path, "--config", path, "--world-size", 2)["exchange_bytes"]
+    assert fp32 == {key: 2 * value for key, value in bf16.items()}
+
+
+def test_paths_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DATA_PATH", raising=False)
+    assert planned(tmp_path, "--config", config(tmp_path, data_path="${DATA_PATH}/x"), "--world-size", 2)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "layers"),
+    [("2", [True, False, True, False]), ("([0]*1+[1]*3)", [False, True, True, True]), ("[1, 0, 0, 1]", [1, 0, 0, 1])],
+)
+def test_which_layers_have_experts(tmp_path: Path, pattern: str, layers: list[bool]) -> None:
+    path = config(tmp_path, num_layers="4", num_experts="2", moe_layer_freq=f'"{pattern}"')
+    assert list(plan_flags.model_sizes(plan_flags.read_flags(path)).moe_layers) == [bool(layer) for layer in layers]
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"multi_latent_attention": "true"}, "--multi-latent-attention makes a model whose matrices are not known"),
+        ({"num_layers": None}, "has no --num-layers, which the matrices' shapes depend on; add it"),
+        ({"hidden_size": "many"}, "--hidden-size must be a positive whole number, found 'many'"),
+        ({"num_attention_heads": "5"}, "--hidden-size 64 is no multiple of --num-attention-heads 5; set --kv-channels"),
+        ({"pipeline_model_parallel_size": "2"}, "--pipeline-model-parallel-size does not work under Megatron-FSDP"),
+        ({"tensor_model_parallel_size": "3"}, "which does not divide 8 ranks; change --world-size"),
+        ({"outer_dp_sharding_strategy": "optim"}, "--outer-dp-sharding-strategy optim cannot be planned"),
+        ({"data_parallel_sharding_strategy": "no_shard"}, "no_shard leaves nothing to plan"),
+        ({"num_experts": "2", "moe_layer_freq": "exit()"}, "--moe-layer-freq must be a number or a pattern"),
+        ({"num_experts": "2", "moe_layer_freq": '"[1]*3"'}, "--moe-layer-freq names 3 layers, --num-layers is 2"),
+        ({"muon_ns": "best"}, "--muon-ns best does not exist; use auto, standard or gram"),
+        ({"muon_exchange_buffer_mb": "x"}, "--muon-exchange-buffer-mb must be a number, found 'x'"),
+    ],
+)
+def test_configs_that_cannot_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, str | None], text: str
+) -> None:
+    assert text in message(capsys, "--config", config(tmp_path, **changes), "--world-size", 8)
+
+
+def test_arguments_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_layout(tmp_path / "a.json", Layout(2, (row_sharded("w", (2, 2), [1, 1]),)))
+    write_layout(tmp_path / "empty.json", Layout(2, ()))
+    assert "give either --config" in message(capsys)
+    assert "give either --config" in message(capsys, "--config", QUICKSTART, "--layout", tmp_path / "a.json")
+    assert "add --world-size" in message(capsys, "--config", QUICKSTART)
+    assert "a layout of 2 ranks, not 4" in message(capsys, "--layout", tmp_path / "a.json", "--world-size", 4)
+    assert "holds no matrices" in message(capsys, "--layout", tmp_path / "empty.json")
+    assert "must be positive" in message(capsys, "--layout", tmp_path / "a.json", "--buffer-mb", 0)
+    assert "cannot write" in message(capsys, "--layout", tmp_path / "a.json", "--json", tmp_path / "no" / "plan.json")
+
+
+def test_a_plan_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from megatron_muon import cli; "
+        f"code = cli.main(['plan', '--config', {str(QUICKSTART)!r}, '--world-size', '2']); "
+        "sys.exit(code or any(name.split('.')[0] in ('torch', 'megatron') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
