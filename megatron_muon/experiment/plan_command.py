@@ -362,8 +362,8 @@ def notes(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{group['name']}, uneven: {why}")
     if figures["oversized"]:
         lines.append(
-            f"{figures['oversized']:,} matrices exceed the buffer; they travel one an owner and wave and decide the "
-            "extra memory"
+            f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; they travel one an owner and "
+            "wave, and decide the extra memory"
         )
     return lines
 
@@ -377,7 +377,7 @@ def _rows() -> list[tuple[str, Callable[[dict[str, Any]], str]]]:
         ("matrices", lambda c: f"{c['matrices']:,}"),
         ("parameters in them", lambda c: f"{c['parameters'] / 1e6:,.1f} M"),
         ("owners' load, max / mean", lambda c: f"{c['ns_load']['max_over_mean']:.3f}"),
-        ("received per rank, at most", lambda c: _size(c["exchange_bytes"]["max_per_rank"])),
+        ("most received by a rank", lambda c: _size(c["exchange_bytes"]["max_per_rank"])),
         ("  by all-gather", lambda c: _size(c["exchange_bytes"]["allgather_per_rank"])),
         ("  owner scheme", share),
         ("waves", lambda c: f"{c['waves']:,}"),
