@@ -100,10 +100,7 @@ class OwnerExchange:
             for index, matrix in enumerate(plan.layout.matrices)
             if (shard := matrix.shard_of(self._rank)) is not None
         }
-        whole = plan.whole[self._rank]
-        # Waves are equal shares of the work, so are the gaps beside them.
-        gaps = max(len(self._routes), 1)
-        self._fillers = [(part, batches(part)) for k in range(gaps) if (part := whole[k::gaps])]
+        self._fillers = [(part, batches(part)) for part in plan.fillers(self._rank)]
 
     @property
     def layout(self) -> Layout:

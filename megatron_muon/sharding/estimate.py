@@ -190,17 +190,10 @@ def _play(plan: Plan, flops: Sequence[float], transfer_s: Sequence[float], rate:
 
 
 def _filler_bytes(plan: Plan) -> Ints:
-    """Bytes of the largest part of its whole matrices that each rank orthogonalises at a time: matrix and update.
-
-    As exchange.owner cuts them: every n-th of them for n waves.
-    """
-    gaps = max(len(plan.waves), 1)
+    """Bytes of the largest part of its whole matrices that each rank orthogonalises at a time: matrix and update."""
     largest = [
-        max(
-            sum(plan.layout.matrices[index].numel for index in whole[k::gaps])
-            for k in range(min(gaps, len(whole) or 1))
-        )
-        for whole in plan.whole
+        max((sum(plan.layout.matrices[index].numel for index in part) for part in plan.fillers(rank)), default=0)
+        for rank in range(plan.layout.world_size)
     ]
     return np.array(largest, dtype=np.int64) * 2 * UPDATE_BYTES
 

@@ -34,6 +34,7 @@ class Plan:
         waves: matrix indices that travel together, in the order of the step.
         loads: cost owned by each rank, in the unit of the given costs.
         oversized: matrices that fill more than a wave's buffer by themselves; an owner has one in a wave.
+        wave_bytes: what a wave, or a part of the matrices that need no wire, may fill on a rank.
     """
 
     layout: Layout
@@ -42,12 +43,20 @@ class Plan:
     waves: tuple[tuple[int, ...], ...]
     loads: tuple[float, ...]
     oversized: tuple[int, ...]
+    wave_bytes: int
 
     @property
     def imbalance(self) -> float:
         """Largest load over the mean load; 1.0 is even."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
+
+    def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The whole matrices of `rank` in parts: one beside each wave, or more where they would overfill the buffer."""
+        whole = self.whole[rank]
+        filled = sum(2 * self.layout.matrices[index].numel * UPDATE_BYTES for index in whole)
+        parts = min(max(len(self.waves), 1, math.ceil(filled / self.wave_bytes)), len(whole))
+        return tuple(whole[k::parts] for k in range(parts))
 
     def exchanged_bytes(self, element_bytes: int) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for its own matrices, and its update rows of the others."""
@@ -105,7 +114,8 @@ def make_plan(
             whole[owner].append(index)
         else:
             travelling.append(index)
-    waves, oversized = _waves(layout, owners, costs, travelling, buffer_bytes // MIN_WAVES, element_bytes)
+    wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
+    waves, oversized = _waves(layout, owners, costs, travelling, wave_bytes, element_bytes)
     return Plan(
         layout=layout,
         owners=tuple(owners),
@@ -113,6 +123,7 @@ def make_plan(
         waves=waves,
         loads=tuple(loads),
         oversized=oversized,
+        wave_bytes=wave_bytes,
     )
 
 

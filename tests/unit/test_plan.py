@@ -223,3 +223,15 @@ def test_26000_matrices_on_128_ranks_take_under_3_seconds() -> None:
     plan = make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2)
     assert time.perf_counter() - started < 3.0
     assert plan.imbalance <= 1.05
+
+
+def test_whole_matrices_are_cut_to_the_buffer() -> None:
+    """A rank that owns all of a model would otherwise stack all of it at once."""
+    matrices = tuple(Matrix(f"m{i}", (8, 8), (Shard(0, 0, 8, 0, 8),)) for i in range(10))
+    plan = make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=3 * 4 * 8 * 8 * 8, element_bytes=4)
+    parts = plan.fillers(0)
+    assert sorted(index for part in parts for index in part) == list(range(10))
+    assert max(len(part) for part in parts) <= 4
+    assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, element_bytes=4).fillers(0) == (
+        tuple(range(10)),
+    )
