@@ -83,12 +83,11 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Megatron-FSDP sets no gradient there. A checkpoint keeps one counter for a parameter, and the rank that writes
         it may well be one without rows.
         """
-        attribute = "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
         for parameter in self.get_parameters():
-            if getattr(parameter, attribute, None) is None and local_rows(parameter).numel() == 0:
+            if parameter.grad is None and local_rows(parameter).numel() == 0:
                 if parameter not in self._no_rows:
                     self._no_rows[parameter] = torch.zeros_like(parameter.detach())
-                setattr(parameter, attribute, self._no_rows[parameter])
+                parameter.grad = self._no_rows[parameter]
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None

@@ -16,7 +16,8 @@ It needs no GPU, nothing is downloaded but packages, and two CPU cores do it in 
   3. torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp [FLAG...]
   4. megatron-muon summary runs/quickstart
 
-FLAGs are those of pretrain_gpt.py and come last, so they win over what is chosen here. For example:
+FLAGs are those of pretrain_gpt.py and come last, so they win over what is chosen here. The summary reads
+runs/quickstart, so leave --tensorboard-dir as it is. For example:
 
   scripts/quickstart.sh --muon-lr 0.01
   scripts/quickstart.sh --data-parallel-sharding-strategy optim

@@ -157,7 +157,7 @@ class OwnerExchange:
         for index, matrix in zip(route.owned, matrices, strict=True):
             if (shard := self._own_shard.get(index)) is not None:
                 targets.append(_part(matrix, shard))
-                sources.append(inputs[index])
+                sources.append(inputs[index].to(self.wire_dtype))
         pieces = arrived.split([shard.numel for _, shard in route.from_holders])
         for (position, shard), piece in zip(route.from_holders, pieces, strict=True):
             targets.append(_part(matrices[position], shard))
@@ -175,7 +175,7 @@ class OwnerExchange:
         """Keep this rank's rows of the updates it computed, and send the others to their holders."""
         for index, result in zip(route.owned, results, strict=True):
             if (shard := self._own_shard.get(index)) is not None:
-                updates[index] = _part(result, shard)
+                updates[index] = self._kept(_part(result, shard))
         send = inputs[0].new_empty(sum(route.received), dtype=self.wire_dtype)
         pieces = send.split([shard.numel for _, shard in route.from_holders])
         if pieces:
@@ -198,10 +198,17 @@ class OwnerExchange:
         indices, batch = next(fillers, ((), None))
         if batch is None:
             return False
-        torch._foreach_copy_(batch.allocate(inputs[0]), [inputs[index] for index in indices])
+        torch._foreach_copy_(batch.allocate(inputs[0]), [inputs[index].to(self.wire_dtype) for index in indices])
         for index, update in zip(indices, batch.orthogonalize(), strict=True):
-            updates[index] = update
+            updates[index] = self._kept(update)
         return True
+
+    def _kept(self, update: torch.Tensor) -> torch.Tensor:
+        """A rank's own update rows, rounded as those that travel: the result does not depend on who holds what.
+
+        A copy where it is part of a matrix, so that the rest of the matrix and its stack can be freed.
+        """
+        return update.to(self.wire_dtype, copy=True)
 
     def _all_to_all(self, send: torch.Tensor, receive: torch.Tensor, sent: list[int], received: list[int]) -> _InFlight:
         work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)

@@ -88,9 +88,15 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="print every parameter with the optimizer that takes it",
     )
-    precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
-    precision.choices = [*(precision.choices or ()), "highest"]  # torch's name for an iteration in full fp32
+    allow_full_precision(parser)
     return parser
+
+
+def allow_full_precision(parser: argparse.ArgumentParser) -> None:
+    """Add "highest", torch's name for products in full fp32, to the choices of --muon-fp32-matmul-prec."""
+    precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
+    if "highest" not in (precision.choices or ()):
+        precision.choices = [*(precision.choices or ()), "highest"]
 
 
 def build_parser() -> Parser:
@@ -147,12 +153,14 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
         if not cpu_has_bf16():
             wanted.append(["--muon-fp32-matmul-prec", "highest"])
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
+        wanted.append(["--no-gradient-accumulation-fusion"])
     if device == "cpu" or not has_transformer_engine():
         wanted.append(["--transformer-impl", "local"])
         if device == "cpu" or importlib.util.find_spec("apex") is None:
             # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same.
             wanted += [
-                ["--no-gradient-accumulation-fusion"],
                 ["--no-persist-layer-norm"],
                 ["--no-masked-softmax-fusion"],
                 ["--no-rope-fusion"],
@@ -199,6 +207,8 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
     if args.optimizer in ("muon", "adaptive_muon") and args.fp16:
         raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32")
+    if args.optimizer == "muon" and args.use_megatron_fsdp:
+        _check_muon(args)
     if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
@@ -207,6 +217,15 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
     _check_data(args)
     if args.save:
         _check_writable(Path(args.save), "--save")
+
+
+def _check_muon(args: argparse.Namespace) -> None:
+    if args.use_precision_aware_optimizer:
+        raise UserError("--use-precision-aware-optimizer is not supported with --optimizer muon; leave it out")
+    if not 0.0 <= args.muon_momentum < 1.0:
+        raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
+    if args.muon_num_ns_steps < 1:
+        raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
 
 
 def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:

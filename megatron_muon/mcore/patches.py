@@ -28,6 +28,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
     """
     use_shipped_dataset_helper(patches)
     explain_refusals(patches)
+    accept_full_precision(patches)
     if muon_under_fsdp:
         accept_muon(patches)
         use_factory(patches)
@@ -71,6 +72,27 @@ def explain_refusals(patches: Patches) -> None:
         return validate_args
 
     patches.wrap(arguments, "validate_args", around, takes=["args", "defaults"])
+
+
+def accept_full_precision(patches: Patches) -> None:
+    """Let every parser of the run take `--muon-fp32-matmul-prec highest`.
+
+    0.19 parses the command line again in ft_integration.setup, without the flags that an extension adds. Unknown flags
+    are passed over there, but a value that the flag does not know ends the run.
+    """
+    import megatron.training.arguments as arguments
+
+    from megatron_muon.mcore.arguments import allow_full_precision
+
+    def around(add: Callable[..., Any]) -> Callable[..., Any]:
+        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+            parser = add(parser)
+            allow_full_precision(parser)
+            return parser
+
+        return add_megatron_arguments
+
+    patches.wrap(arguments, "add_megatron_arguments", around, takes=["parser"])
 
 
 def accept_muon(patches: Patches) -> None:

@@ -8,7 +8,7 @@ from importlib import metadata
 
 from megatron_muon.errors import UserError
 
-PYTHON = (3, 12)
+PYTHON = ((3, 12), (3, 14))
 MEGATRON_CORE = ((0, 19), (0, 20))
 
 
@@ -23,10 +23,15 @@ def check_versions(python: tuple[int, int] | None = None, megatron_core: str | N
         UserError: names what was found, the supported range and what to install.
     """
     python = sys.version_info[:2] if python is None else python
-    if python < PYTHON:
+    if python >= PYTHON[1]:
+        raise UserError(
+            f"Python {python[0]}.{python[1]} is too new: megatron-core {_range()} has no wheel for it; make the "
+            "virtual environment with python3.12 or python3.13"
+        )
+    if python < PYTHON[0]:
         raise UserError(
             f"Python {python[0]}.{python[1]} is too old: megatron-core {_range()} needs Python "
-            f"{PYTHON[0]}.{PYTHON[1]} or newer; make the virtual environment with python3.12"
+            f"{PYTHON[0][0]}.{PYTHON[0][1]} or newer; make the virtual environment with python3.12"
         )
     if megatron_core is None:
         try:

@@ -1,8 +1,8 @@
 """How a whole matrix splits into the blocks that are orthogonalised alone.
 
-Fused projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group, a
-gated MLP stacks gate and up. Orthogonalising the fused matrix would mix their singular vectors. This module splits rows
-of a whole matrix and puts them back; it never sees shards.
+Fused projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group.
+Orthogonalising the fused matrix would mix their singular vectors. This module splits rows of a whole matrix and puts
+them back; it never sees shards.
 """
 
 from __future__ import annotations

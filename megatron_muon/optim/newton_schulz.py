@@ -118,7 +118,8 @@ def gram(stack: torch.Tensor, *, coefficient_type: str, steps: int, dtype: torch
 
 def _normalized(stack: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Each block over its Frobenius norm, computed in fp32, as `dtype`: its singular values are at most 1."""
-    return torch.nn.functional.normalize(stack, dim=(-2, -1), eps=1e-7).to(dtype)
+    norm: torch.Tensor = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True)
+    return stack.div(norm.clamp_min(1e-7)).to(dtype)
 
 
 def _has_symmetric_kernel(x: torch.Tensor) -> bool:

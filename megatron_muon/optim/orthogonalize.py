@@ -16,6 +16,7 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from megatron_muon.optim import newton_schulz as ns
 from megatron_muon.optim.batch import BlockBatch
 from megatron_muon.optim.blocks import RowSplit
+from megatron_muon.sharding.cost import GRAM
 
 
 def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
@@ -109,7 +110,8 @@ class Orthogonalizer:
             `(batch, m, n)` fp32.
         """
         self.blocks_done += len(block_shapes)
-        iterate = ns.gram if self.method_for(*stack.shape[1:]) == ns.GRAM else ns.standard
+        rows, cols = stack.shape[1:]
+        iterate = ns.gram if self.method_for(rows, cols) == GRAM else ns.standard
         with eo_utils.fp32_matmul_precision(self.matmul_precision):
             updates = iterate(
                 to_unit_magnitude(stack),

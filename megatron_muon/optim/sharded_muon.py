@@ -102,17 +102,16 @@ class ShardedMuon(torch.optim.Optimizer):
         return [parameter for parameter in group["params"] if local_rows(parameter).numel()]
 
     def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """This rank's rows of each gradient, fp32; the precision-aware optimizer keeps them in `decoupled_grad`."""
+        """This rank's rows of each gradient, fp32."""
         gradients = {}
         for group in self.param_groups:
             for parameter in self._held(group):
-                gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "decoupled_grad", None)
-                if gradient is None:
+                if parameter.grad is None:
                     raise RuntimeError(
                         f"{self._names[parameter]} has no gradient at the optimizer step; "
                         "was finish_grad_sync() called?"
                     )
-                gradients[parameter] = local_rows(gradient).float()
+                gradients[parameter] = local_rows(parameter.grad).float()
         return gradients
 
     def _decay(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:

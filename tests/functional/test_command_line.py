@@ -177,6 +177,22 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     assert table(run)["muon"] == (12, 3 * 44 * (66 + 22 + 51 + 51), pytest.approx(80, abs=10))  # of this rank's half
 
 
+def test_experts_sharded_over_ranks(tmp_path, corpus):
+    """Two ranks share each half of the experts, four share the rest: exchanged or reduced over the wrong group, losses
+    and gradient norms leave those of two ranks that have a half each.
+    """
+    batches = ("--global-batch-size", "8", "--train-iters", "6")
+    experts = (*batches, *SHARDED, *SWIGLU, "--num-experts", "4", "--moe-router-topk", "2")
+    precise = ("--muon-fp32-matmul-prec", "highest")
+    over = ("--expert-model-parallel-size", "2")
+    two = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *precise, *over, ranks=2).checked()
+    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *precise, *over, ranks=4).checked()
+    assert_learns(four, 6)
+    for mine, theirs in zip(four.iterations, two.iterations, strict=True):
+        assert mine.loss == pytest.approx(theirs.loss, abs=2e-4)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-3)
+
+
 def test_experts_over_ranks(tmp_path, corpus):
     """Experts belong to no data-parallel group of two here: reduced or gathered over it, they would mix."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2")

@@ -188,6 +188,8 @@ def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
         f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid)); time.sleep(60)"
     )
     code = (
+        # A shell that runs tests in the background has SIGINT ignored, which children inherit.
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         "import os, sys, pathlib; from megatron_muon.experiment.bench_launch import run_logged; "
         f"run_logged([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path / 'log')!r}), "
         "env=dict(os.environ), what='x')"

@@ -130,15 +130,6 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     assert nothing.exchange.runs == 1
 
 
-def test_decoupled_gradients_are_taken() -> None:
-    one, other = parameters()[0], parameters()[0]
-    one.grad = gradients(0)[0]
-    other.decoupled_grad = gradients(0)[0]
-    sharded([one]).step()
-    sharded([other]).step()
-    assert torch.equal(one, other)
-
-
 def test_a_missing_gradient_is_named() -> None:
     with pytest.raises(RuntimeError, match="matrix0 has no gradient"):
         sharded(parameters()).step()

@@ -8,7 +8,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.mcore.version import check_versions
 
 
-@pytest.mark.parametrize("python", [(3, 12), (3, 13), (4, 0)])
+@pytest.mark.parametrize("python", [(3, 12), (3, 13)])
 @pytest.mark.parametrize("megatron_core", ["0.19.0", "0.19.2", "0.19.7", "0.19.0rc1", "0.19a1", "0.19"])
 def test_versions_in_range_pass(python, megatron_core):
     check_versions(python, megatron_core)
@@ -22,6 +22,11 @@ def test_another_megatron_core_is_named_with_the_one_to_install(megatron_core):
     assert f"megatron-core {megatron_core} " in message
     assert "pip install 'megatron-core>=0.19,<0.20'" in message
     assert "\n" not in message
+
+
+def test_a_python_that_is_too_new_is_named():
+    with pytest.raises(UserError, match=r"Python 3\.14 is too new.*python3\.12 or python3\.13"):
+        check_versions((3, 14), "0.19.2")
 
 
 @pytest.mark.parametrize("python", [(3, 11), (3, 9), (2, 7)])
