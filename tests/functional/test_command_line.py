@@ -179,7 +179,7 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
 
 def test_experts_sharded_over_ranks(tmp_path, corpus):
     """Two ranks share each half of the experts, four share the rest: exchanged or reduced over the wrong group, losses
-    and gradient norms leave those of two ranks that have a half each.
+    and gradient norms leave those of two ranks that have a half each. Routing is discrete, so they agree to 5e-3 and 2 %.
     """
     batches = ("--global-batch-size", "8", "--train-iters", "6")
     experts = (*batches, *SHARDED, *SWIGLU, "--num-experts", "4", "--moe-router-topk", "2")
@@ -189,8 +189,8 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *precise, *over, ranks=4).checked()
     assert_learns(four, 6)
     for mine, theirs in zip(four.iterations, two.iterations, strict=True):
-        assert mine.loss == pytest.approx(theirs.loss, abs=2e-4)
-        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-3)
+        assert mine.loss == pytest.approx(theirs.loss, abs=5e-3)
+        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-2)
 
 
 def test_experts_over_ranks(tmp_path, corpus):
