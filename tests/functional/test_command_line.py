@@ -179,7 +179,7 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
 
 def test_experts_sharded_over_ranks(tmp_path, corpus):
     """Two ranks share each half of the experts, four share the rest: exchanged or reduced over the wrong group, losses
-    and gradient norms leave those of two ranks that have a half each. Routing is discrete, so they agree to 5e-3 and 2 %.
+    and gradient norms leave those of two ranks that have a half each. Routing is discrete: they agree to 5e-3 and 2 %.
     """
     batches = ("--global-batch-size", "8", "--train-iters", "6")
     experts = (*batches, *SHARDED, *SWIGLU, "--num-experts", "4", "--moe-router-topk", "2")
