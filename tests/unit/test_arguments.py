@@ -76,7 +76,10 @@ def test_the_other_half_of_a_pair_counts_as_chosen(parser):
 
 def test_a_gpu_with_transformer_engine_gets_no_defaults_of_the_cpu(parser, monkeypatch):
     monkeypatch.setattr(arguments, "has_transformer_engine", lambda: True)
-    assert defaults(parser, "--eval-interval", "10", device="cuda") == []
+    # Only the gradient fusion of megatron-core's own output layer comes from Apex and not from Transformer Engine.
+    without_apex = "--no-gradient-accumulation-fusion"
+    assert defaults(parser, "--eval-interval", "10", device="cuda") == [without_apex]
+    assert defaults(parser, "--eval-interval", "10", without_apex, device="cuda") == []
     assert "--ckpt-format" in defaults(parser, "--use-megatron-fsdp", device="cuda")
 
 
