@@ -178,19 +178,16 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
 
 
 def test_experts_sharded_over_ranks(tmp_path, corpus):
-    """Two ranks share each half of the experts, four share the rest: exchanged or reduced over the wrong group, losses
-    and gradient norms leave those of two ranks that have a half each. Routing is discrete: they agree to 5e-3 and 2 %.
-    """
+    """Two ranks share each half of the experts: reduced over the wrong group, gradients would change their norm."""
     batches = ("--global-batch-size", "8", "--train-iters", "6")
     experts = (*batches, *SHARDED, *SWIGLU, "--num-experts", "4", "--moe-router-topk", "2")
-    precise = ("--muon-fp32-matmul-prec", "highest")
-    over = ("--expert-model-parallel-size", "2")
-    two = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *precise, *over, ranks=2).checked()
-    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *precise, *over, ranks=4).checked()
+    over = ("--muon-fp32-matmul-prec", "highest", "--expert-model-parallel-size", "2")
+    two = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, ranks=2).checked()
+    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, ranks=4).checked()
     assert_learns(four, 6)
-    for mine, theirs in zip(four.iterations, two.iterations, strict=True):
-        assert mine.loss == pytest.approx(theirs.loss, abs=5e-3)
-        assert mine.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-2)
+    # The first step's figures only: they are the gradients' own.
+    assert four.iterations[0].loss == pytest.approx(two.iterations[0].loss, abs=1e-4)
+    assert four.iterations[0].grad_norm == pytest.approx(two.iterations[0].grad_norm, rel=2e-3)
 
 
 def test_experts_over_ranks(tmp_path, corpus):
