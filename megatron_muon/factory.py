@@ -29,13 +29,14 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.chained import MuonChainedOptimizer
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.exchange.steps import Exchange
 from megatron_muon.mcore import parameters as mp
 from megatron_muon.mcore.replicated_muon import ReplicatedMuon
 from megatron_muon.mcore.scalar_state import initialize_scalar_state
 from megatron_muon.mcore.table import parameter_table
 from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.optim.sharded_muon import Exchange, ShardedMuon
+from megatron_muon.optim.sharded_muon import ShardedMuon
 from megatron_muon.sharding import Layout, make_plan
 
 
@@ -193,8 +194,10 @@ def _muon(
         layout = mp.row_layout(parameters, names, group)
         splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in parameters]
         if config.muon_exchange == "allgather":
-            return AllGatherExchange(layout, group, lambda index, matrix: orthogonalizer(matrix, splits[index]))
-        return _owner_exchange(config, layout, splits, group, orthogonalizer)
+            return AllGatherExchange(
+                layout, group, lambda index, matrix: orthogonalizer(matrix, splits[index]), device=parameters[0].device
+            )
+        return _owner_exchange(config, layout, splits, group, orthogonalizer, device=parameters[0].device)
 
     return ShardedMuon(
         groups,
@@ -214,6 +217,8 @@ def _owner_exchange(
     splits: Sequence[RowSplit],
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
+    *,
+    device: torch.device,
 ) -> OwnerExchange:
     """Plan the layout and make the exchange that carries the plan out."""
     auto = orthogonalizer.dtype if config.muon_exchange_dtype == "auto" else None
@@ -236,7 +241,8 @@ def _owner_exchange(
         plan,
         group,
         lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
-        wire_dtype,
+        wire_dtype=wire_dtype,
+        device=device,
     )
 
 

@@ -6,11 +6,12 @@ of a matrix are gather, assemble, orthogonalise, keep own rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
+from megatron_muon.exchange.steps import Advance, Apply
 from megatron_muon.sharding import Layout, Matrix
 
 Orthogonalize = Callable[[int, torch.Tensor], torch.Tensor]
@@ -24,12 +25,15 @@ class AllGatherExchange:
         layout: the group's matrices; the same on every rank.
         group: the process group whose rank r holds the shards of rank r in `layout`.
         orthogonalize: called on every rank for every matrix.
+        device: where the rows lie.
 
     Raises:
         ValueError: the layout is for another number of ranks, or cuts a matrix along its columns.
     """
 
-    def __init__(self, layout: Layout, group: dist.ProcessGroup, orthogonalize: Orthogonalize) -> None:
+    def __init__(
+        self, layout: Layout, group: dist.ProcessGroup, orthogonalize: Orthogonalize, *, device: torch.device
+    ) -> None:
         if group.size() != layout.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
         for matrix in layout.matrices:
@@ -39,24 +43,16 @@ class AllGatherExchange:
         self.group = group
         self.orthogonalize = orthogonalize
         self._rank = group.rank()
+        self._device = device
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of every matrix's update.
-
-        Args:
-            inputs: one tensor for each matrix, this rank's rows `(rows, cols)` fp32, `(0, cols)` where it holds none;
-                not modified.
-
-        Returns:
-            As `inputs`, fp32.
-        """
-        updates = list(inputs)
-        for index, (matrix, rows) in enumerate(zip(self.layout.matrices, inputs, strict=True)):
-            whole_update = self.orthogonalize(index, self._gather(matrix, rows))
+    def run(self, advance: Advance, apply: Apply) -> None:
+        """One step, matrix by matrix."""
+        for index, matrix in enumerate(self.layout.matrices):
             shard = matrix.shard_of(self._rank)
+            rows = advance([index])[0] if shard else torch.empty((0, matrix.shape[1]), device=self._device)
+            whole_update = self.orthogonalize(index, self._gather(matrix, rows))
             if shard is not None:
-                updates[index] = whole_update[shard.row_start : shard.row_start + shard.rows]
-        return updates
+                apply([index], [whole_update[shard.row_start : shard.row_start + shard.rows]])
 
     def _gather(self, matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
         """The whole matrix `(rows, cols)`, from shards of any number of rows.

@@ -22,7 +22,6 @@ from megatron_muon.patching import Patches
 
 PHASES = (
     "momentum",
-    "look_ahead",
     "gather",
     "gather_wait",
     "orthogonalize",
@@ -31,17 +30,11 @@ PHASES = (
     "apply",
     "other",
 )
-"""In the order of the step. momentum: gradients, decay and momentum; gather: packing rows and starting the exchange;
+"""In the order of the step. momentum: decay, momentum and look-ahead; gather: packing rows and starting the exchange;
 gather_wait: waiting for rows (for the all-gather scheme, all of its gathering); orthogonalize: assembly and iteration;
 send_back: packing the update's rows; scatter_wait: waiting for them; other: what lies between."""
 
-_MUON = {
-    "_gradients": "momentum",
-    "_decay": "momentum",
-    "_accumulate": "momentum",
-    "_look_ahead": "look_ahead",
-    "_apply": "apply",
-}
+_MUON = {"_advance": "momentum", "_apply": "apply"}
 _OWNER = {
     "_fill_gap": "orthogonalize",
     "_orthogonalize": "orthogonalize",
@@ -52,20 +45,27 @@ _ALLGATHER = {"_gather": "gather_wait", "orthogonalize": "orthogonalize"}
 
 
 class Timers:
-    """Sums seconds by phase. On CUDA each phase is synchronised, so phases that overlap elsewhere do not here."""
+    """Sums seconds by phase; a phase within another counts for itself alone.
+
+    On CUDA each phase is synchronised, so phases that overlap elsewhere do not here.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: Counter[str] = Counter()
         self._device = device
+        self._within = [0.0]
 
     def timed(self, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, with its time added to `phase`."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
+            self._within.append(0.0)
             start = time.perf_counter()
             result = call(*args, **kwargs)
             synchronize(self._device)
-            self.seconds[phase] += time.perf_counter() - start  # type: ignore[assignment]
+            elapsed = time.perf_counter() - start
+            self.seconds[phase] += elapsed - self._within.pop()  # type: ignore[assignment]
+            self._within[-1] += elapsed
             return result
 
         return timed

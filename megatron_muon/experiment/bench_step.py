@@ -22,12 +22,13 @@ import torch.distributed as dist
 
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.exchange.steps import Exchange
 from megatron_muon.experiment.bench_floor import Floor, synchronize
 from megatron_muon.experiment.bench_launch import StepSpec
 from megatron_muon.experiment.bench_phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.optim.sharded_muon import Exchange, ShardedMuon
+from megatron_muon.optim.sharded_muon import ShardedMuon
 from megatron_muon.sharding import Layout, Plan, make_plan, row_sharded
 
 PROFILED_STEPS = 3
@@ -114,14 +115,18 @@ def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
         orthogonalizer, splits = problem.orthogonalizer, problem.splits
         if method == "allgather":
             return AllGatherExchange(
-                problem.layout, problem.group, lambda index, matrix: orthogonalizer(matrix, splits[index])
+                problem.layout,
+                problem.group,
+                lambda index, matrix: orthogonalizer(matrix, splits[index]),
+                device=problem.device,
             )
         shapes = [matrix.shape for matrix in problem.layout.matrices]
         return OwnerExchange(
             problem.plan,
             problem.group,
             lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
-            orthogonalizer.dtype,
+            wire_dtype=orthogonalizer.dtype,
+            device=problem.device,
         )
 
     names: dict[torch.Tensor, str] = {

@@ -13,9 +13,9 @@ import torch
 
 from megatron_muon.optim.blocks import RowSplit
 
-OrthogonalizeStack = Callable[[torch.Tensor, Sequence[tuple[int, int]]], torch.Tensor]
-"""`(stack (batch, m, n) fp32 with m <= n, block shapes as they are in their matrices) -> scaled updates (batch, m,
-n)`."""
+OrthogonalizeStack = Callable[[torch.Tensor, Sequence[tuple[int, int]]], None]
+"""Puts scaled updates in the place of a stack `(batch, m, n)` with m <= n, fp32 or bf16, given the shapes that its
+blocks have in their matrices."""
 
 
 class BlockBatch:
@@ -24,7 +24,7 @@ class BlockBatch:
     Args:
         shapes: `(rows, cols)` of each matrix.
         splits: how the rows of each matrix make blocks.
-        orthogonalize: works on one stack; may overwrite it.
+        orthogonalize: works on one stack, in place.
     """
 
     def __init__(
@@ -40,17 +40,16 @@ class BlockBatch:
         self._stacks: dict[tuple[int, int], torch.Tensor] = {}
         self._matrices: list[torch.Tensor] = []
 
-    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Room for each whole matrix `(rows, cols)`, fp32, on the device of `like`.
+    def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room for each whole matrix `(rows, cols)`, of `dtype`, on the device of `like`.
 
         A matrix of one block is a view of its stack, transposed where it is tall.
         """
         self._stacks = {
-            shape: like.new_empty((len(members), *shape), dtype=torch.float32)
-            for shape, members in self._members.items()
+            shape: like.new_empty((len(members), *shape), dtype=dtype) for shape, members in self._members.items()
         }
         self._matrices = [
-            like.new_empty(shape, dtype=torch.float32) if len(split.parts) > 1 else like
+            like.new_empty(shape, dtype=dtype) if len(split.parts) > 1 else like
             for shape, split in zip(self._shapes, self._splits, strict=True)
         ]
         for shape, members in self._members.items():
@@ -60,33 +59,32 @@ class BlockBatch:
         return list(self._matrices)
 
     def orthogonalize(self) -> list[torch.Tensor]:
-        """The scaled update of each matrix, `(rows, cols)` fp32; the memory from `allocate` is released."""
-        self._fill_stacks()
-        self._matrices = []
-        blocks: list[dict[int, torch.Tensor]] = [{} for _ in self._shapes]
+        """The scaled update of each matrix, `(rows, cols)`, in the memory from `allocate`."""
+        stacks, matrices = self._stacks, self._matrices
+        self._stacks, self._matrices = {}, []
+        self._copy_blocks(stacks, matrices, back=False)
         for shape, members in self._members.items():
-            block_shapes = [self._block_shape(index, block) for index, block in members]
-            updates = self._orthogonalize(self._stacks.pop(shape), block_shapes)
-            for update, block_shape, (index, block) in zip(updates, block_shapes, members, strict=True):
-                blocks[index][block] = _upright(update, block_shape)
-        return [
-            split.merge([of_matrix[block] for block in range(len(split.parts))])
-            for split, of_matrix in zip(self._splits, blocks, strict=True)
-        ]
+            self._orthogonalize(stacks[shape], [self._block_shape(index, block) for index, block in members])
+        self._copy_blocks(stacks, matrices, back=True)
+        return matrices
 
-    def _fill_stacks(self) -> None:
-        """Copy the blocks of matrices that have several into their stacks."""
+    def _copy_blocks(
+        self, stacks: dict[tuple[int, int], torch.Tensor], matrices: list[torch.Tensor], *, back: bool
+    ) -> None:
+        """Copy the blocks of matrices that have several into their stacks, or back into their matrices."""
         parts = [
-            split.split(matrix) if len(split.parts) > 1 else []
-            for split, matrix in zip(self._splits, self._matrices, strict=True)
+            split.views(matrix) if len(split.parts) > 1 else []
+            for split, matrix in zip(self._splits, matrices, strict=True)
         ]
-        targets, sources = [], []
+        in_stacks, in_matrices = [], []
         for shape, members in self._members.items():
             for place, (index, block) in enumerate(members):
                 if parts[index]:
-                    targets.append(_upright(self._stacks[shape][place], self._block_shape(index, block)))
-                    sources.append(parts[index][block])
-        if targets:
+                    view = parts[index][block]
+                    in_stacks.append(_upright(stacks[shape][place], self._block_shape(index, block)).view(view.shape))
+                    in_matrices.append(view)
+        if in_stacks:
+            targets, sources = (in_matrices, in_stacks) if back else (in_stacks, in_matrices)
             torch._foreach_copy_(targets, sources)
 
     def _block_shape(self, index: int, block: int) -> tuple[int, int]:

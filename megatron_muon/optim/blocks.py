@@ -38,25 +38,15 @@ class RowSplit:
         """Shapes of the blocks of a matrix with `cols` columns."""
         return [(self.groups * part, cols) for part in self.parts]
 
-    def split(self, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """Blocks of `matrix`, 2D `(rows, cols)`; views where the rows of a block are adjacent, copies otherwise.
+    def views(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`: row after row they are a block.
 
         Raises:
             ValueError: the matrix does not have `rows` rows.
         """
         self._check(matrix.shape)
-        if self.groups == 1:
-            return list(matrix.split(self.parts))
-        grouped = matrix.view(self.groups, -1, matrix.shape[1])
-        return [part.reshape(-1, matrix.shape[1]) for part in grouped.split(self.parts, dim=1)]
-
-    def merge(self, blocks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The whole matrix from its blocks: the inverse of `split`."""
-        if len(blocks) == 1:
-            return blocks[0]
-        cols = blocks[0].shape[1]
-        grouped = [block.view(self.groups, -1, cols) for block in blocks]
-        return torch.cat(grouped, dim=1).view(self.rows, cols)
+        grouped = matrix.unflatten(0, (self.groups, -1))
+        return list(grouped.split(self.parts, dim=1))
 
     def _check(self, shape: Sequence[int]) -> None:
         if len(shape) != 2 or shape[0] != self.rows:

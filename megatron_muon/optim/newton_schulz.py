@@ -17,6 +17,9 @@ from megatron_muon.sharding.cost import GRAM, STANDARD, gram_flops, standard_flo
 AUTO = "auto"
 METHODS = (AUTO, STANDARD, GRAM)
 
+HALVES_FROM = 384
+"""Rows from which `in_halves` pays on a processor."""
+
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
 
 
@@ -85,7 +88,9 @@ def standard(stack: torch.Tensor, *, coefficient_type: str, steps: int, dtype: t
             blocks.append(block)
         return torch.stack(blocks)
     for a, b, c in coefficients(coefficient_type, steps):
-        x = muon_utils.batched_newton_schulz_step(x, a, b, c)
+        r = _square(x)
+        z = _symmetric(r, r, r, beta=b, alpha=c)
+        x = torch.baddbmm(x, z, x, beta=a)
     return x
 
 
@@ -93,26 +98,73 @@ def gram(stack: torch.Tensor, *, coefficient_type: str, steps: int, dtype: torch
     """The Gram iteration with restarts; arguments and result as `standard`.
 
     With R = X X^T a step is X <- Z X and R <- Z R Z for Z = a I + b R + c R^2. All Z are polynomials in R and commute,
-    so a run accumulates Q <- Z Q and applies it once. Source: https://github.com/Dao-AILab/gram-newton-schulz.
+    so a run accumulates Q <- Z Q and applies it once, and every product but the last is symmetric. Source:
+    https://github.com/Dao-AILab/gram-newton-schulz.
     """
     x = _normalized(stack, dtype)
     remaining: Sequence[tuple[float, float, float]] = coefficients(coefficient_type, steps)
     for length in gram_runs(steps, dtype):
         run, remaining = remaining[:length], remaining[length:]
-        r = x @ x.mT  # (batch, m, m)
+        r = _square(x)  # (batch, m, m)
         q: torch.Tensor | None = None
         for number, (a, b, c) in enumerate(run):
-            z = torch.baddbmm(r, r, r, beta=b, alpha=c)  # Z without its a I
+            z = _symmetric(r, r, r, beta=b, alpha=c)  # Z without its a I
             if q is None:
                 q = z.clone()
                 q.diagonal(dim1=-2, dim2=-1).add_(a)
             else:
-                q = torch.baddbmm(q, z, q, beta=a)
+                q = _symmetric(q, z, q, beta=a)
             if number + 1 < len(run):
-                zr = torch.baddbmm(r, z, r, beta=a)
-                r = torch.baddbmm(zr, zr, z, beta=a)
+                zr = _symmetric(r, z, r, beta=a)
+                r = _symmetric(zr, zr, z, beta=a)
         assert q is not None
         x = q @ x
+    return x
+
+
+def in_halves(rows: int, device: torch.device) -> bool:
+    """Whether symmetric products of `rows` rows are formed from three of their four quarters.
+
+    A processor then does 3/4 of their operations. Measured with torch 2.13 on an AVX-512 processor, one core: the whole
+    iteration takes 0.85 to 0.93 of the time from 512 rows on, in fp32 and bf16, and at 256 rows in bf16 it takes 1.1
+    times as long, because the parts become too small.
+    """
+    return device.type == "cpu" and rows >= HALVES_FROM
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    """X X^T of each `(m, n)` block, `(batch, m, m)`."""
+    batch, m = x.shape[:2]
+    if not in_halves(m, x.device):
+        return x @ x.mT
+    half = m // 2
+    out = x.new_empty(batch, m, m)
+    for block, result in zip(x, out, strict=True):
+        torch.mm(block, block[:half].mT, out=result[:, :half])
+        torch.mm(block[half:], block[half:].mT, out=result[half:, half:])
+    return _mirrored(out)
+
+
+def _symmetric(
+    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float = 1.0
+) -> torch.Tensor:
+    """beta * base + alpha * left @ right, all `(batch, m, m)` and symmetric, the product too."""
+    m = base.shape[-1]
+    if not in_halves(m, base.device):
+        return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+    half = m // 2
+    out = torch.empty_like(base)
+    for c, a, b, result in zip(base, left, right, out, strict=True):
+        # Rows of a symmetric matrix are its columns, and lie together.
+        torch.addmm(c[:, :half], a, b[:half].mT, beta=beta, alpha=alpha, out=result[:, :half])
+        torch.addmm(c[half:, half:], a[half:], b[half:].mT, beta=beta, alpha=alpha, out=result[half:, half:])
+    return _mirrored(out)
+
+
+def _mirrored(x: torch.Tensor) -> torch.Tensor:
+    """Each block with the quarter above the diagonal's halves filled from the one below, in place."""
+    half = x.shape[-1] // 2
+    x[:, :half, half:].copy_(x[:, half:, :half].mT)
     return x
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import batched
 
 import torch
 from emerging_optimizers import utils as eo_utils
@@ -30,8 +31,13 @@ def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def to_unit_magnitude(blocks: torch.Tensor) -> torch.Tensor:
-    """Each block times a power of two that brings its largest magnitude into [0.5, 1), in a new tensor."""
-    return torch.ldexp(blocks, -unit_magnitude_exponent(blocks))
+    """Each block times a power of two that brings its largest magnitude into [0.5, 1), fp32, in a new tensor."""
+    exponent = unit_magnitude_exponent(blocks)
+    return blocks * torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
+
+
+CACHED_ELEMENTS = 2**20
+"""On a processor, elements of the blocks that are iterated together: what an iteration touches stays in its cache."""
 
 
 @dataclass
@@ -96,29 +102,29 @@ class Orthogonalizer:
             2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape.
         """
         batch = self.batch([(matrix.shape[0], matrix.shape[1])], [split])
-        batch.allocate(matrix)[0].copy_(matrix)
+        batch.allocate(matrix, torch.float32)[0].copy_(matrix)
         return batch.orthogonalize()[0]
 
-    def orthogonalize_stack(self, stack: torch.Tensor, block_shapes: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """The scaled updates of a stack of blocks.
+    def orthogonalize_stack(self, stack: torch.Tensor, block_shapes: Sequence[tuple[int, int]]) -> None:
+        """Put a stack's scaled updates in its place.
 
         Args:
-            stack: `(batch, m, n)` fp32 with m <= n; a tall block is its transpose here.
+            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here.
             block_shapes: each block's `(rows, cols)` in its matrix, which the scale depends on.
-
-        Returns:
-            `(batch, m, n)` fp32.
         """
         self.blocks_done += len(block_shapes)
         rows, cols = stack.shape[1:]
         iterate = ns.gram if self.method_for(rows, cols) == GRAM else ns.standard
-        with eo_utils.fp32_matmul_precision(self.matmul_precision):
-            updates = iterate(
-                to_unit_magnitude(stack),
-                coefficient_type=self.coefficient_type,
-                steps=self.num_steps,
-                dtype=self.dtype,
-            ).float()
-        scales = [get_muon_scale_factor(rows, cols, mode=self.scale_mode) for rows, cols in block_shapes]
-        torch._foreach_mul_(list(updates.unbind()), scales)
-        return updates.mul_(self.extra_scale_factor)  # one after the other, as upstream's Muon does, for equal bits
+        together = max(CACHED_ELEMENTS // (rows * cols), 1) if stack.device.type == "cpu" else len(block_shapes)
+        for part, shapes in zip(stack.split(together), batched(block_shapes, together), strict=True):
+            with eo_utils.fp32_matmul_precision(self.matmul_precision):
+                updates = iterate(
+                    to_unit_magnitude(part),
+                    coefficient_type=self.coefficient_type,
+                    steps=self.num_steps,
+                    dtype=self.dtype,
+                ).float()
+            # One factor after the other, in fp32, as upstream's Muon does, for equal bits.
+            scales = [get_muon_scale_factor(*shape, mode=self.scale_mode) for shape in shapes]
+            torch._foreach_mul_(list(updates.unbind()), scales)
+            part.copy_(updates.mul_(self.extra_scale_factor))

@@ -1,26 +1,22 @@
 """Muon on ZeRO-sharded matrices.
 
 Each rank keeps the momentum of its own rows; an exchange makes matrices whole for orthogonalisation and brings the
-update's rows back. The phases of a step are: decay, momentum, look-ahead, exchange (which orthogonalises), apply.
-Gradient reduction, clipping and installing weights belong to the chained optimizer.
+update's rows back. The exchange sets the pace: it asks for rows wave by wave, and hands updates over as they come, so
+that memory is bounded by its buffer. The phases for a wave are: decay, momentum, look-ahead, exchange (which
+orthogonalises), apply. Gradient reduction, clipping and installing weights belong to the chained optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.exchange.steps import Exchange
+
 ParamGroups = list[dict[str, Any]]
-
-
-class Exchange(Protocol):
-    """Makes matrices whole, has them orthogonalised, and brings the update's rows back."""
-
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of each matrix's scaled update, from its rows of what is to be orthogonalised."""
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +67,9 @@ class ShardedMuon(torch.optim.Optimizer):
             if parameter.ndim != 2:
                 raise ValueError(f"{names[parameter]}: Muon takes 2D parameters, got shape {tuple(parameter.shape)}")
         self.initialize_state()
-        self.exchange = exchange(self._parameters())
+        self._matrices = self._parameters()
+        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self.exchange = exchange(self._matrices)
 
     def initialize_state(self) -> None:
         """Give every parameter that has none its momentum of zeros, on every rank alike."""
@@ -88,74 +86,57 @@ class ShardedMuon(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("Muon takes no closure")
-        gradients = self._gradients()
-        self._decay(gradients)
-        self._accumulate(gradients)
-        inputs = self._look_ahead(gradients)
-        self._apply(self.exchange.run(inputs))
+        self._require_gradients()
+        self.exchange.run(self._advance, self._apply)
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _held(self, group: dict[str, Any]) -> list[torch.Tensor]:
-        """The group's parameters of which this rank holds rows: elementwise work has nothing to do for the others."""
-        return [parameter for parameter in group["params"] if local_rows(parameter).numel()]
+    def _require_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is None and local_rows(parameter).numel():
+                raise RuntimeError(
+                    f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
+                )
 
-    def _gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """This rank's rows of each gradient, fp32."""
-        gradients = {}
-        for group in self.param_groups:
-            for parameter in self._held(group):
-                if parameter.grad is None:
-                    raise RuntimeError(
-                        f"{self._names[parameter]} has no gradient at the optimizer step; "
-                        "was finish_grad_sync() called?"
-                    )
-                gradients[parameter] = local_rows(parameter.grad).float()
-        return gradients
+    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
+        """The groups of these matrices, each with its parameters and their places in `indices`."""
+        groups: dict[int, list[int]] = {}
+        for place, index in enumerate(indices):
+            groups.setdefault(self._group_of[index], []).append(place)
+        for group, places in groups.items():
+            yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
 
-    def _decay(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Shrink the weights, or add the decay to the gradients."""
-        for group in self.param_groups:
-            parameters = self._held(group)
-            if not parameters or not group["weight_decay"]:
-                continue
+    def _advance(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Decay, momentum and look-ahead: this rank's rows of what is orthogonalised of each matrix, fp32.
+
+        Without Nesterov they are the momentum itself, which the caller must not change.
+        """
+        ahead: list[torch.Tensor] = [torch.empty(0)] * len(indices)
+        for group, parameters, places in self._by_group(indices):
+            gradients = self._decay(group, parameters)
+            momentum = [local_rows(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+            torch._foreach_lerp_(momentum, gradients, 1.0 - group["momentum"])
+            if self.nesterov:
+                momentum = list(torch._foreach_lerp(gradients, momentum, group["momentum"]))
+            for place, rows in zip(places, momentum, strict=True):
+                ahead[place] = rows
+        return ahead
+
+    def _decay(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of the gradients, fp32; shrinks the weights, or adds the decay to the gradients."""
+        gradients = [local_rows(parameter.grad).float() for parameter in parameters]  # type: ignore[arg-type]
+        if group["weight_decay"]:
             weights = [local_rows(parameter) for parameter in parameters]
             if self.decoupled_weight_decay:
                 # Written as emerging-optimizers does, so that no_shard agrees to the last bit.
                 torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * group["lr"])
             else:
-                for parameter, weight in zip(parameters, weights, strict=True):
-                    gradients[parameter] = gradients[parameter].add(weight, alpha=group["weight_decay"])
+                gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+        return gradients
 
-    def _accumulate(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
-        """Momentum as a moving average of gradients, elementwise on this rank's rows."""
-        for group in self.param_groups:
-            if parameters := self._held(group):
-                torch._foreach_lerp_(
-                    self._momentum(parameters), [gradients[p] for p in parameters], 1.0 - group["momentum"]
-                )
-
-    def _look_ahead(self, gradients: dict[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-        """What is orthogonalised: the momentum, or with Nesterov the gradient moved towards it."""
-        ahead = {parameter: local_rows(self.state[parameter]["momentum_buffer"]) for parameter in self._parameters()}
-        if self.nesterov:
-            for group in self.param_groups:
-                if parameters := self._held(group):
-                    moved = torch._foreach_lerp(
-                        [gradients[p] for p in parameters], self._momentum(parameters), group["momentum"]
-                    )
-                    ahead.update(zip(parameters, moved, strict=True))
-        return list(ahead.values())
-
-    def _apply(self, updates: Sequence[torch.Tensor]) -> None:
+    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
         """weight <- weight - lr * update, on this rank's rows."""
-        update_of = dict(zip(self._parameters(), updates, strict=True))
-        for group in self.param_groups:
-            parameters = self._held(group)
-            if parameters:
-                weights = [local_rows(parameter) for parameter in parameters]
-                torch._foreach_add_(weights, [update_of[p] for p in parameters], alpha=-group["lr"])
-
-    def _momentum(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [local_rows(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
+        for group, parameters, places in self._by_group(indices):
+            weights = [local_rows(parameter) for parameter in parameters]
+            torch._foreach_add_(weights, [updates[place] for place in places], alpha=-group["lr"])

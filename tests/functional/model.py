@@ -302,9 +302,11 @@ def sabotaged(how: str) -> Iterator[None]:
     from megatron_muon.optim.blocks import whole
     from megatron_muon.optim.orthogonalize import Orthogonalizer
 
-    def orthogonalise_the_shard(self: Any, inputs: Any) -> Any:
+    def orthogonalise_the_shard(self: Any, advance: Any, apply: Any) -> None:
         orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
-        return [orthogonalizer(rows, whole(len(rows))) if len(rows) else rows for rows in inputs]
+        matrices, rank = self.layout.matrices, self.group.rank()
+        held = [index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None]
+        apply(held, [orthogonalizer(rows, whole(len(rows))) for rows in advance(held)])
 
     orthogonalize = BlockBatch.orthogonalize
 
@@ -314,8 +316,8 @@ def sabotaged(how: str) -> Iterator[None]:
         def all_but_the_first(stack: Any, shapes: Any) -> Any:
             if not left_out:
                 left_out.append(shapes)
-                return stack
-            return kept(stack, shapes)
+            else:
+                kept(stack, shapes)
 
         self._orthogonalize = all_but_the_first
         try:

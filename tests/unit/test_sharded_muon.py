@@ -9,6 +9,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
+from megatron_muon.exchange.steps import Advance, Apply
 from megatron_muon.optim.blocks import whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
@@ -28,14 +29,17 @@ class WholeMatrices:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.runs = 0
+        self.rows = [len(parameter) for parameter in parameters]
         self.orthogonalize = Orthogonalizer(matmul_precision="highest")
 
-    def run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run(self, advance: Advance, apply: Apply) -> None:
         self.runs += 1
+        held = [index for index, rows in enumerate(self.rows) if rows]
+        inputs = advance(held)
         before = [rows.clone() for rows in inputs]
-        updates = [self.orthogonalize(rows, whole(len(rows))) if len(rows) else rows for rows in inputs]
+        updates = [self.orthogonalize(rows, whole(len(rows))) for rows in inputs]
         assert all(torch.equal(rows, old) for rows, old in zip(inputs, before, strict=True))
-        return updates
+        apply(held[::-1], updates[::-1])
 
 
 def parameters() -> list[torch.nn.Parameter]:
