@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.optim.blocks import RowSplit
-from megatron_muon.optim.newton_schulz import gram_runs
+from megatron_muon.optim.newton_schulz import gram_runs, in_halves
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.sharding import Plan
 from megatron_muon.sharding.cost import GRAM
 
 WINDOW_S = 0.04
-"""How long each product is repeated in a probe; all ranks stay busy until the end of it."""
+"""How long each product is repeated in a probe. Every rank goes on until the last has finished: with more ranks than
+cores, those that finish early would leave their core to the others and the rates would add up to more than it has."""
 
 PROBE_BYTES = 256 * 2**20
 """The most that a rank sends in a probe of the bandwidth; larger steps are scaled from it."""
@@ -34,7 +35,7 @@ Block = tuple[int, int]
 
 @dataclass(frozen=True)
 class Product:
-    """`(batch, m, k) @ (batch, k, n)`; with `transposed` the right side is the left's transpose, `X @ X.mT`."""
+    """`(batch, m, k) @ (batch, k, n)`; with `transposed` the right side is the left's transpose or part of it."""
 
     batch: int
     m: int
@@ -48,23 +49,38 @@ class Product:
         return 2 * self.batch * self.m * self.k * self.n
 
 
-def products(block: Block, *, method: str, steps: int, dtype: torch.dtype, batch: int = 1) -> Counter[Product]:
-    """How many products of each kind one Newton-Schulz run of a block takes.
+def products(
+    block: Block, *, method: str, steps: int, dtype: torch.dtype, device: torch.device, batch: int = 1
+) -> Counter[Product]:
+    """How many products of each kind one Newton-Schulz run of `batch` blocks takes.
 
-    They are those that `newton_schulz.operations` counts: `X X^T`, between small square matrices, and square times X.
+    They are `X X^T`, those between small square matrices, and square times X, as `newton_schulz.operations` counts
+    them, except that where symmetric products are formed in halves only what is computed counts.
     """
     small, large = min(block), max(block)
-    squaring = Product(batch, small, large, small, True)
-    square = Product(batch, small, small, small, False)
-    wide = Product(batch, small, small, large, False)
+
+    def symmetric(inner: int, *, transposed: bool) -> Counter[Product]:
+        if not in_halves(small, device):
+            return Counter({Product(batch, small, inner, small, transposed): 1})
+        half = small // 2
+        return Counter(
+            {
+                Product(1, small, inner, half, transposed): batch,
+                Product(1, small - half, inner, small - half, transposed): batch,
+            }
+        )
+
+    squaring, square = symmetric(large, transposed=True), symmetric(small, transposed=False)
+    wide = Counter({Product(batch, small, small, large, False): 1})
     if method == GRAM:
         runs = len(gram_runs(steps, dtype))
         counts = [(squaring, runs), (square, 4 * steps - 3 * runs), (wide, runs)]
     else:
         counts = [(squaring, steps), (square, steps), (wide, steps)]
     total: Counter[Product] = Counter()
-    for product, count in counts:
-        total[product] += count
+    for kinds, count in counts:
+        for product, times in kinds.items():
+            total[product] += times * count
     return total
 
 
@@ -89,7 +105,7 @@ class Floor:
     ) -> None:
         self._group = group
         self._device = device
-        self._work = _work(plan, splits, orthogonalizer)
+        self._work = _work(plan, splits, orthogonalizer, device)
         self._operands = {product: _operands(product, orthogonalizer.dtype, device) for product in self._work}
         itemsize = orthogonalizer.dtype.itemsize
         travels = _travels(plan, itemsize)
@@ -107,7 +123,7 @@ class Floor:
         rates = []
         for product, operands in self._operands.items():
             dist.barrier(self._group)
-            rates.append(_rate(product, operands))
+            rates.append(_rate(product, operands, self._group))
         self._rates.append(rates)
         self._seconds.append(self._exchange() if self._group.size() > 1 else 0.0)
 
@@ -155,7 +171,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _work(plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer) -> dict[Product, float]:
+def _work(
+    plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer, device: torch.device
+) -> dict[Product, float]:
     """How often each batch of products runs in a step, over all ranks; batches as large as an owner's in a wave."""
     blocks: Counter[Block] = Counter()
     stacks: dict[Block, list[int]] = {}
@@ -170,7 +188,7 @@ def _work(plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer
             blocks.update(counts)
             for shape, count in counts.items():
                 stacks.setdefault(shape, []).append(count)
-    work: Counter[Product] = Counter()
+    work: dict[Product, float] = Counter()  # type: ignore[assignment]
     for shape, count in blocks.items():
         batch = statistics.median_low(stacks[shape])
         iteration = products(
@@ -178,22 +196,26 @@ def _work(plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer
             method=orthogonalizer.method_for(*shape),
             steps=orthogonalizer.num_steps,
             dtype=orthogonalizer.dtype,
+            device=device,
             batch=batch,
         )
         for product, times in iteration.items():
-            work[product] += times * count
-    # Counted block by block so far; a batch does `batch` blocks at a time.
-    return {product: times / product.batch for product, times in work.items()}
+            work[product] += times * count / batch
+    return work
 
 
 def _operands(product: Product, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, ...]:
     left = torch.randn(product.batch, product.m, product.k, device=device).to(dtype) / product.k**0.5
-    right = left.mT if product.transposed else torch.randn(product.batch, product.k, product.n, device=device).to(dtype)
+    right = (
+        left[:, : product.n].mT
+        if product.transposed
+        else torch.randn(product.batch, product.k, product.n, device=device).to(dtype)
+    )
     return left, right, left.new_empty(product.batch, product.m, product.n)
 
 
-def _rate(product: Product, operands: tuple[torch.Tensor, ...]) -> float:
-    """FLOPs per second of this rank, from products repeated for `WINDOW_S`."""
+def _rate(product: Product, operands: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> float:
+    """FLOPs per second of this rank while all ranks are busy, from products repeated for `WINDOW_S`."""
     left, right, out = operands
     at_a_time = 20 if out.is_cuda else 1  # a GPU's queue must not run dry between looks at the clock
 
@@ -202,9 +224,19 @@ def _rate(product: Product, operands: tuple[torch.Tensor, ...]) -> float:
             torch.bmm(left, right, out=out)
         synchronize(out.device)
 
-    if out.is_cuda:
-        some()
-    return at_a_time * product.flops * _per_second(some)
+    _until_all_are_here(some, group)
+    rate = at_a_time * product.flops * _per_second(some)
+    _until_all_are_here(some, group)
+    return rate
+
+
+def _until_all_are_here(call: Callable[[], None], group: dist.ProcessGroup) -> None:
+    """Repeat `call` until every rank does. Collective."""
+    barrier = dist.barrier(group, async_op=True)
+    call()
+    while not barrier.is_completed():
+        call()
+    barrier.wait()
 
 
 def _per_second(call: Callable[[], None]) -> float:

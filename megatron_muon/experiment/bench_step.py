@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.cpu.memory import keep_freed_memory
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.exchange.steps import Exchange
@@ -315,6 +316,8 @@ def main(argv: Sequence[str]) -> int:
     except UserError as error:
         print(f"bench step: error: {error}", file=sys.stderr)
         return 2
+    if device.type == "cpu":
+        keep_freed_memory()  # as a training does
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
     )

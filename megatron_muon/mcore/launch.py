@@ -112,8 +112,10 @@ def settle_device(wanted: str) -> str:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
     if wanted == "cpu" or not has_cuda:
         from megatron_muon import cpu
+        from megatron_muon.cpu.memory import keep_freed_memory
 
         cpu.install(force=wanted == "cpu")
+        keep_freed_memory()
         return "cpu"
     return "cuda"
 

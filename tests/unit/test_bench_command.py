@@ -149,9 +149,20 @@ def test_train_flags_take_back_what_is_not_training():
 @pytest.mark.parametrize("block", [(64, 64), (64, 256), (256, 64)])
 @pytest.mark.parametrize("steps", [3, 5, 6])
 def test_floors_products_do_the_operations_that_are_counted(method, dtype, block, steps):
-    done = products(block, method=method, steps=steps, dtype=dtype)
+    done = products(block, method=method, steps=steps, dtype=dtype, device=torch.device("cpu"), batch=3)
     flops = sum(product.flops * count for product, count in done.items())
-    assert flops == ns.operations(*block, method=method, steps=steps, dtype=dtype)
+    assert flops == 3 * ns.operations(*block, method=method, steps=steps, dtype=dtype)
+
+
+def test_the_floor_counts_three_quarters_of_a_symmetric_product_formed_in_halves():
+    dense, halved = (
+        products((512, 1024), method=ns.STANDARD, steps=5, dtype=torch.bfloat16, device=torch.device(device))
+        for device in ("cuda", "cpu")
+    )
+    flops = [sum(product.flops * count for product, count in done.items()) for done in (dense, halved)]
+    wide, square = 2 * 512 * 512 * 1024, 2 * 512**3
+    assert flops[0] == ns.operations(512, 1024, method=ns.STANDARD, steps=5, dtype=torch.bfloat16)
+    assert flops[0] - flops[1] == 5 * (wide + square) // 4
 
 
 def test_layout_of_more_ranks_than_rows():
