@@ -23,7 +23,7 @@ from megatron_muon.experiment.bench_launch import StepSpec, environment, provena
 if TYPE_CHECKING:
     from rich.table import Table
 
-METHODS = ("owner", "allgather", "adam")
+METHODS = ("owner", "allgather", "allgather-tuned", "adam")
 PEERS = ("deepspeed",)
 MEASURED_PEERS: tuple[str, ...] = ()
 """Peers that `bench_step` has a measurement for."""
@@ -41,6 +41,10 @@ examples:
 STEP_DESCRIPTION = """\
 Times one optimizer step of each method, in one run on the same shards and gradients: GPT blocks with qkv 3H x H,
 proj H x H, fc1 4H x H and fc2 H x 4H, rows cut evenly over the ranks.
+
+allgather is that scheme as upstream's draft has it: every rank receives every matrix and runs emerging-optimizers'
+iteration on one after the other. allgather-tuned is the same with this package's iteration, so that its distance from
+owner is the exchange's and the division of work alone.
 
 The floor is measured in the same run: Newton-Schulz FLOPs over the rate at which all ranks at once multiply matrices of
 these shapes, plus the exchange's bytes over the measured bandwidth. Times are those of the slowest rank.

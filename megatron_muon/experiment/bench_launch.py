@@ -39,7 +39,7 @@ class StepSpec:
         hidden_size: H; a block holds qkv `(3H, H)`, proj `(H, H)`, fc1 `(4H, H)` and fc2 `(H, 4H)`.
         num_layers: blocks.
         ns_dtype: "bf16" or "fp32", what Newton-Schulz's products run in.
-        methods: of "owner", "allgather", "adam".
+        methods: of "owner", "allgather", "allgather-tuned", "adam".
         peers: other implementations, of "deepspeed".
         repeat: timed steps of each method.
         warmup: steps of each method before these.
@@ -51,7 +51,7 @@ class StepSpec:
     hidden_size: int
     num_layers: int
     ns_dtype: str = "bf16"
-    methods: tuple[str, ...] = ("owner", "allgather", "adam")
+    methods: tuple[str, ...] = ("owner", "allgather", "allgather-tuned", "adam")
     peers: tuple[str, ...] = ()
     repeat: int = 5
     warmup: int = 1

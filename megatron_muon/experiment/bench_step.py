@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers import utils as eo_utils
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
 
 from megatron_muon.cpu.memory import keep_freed_memory
 from megatron_muon.errors import UserError
@@ -118,6 +120,13 @@ def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
             return AllGatherExchange(
                 problem.layout,
                 problem.group,
+                lambda index, matrix: upstream_update(matrix, splits[index], orthogonalizer),
+                device=problem.device,
+            )
+        if method == "allgather-tuned":
+            return AllGatherExchange(
+                problem.layout,
+                problem.group,
                 lambda index, matrix: orthogonalizer(matrix, splits[index]),
                 device=problem.device,
             )
@@ -143,6 +152,25 @@ def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
         decoupled_weight_decay=True,
         names=names,
     )
+
+
+def upstream_update(matrix: torch.Tensor, split: RowSplit, settings: Orthogonalizer) -> torch.Tensor:
+    """The scaled update of a whole matrix `(rows, cols)` fp32 as megatron-core's Muon computes it, block by block.
+
+    Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
+    """
+    update = torch.empty_like(matrix)
+    for block, place in zip(split.views(matrix), split.views(update), strict=True):
+        whole_block = block.reshape(-1, matrix.shape[1])
+        with eo_utils.fp32_matmul_precision(settings.matmul_precision):
+            orthogonal = muon_utils.newton_schulz(
+                whole_block,
+                steps=settings.num_steps,
+                coefficient_type=settings.coefficient_type,
+            )
+        scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
+        place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
+    return update
 
 
 def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -269,7 +297,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
     ranks = problem.group.size()
     if method == "owner":
         return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
-    if method == "allgather":
+    if method.startswith("allgather"):
         padded = sum(max(shard.rows for shard in matrix.shards) * matrix.shape[1] for matrix in problem.layout.matrices)
         return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks
     return (0,) * ranks

@@ -65,7 +65,7 @@ def step_results():
 def test_defaults():
     spec = bench_command.step_spec(parsed(*STEP))
     assert spec == bench_launch.StepSpec(ranks=2, hidden_size=64, num_layers=1)
-    assert spec.methods == ("owner", "allgather", "adam")
+    assert spec.methods == ("owner", "allgather", "allgather-tuned", "adam")
 
 
 def test_arguments_reach_the_specification():
