@@ -33,6 +33,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
         accept_muon(patches)
         use_factory(patches)
         reduce_without_frozen(patches)
+        average_lone_gradients_once(patches)
         split_momentum_of_swiglu(patches)
 
 
@@ -168,6 +169,45 @@ def reduce_without_frozen(patches: Patches) -> None:
         return reduce_scatter_gradients
 
     patches.wrap(ParamAndGradBuffer, "reduce_scatter_gradients", around, takes=["async_op"])
+
+
+def average_lone_gradients_once(patches: Patches) -> None:
+    """Let gradients that one rank alone reduces be averaged once, not once for each micro-batch.
+
+    Where a data-parallel group has one rank, as that of the experts has when expert parallelism takes all ranks, 0.19
+    accumulates micro-batches in an unsharded buffer. Under `optim_grads` and `optim_grads_params` it reduces after each
+    of them, and every time multiplies the whole buffer by one over the number of data-parallel ranks
+    (_bucket_group_gradient_reduce, gradient_reduce_preprocessing): all micro-batches but the last count too little,
+    whatever the optimizer. Here the factor waits until the reduction is finished.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+
+    def hold_back(init: Callable[..., None]) -> Callable[..., None]:
+        def holding_back(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, ddp_config, *args, **kwargs)
+            self.lone_gradients = []
+            if ddp_config.data_parallel_sharding_strategy not in ("optim_grads", "optim_grads_params"):
+                return
+            for group in self.parameter_groups:
+                gradients = group.main_grad_buffer
+                if gradients is None or gradients.is_data_distributed or gradients.gradient_scaling_factor is None:
+                    continue
+                self.lone_gradients.append((gradients, gradients.gradient_scaling_factor))
+                gradients.gradient_scaling_factor = None
+
+        return holding_back
+
+    def average(attach: Callable[..., None]) -> Callable[..., None]:
+        def attach_grad_to_optimizer_state(self: Any) -> None:
+            for gradients, factor in self.param_and_grad_buffer.lone_gradients:
+                gradients.data.mul_(factor)
+            attach(self)
+
+        return attach_grad_to_optimizer_state
+
+    patches.wrap(ParamAndGradBuffer, "__init__", hold_back, takes=["ddp_config"])
+    patches.wrap(MegatronFSDP, "attach_grad_to_optimizer_state", average)
 
 
 def split_momentum_of_swiglu(patches: Patches) -> None:

@@ -192,10 +192,11 @@ def _work(index: int, descriptor: int) -> None:
     cpu.install()
 
     import megatron_muon.factory  # noqa: F401
-    from megatron_muon.mcore.patches import reduce_without_frozen
+    from megatron_muon.mcore.patches import average_lone_gradients_once, reduce_without_frozen
     from megatron_muon.patching import Patches
 
-    reduce_without_frozen(Patches())  # the one patch of a run that does not concern megatron.training
+    reduce_without_frozen(Patches())  # the patches of a run that do not concern megatron.training
+    average_lone_gradients_once(Patches())
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:
