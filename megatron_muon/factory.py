@@ -1,8 +1,8 @@
 """Picks the optimizers for a Megatron model under Megatron-FSDP when `--optimizer muon` is asked for.
 
 2D weights go to Muon, everything else to the scalar optimizer. Muon is megatron-core's TensorParallelMuon where every
-rank holds whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise; dense parameters use the dp_cp group,
-experts the expt_dp group.
+rank holds whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise, or where the ranks share the work; dense
+parameters use the dp_cp group, experts the expt_dp group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.chained import MuonChainedOptimizer
 from megatron_muon.errors import UserError
-from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.exchange import AllGatherExchange, OwnerExchange, SharedExchange
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.mcore import parameters as mp
 from megatron_muon.mcore.replicated_muon import ReplicatedMuon
@@ -106,12 +106,13 @@ def _muon(
     *,
     is_expert: bool,
 ) -> torch.optim.Optimizer:
-    """Muon on `groups`: plain where matrices are whole on every rank, sharded otherwise."""
-    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
+    """Muon on `groups`: plain where matrices are whole on every rank, sharded or shared otherwise."""
+    replicated = model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
+    if replicated and not config.muon_share_replicated:
         return _replicated(config, groups, pg_collection)
     group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     matrices = [parameter for member in groups for parameter in member["params"]]
-    layout = mp.row_layout(matrices, names, group)
+    layout = (mp.replicated_layout if replicated else mp.row_layout)(matrices, names, group)
     splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in matrices]
     orthogonalizer = Orthogonalizer(
         coefficient_type=config.muon_coefficient_type,
@@ -123,11 +124,12 @@ def _muon(
     )
 
     def exchange(parameters: Sequence[torch.Tensor]) -> Exchange:
-        if config.muon_exchange == "allgather":
+        if config.muon_exchange == "allgather" and not replicated:
             return AllGatherExchange(
                 layout, group, lambda index, matrix: orthogonalizer(matrix, splits[index]), device=parameters[0].device
             )
-        return _owner_exchange(config, layout, splits, group, orthogonalizer, device=parameters[0].device)
+        kind = SharedExchange if replicated else OwnerExchange
+        return _planned_exchange(kind, config, layout, splits, group, orthogonalizer, device=parameters[0].device)
 
     muon = ShardedMuon(
         groups,
@@ -170,7 +172,8 @@ def _replicated(
     return muon
 
 
-def _owner_exchange(
+def _planned_exchange(
+    kind: type[OwnerExchange] | type[SharedExchange],
     config: MuonOptimizerConfig,
     layout: Layout,
     splits: Sequence[RowSplit],
@@ -178,7 +181,7 @@ def _owner_exchange(
     orthogonalizer: Orthogonalizer,
     *,
     device: torch.device,
-) -> OwnerExchange:
+) -> Exchange:
     """Plan the layout and make the exchange that carries the plan out."""
     auto = orthogonalizer.dtype if config.muon_exchange_dtype == "auto" else None
     wire_dtype = auto or (torch.bfloat16 if config.muon_exchange_dtype == "bf16" else torch.float32)
@@ -196,7 +199,7 @@ def _owner_exchange(
             f"{len(shapes)} matrices, the largest {layout.matrices[largest].name}; each travels in a wave of its own",
             stacklevel=2,
         )
-    return OwnerExchange(
+    return kind(
         plan,
         group,
         lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),

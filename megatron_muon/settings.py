@@ -13,7 +13,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_dump
+from megatron_muon.mcore.refusals import check_dump, check_share
 
 
 @dataclass
@@ -22,12 +22,13 @@ class MuonOptimizerConfig(OptimizerConfig):
 
     Attributes:
         muon_exchange: how row shards become whole matrices: "owner" or "allgather".
-        muon_exchange_buffer_mb: MiB that the owner scheme's waves may fill on a rank at a time.
+        muon_exchange_buffer_mb: MiB that the owner scheme's waves, or shared updates, may fill on a rank.
         muon_exchange_dtype: what travels: "fp32", "bf16", or "auto" for bf16 where Newton-Schulz starts from bf16.
         muon_ns: the iteration: "standard", "gram", or "auto" for the one with fewer operations.
         muon_lr: peak learning rate of Muon's parameters; None takes `lr`.
         muon_min_lr: lowest learning rate of Muon's parameters; None takes `min_lr`.
         muon_log_params: print every parameter with its optimizer.
+        muon_share_replicated: under `no_shard`, one owner orthogonalises a matrix and broadcasts the update.
         muon_dump_layout: a file that takes the layout of the sharded matrices, for `megatron-muon plan --layout`.
     """
 
@@ -38,6 +39,7 @@ class MuonOptimizerConfig(OptimizerConfig):
     muon_lr: float | None = None
     muon_min_lr: float | None = None
     muon_log_params: bool = False
+    muon_share_replicated: bool = False
     muon_dump_layout: str | None = None
 
 
@@ -80,5 +82,8 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
     if config.muon_exchange_buffer_mb <= 0:
         raise UserError(f"--muon-exchange-buffer-mb must be positive, got {config.muon_exchange_buffer_mb:g}")
+    if config.muon_share_replicated:
+        largest = max(tensor_parallel, model_chunks[0].config.expert_tensor_parallel_size or 1)
+        check_share(strategy, tensor_parallel=largest, tp_mode=config.muon_tp_mode)
     if config.muon_dump_layout is not None:
         check_dump(strategy)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_dump
+from megatron_muon.mcore.refusals import check_dump, check_share
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -68,7 +68,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         type=float,
         default=256.0,
         metavar="MIB",
-        help="what the owner scheme's waves may fill on a rank at a time",
+        help="what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time",
     )
     group.add_argument(
         "--muon-exchange-dtype",
@@ -88,6 +88,11 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--muon-log-params",
         action="store_true",
         help="print every parameter with the optimizer that takes it",
+    )
+    group.add_argument(
+        "--muon-share-replicated",
+        action="store_true",
+        help="with no_shard: each matrix is orthogonalised by one rank, which broadcasts the update, instead of by all",
     )
     group.add_argument(
         "--muon-dump-layout",
@@ -216,8 +221,9 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32")
     if args.optimizer == "muon" and args.use_megatron_fsdp:
         _check_muon(args, first_rank=environ.get("RANK", "0") == "0")
-    elif args.muon_dump_layout is not None:
-        raise UserError("--muon-dump-layout needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
+    elif args.muon_dump_layout is not None or args.muon_share_replicated:
+        flag = "--muon-share-replicated" if args.muon_share_replicated else "--muon-dump-layout"
+        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
     if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
@@ -235,6 +241,9 @@ def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
     if args.muon_num_ns_steps < 1:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
+    if args.muon_share_replicated:
+        largest = max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1)
+        check_share(args.data_parallel_sharding_strategy, tensor_parallel=largest, tp_mode=args.muon_tp_mode)
     if args.muon_dump_layout is not None:
         from megatron_muon.sharding.layout_file import check_dump_file
 

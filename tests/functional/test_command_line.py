@@ -227,6 +227,17 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     assert four.iterations[0].grad_norm == pytest.approx(two.iterations[0].grad_norm, rel=2e-3)
 
 
+def test_replicas_share_their_work_experts_too(tmp_path, corpus):
+    """Nothing but the speed changes; experts are shared over their own group."""
+    experts = (*SWIGLU, "--num-experts", "2", "--moe-router-topk", "2", "--muon-fp32-matmul-prec", "highest")
+    args = (*cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, "--data-parallel-sharding-strategy", "no_shard", *experts)
+    plain = cli.torchrun(tmp_path, *args).checked()
+    shared = cli.torchrun(tmp_path, *args, "--muon-share-replicated").checked()
+    assert_learns(shared, 6)
+    assert table(shared) == table(plain)
+    assert shared.losses == pytest.approx(plain.losses, abs=1e-4)
+
+
 def test_experts_over_ranks(tmp_path, corpus):
     """Experts belong to no data-parallel group of two here: reduced or gathered over it, they would mix."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2")

@@ -343,6 +343,24 @@ def test_a_layout_needs_shards(parser, tmp_path):
             check(parser, *others, *dump)
 
 
+def test_sharing_is_for_replicas(parser):
+    share = ("--muon-share-replicated", "--data-parallel-sharding-strategy")
+    check(parser, *MUON, *share, "no_shard")
+    with pytest.raises(UserError, match=r"--muon-share-replicated is for .* no_shard: optim shares the work already"):
+        check(parser, *MUON, *share, "optim")
+    with pytest.raises(UserError, match="--muon-share-replicated needs --optimizer muon --use-megatron-fsdp"):
+        check(parser, "--optimizer", "adam", "--use-megatron-fsdp", *share, "no_shard")
+
+
+@pytest.mark.parametrize("size", ["--tensor-model-parallel-size", "--expert-tensor-parallel-size"])
+def test_sharing_keeps_tensor_parallel_ranks_apart(parser, size):
+    argv = (*MUON, "--muon-share-replicated", "--data-parallel-sharding-strategy", "no_shard", "--muon-tp-mode")
+    check(parser, *argv, "blockwise", size, "2")
+    check(parser, *argv, "duplicated")
+    with pytest.raises(UserError, match=r"--muon-tp-mode distributed is not supported .* 2; use --muon-tp-mode blockw"):
+        check(parser, *argv, "distributed", size, "2")
+
+
 def test_help_can_be_shown_and_lists_our_flags_last(parser):
     """A help text of megatron-core 0.19 holds a bare percent sign, and argparse cannot format it."""
     options = parser.format_help().split("\noptions:\n", 1)[1]
