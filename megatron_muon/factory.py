@@ -1,8 +1,8 @@
 """Picks the optimizers for a Megatron model under Megatron-FSDP when `--optimizer muon` is asked for.
 
 2D weights go to Muon, everything else to the scalar optimizer. Muon is megatron-core's TensorParallelMuon where every
-rank holds whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise; dense parameters use the dp_cp group,
-experts the expt_dp group.
+rank holds whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise, or where the ranks share the work; dense
+parameters use the dp_cp group, experts the expt_dp group.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.chained import MuonChainedOptimizer
 from megatron_muon.errors import UserError
-from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.exchange import AllGatherExchange, OwnerExchange, SharedExchange
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.mcore import parameters as mp
 from megatron_muon.mcore.replicated_muon import ReplicatedMuon
@@ -37,30 +36,9 @@ from megatron_muon.mcore.table import parameter_table
 from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
-from megatron_muon.sharding import Layout, make_plan
-
-
-@dataclass
-class MuonOptimizerConfig(OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's flags; each field is the flag of the same name.
-
-    Attributes:
-        muon_exchange: how row shards become whole matrices: "owner" or "allgather".
-        muon_exchange_buffer_mb: MiB that the owner scheme's waves may fill on a rank at a time.
-        muon_exchange_dtype: what travels: "fp32", "bf16", or "auto" for bf16 where Newton-Schulz starts from bf16.
-        muon_ns: the iteration: "standard", "gram", or "auto" for the one with fewer operations.
-        muon_lr: peak learning rate of Muon's parameters; None takes `lr`.
-        muon_min_lr: lowest learning rate of Muon's parameters; None takes `min_lr`.
-        muon_log_params: print every parameter with its optimizer.
-    """
-
-    muon_exchange: str = "owner"
-    muon_exchange_buffer_mb: float = 256.0
-    muon_exchange_dtype: str = "auto"
-    muon_ns: str = "auto"
-    muon_lr: float | None = None
-    muon_min_lr: float | None = None
-    muon_log_params: bool = False
+from megatron_muon.settings import MuonOptimizerConfig, check_supported, with_own_settings
+from megatron_muon.sharding import BlockedLayout, Layout, make_plan
+from megatron_muon.sharding.layout_file import dump_layout
 
 
 def get_megatron_muon_optimizer(
@@ -80,9 +58,8 @@ def get_megatron_muon_optimizer(
     Raises:
         UserError: a setting that Muon under Megatron-FSDP does not support.
     """
-    if not isinstance(config, MuonOptimizerConfig):
-        config = _with_own_settings(config)
-    _check_supported(config, model_chunks)
+    config = with_own_settings(config)
+    check_supported(config, model_chunks)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     mp.restore_attributes(model_chunks)
@@ -98,44 +75,15 @@ def get_megatron_muon_optimizer(
             optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
+    if config.muon_dump_layout is not None and not any("optimizer" not in group for group in groups):
+        raise UserError(
+            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
+        )
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     if dist.get_rank() == 0:
         print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
     return MuonChainedOptimizer(optimizers)
-
-
-def _with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
-    values = {name: getattr(config, name) for name in OptimizerConfig.__dataclass_fields__}
-    return MuonOptimizerConfig(**values)
-
-
-def _check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
-    ddp_config = getattr(model_chunks[0], "ddp_config", None)
-    if ddp_config is None or not ddp_config.use_megatron_fsdp:
-        raise UserError(
-            "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer"
-        )
-    sharded = ddp_config.data_parallel_sharding_strategy != "no_shard"
-    tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
-    if config.fp16:
-        raise UserError("--fp16 is not supported with --optimizer muon; use --bf16, or leave both out for fp32")
-    if config.optimizer_cpu_offload:
-        raise UserError("--optimizer-cpu-offload is not supported with --optimizer muon; leave it out")
-    if ddp_config.num_distributed_optimizer_instances > 1:
-        raise UserError(
-            f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances} is not supported "
-            "with --optimizer muon --use-megatron-fsdp; leave it at 1"
-        )
-    if sharded and tensor_parallel > 1 and config.muon_tp_mode != "blockwise":
-        raise UserError(
-            f"--muon-tp-mode {config.muon_tp_mode} is not supported with --use-megatron-fsdp and "
-            f"--tensor-model-parallel-size {tensor_parallel}; use --muon-tp-mode blockwise"
-        )
-    if config.muon_exchange not in ("owner", "allgather"):
-        raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
-    if config.muon_exchange_buffer_mb <= 0:
-        raise UserError(f"--muon-exchange-buffer-mb must be positive, got {config.muon_exchange_buffer_mb:g}")
 
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
@@ -158,29 +106,14 @@ def _muon(
     *,
     is_expert: bool,
 ) -> torch.optim.Optimizer:
-    """Muon on `groups`: plain where matrices are whole on every rank, sharded otherwise."""
-    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
-        muon = ReplicatedMuon(
-            groups,
-            lr=config.lr,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            weight_decay=config.weight_decay,
-            use_decoupled_weight_decay=config.decoupled_weight_decay,
-            split_qkv=config.muon_split_qkv,
-            is_qkv_fn=lambda p: getattr(p, "is_qkv", False),
-            fp32_matmul_prec=config.muon_fp32_matmul_prec,
-            coefficient_type=config.muon_coefficient_type,
-            num_ns_steps=config.muon_num_ns_steps,
-            scale_mode=config.muon_scale_mode,
-            extra_scale_factor=config.muon_extra_scale_factor,
-            pg_collection=pg_collection,
-            tp_mode=config.muon_tp_mode,
-        )
-        muon.initialize_state()
-        return muon
-
+    """Muon on `groups`: plain where matrices are whole on every rank, sharded or shared otherwise."""
+    replicated = model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
+    if replicated and not config.muon_share_replicated:
+        return _replicated(config, groups, pg_collection)
     group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
+    matrices = [parameter for member in groups for parameter in member["params"]]
+    layout = (mp.replicated_layout if replicated else mp.row_layout)(matrices, names, group)
+    splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in matrices]
     orthogonalizer = Orthogonalizer(
         coefficient_type=config.muon_coefficient_type,
         num_steps=config.muon_num_ns_steps,
@@ -191,15 +124,14 @@ def _muon(
     )
 
     def exchange(parameters: Sequence[torch.Tensor]) -> Exchange:
-        layout = mp.row_layout(parameters, names, group)
-        splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in parameters]
-        if config.muon_exchange == "allgather":
+        if config.muon_exchange == "allgather" and not replicated:
             return AllGatherExchange(
                 layout, group, lambda index, matrix: orthogonalizer(matrix, splits[index]), device=parameters[0].device
             )
-        return _owner_exchange(config, layout, splits, group, orthogonalizer, device=parameters[0].device)
+        kind = SharedExchange if replicated else OwnerExchange
+        return _planned_exchange(kind, config, layout, splits, group, orthogonalizer, device=parameters[0].device)
 
-    return ShardedMuon(
+    muon = ShardedMuon(
         groups,
         exchange,
         lr=config.lr,
@@ -209,9 +141,39 @@ def _muon(
         decoupled_weight_decay=config.decoupled_weight_decay,
         names=names,
     )
+    if config.muon_dump_layout is not None and dist.get_rank() == 0:
+        blocks = tuple((split.groups, split.parts) for split in splits)
+        dump_layout(config.muon_dump_layout, BlockedLayout(layout, blocks), is_expert=is_expert)
+    return muon
 
 
-def _owner_exchange(
+def _replicated(
+    config: MuonOptimizerConfig, groups: list[dict[str, Any]], pg_collection: ProcessGroupCollection
+) -> ReplicatedMuon:
+    """Plain Muon: every rank orthogonalises all matrices."""
+    muon = ReplicatedMuon(
+        groups,
+        lr=config.lr,
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        weight_decay=config.weight_decay,
+        use_decoupled_weight_decay=config.decoupled_weight_decay,
+        split_qkv=config.muon_split_qkv,
+        is_qkv_fn=lambda p: getattr(p, "is_qkv", False),
+        fp32_matmul_prec=config.muon_fp32_matmul_prec,
+        coefficient_type=config.muon_coefficient_type,
+        num_ns_steps=config.muon_num_ns_steps,
+        scale_mode=config.muon_scale_mode,
+        extra_scale_factor=config.muon_extra_scale_factor,
+        pg_collection=pg_collection,
+        tp_mode=config.muon_tp_mode,
+    )
+    muon.initialize_state()
+    return muon
+
+
+def _planned_exchange(
+    kind: type[OwnerExchange] | type[SharedExchange],
     config: MuonOptimizerConfig,
     layout: Layout,
     splits: Sequence[RowSplit],
@@ -219,7 +181,7 @@ def _owner_exchange(
     orthogonalizer: Orthogonalizer,
     *,
     device: torch.device,
-) -> OwnerExchange:
+) -> Exchange:
     """Plan the layout and make the exchange that carries the plan out."""
     auto = orthogonalizer.dtype if config.muon_exchange_dtype == "auto" else None
     wire_dtype = auto or (torch.bfloat16 if config.muon_exchange_dtype == "bf16" else torch.float32)
@@ -237,7 +199,7 @@ def _owner_exchange(
             f"{len(shapes)} matrices, the largest {layout.matrices[largest].name}; each travels in a wave of its own",
             stacklevel=2,
         )
-    return OwnerExchange(
+    return kind(
         plan,
         group,
         lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),

@@ -2,5 +2,6 @@
 
 from megatron_muon.exchange.allgather import AllGatherExchange
 from megatron_muon.exchange.owner import OwnerExchange
+from megatron_muon.exchange.shared import SharedExchange
 
-__all__ = ["AllGatherExchange", "OwnerExchange"]
+__all__ = ["AllGatherExchange", "OwnerExchange", "SharedExchange"]

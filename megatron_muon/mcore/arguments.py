@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
+from megatron_muon.mcore.refusals import check_dump, check_share
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -67,7 +68,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         type=float,
         default=256.0,
         metavar="MIB",
-        help="what the owner scheme's waves may fill on a rank at a time",
+        help="what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time",
     )
     group.add_argument(
         "--muon-exchange-dtype",
@@ -87,6 +88,17 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--muon-log-params",
         action="store_true",
         help="print every parameter with the optimizer that takes it",
+    )
+    group.add_argument(
+        "--muon-share-replicated",
+        action="store_true",
+        help="with no_shard: each matrix is orthogonalised by one rank, which broadcasts the update, instead of by all",
+    )
+    group.add_argument(
+        "--muon-dump-layout",
+        metavar="FILE",
+        help="write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts "
+        "also to NAME.experts.SUFFIX",
     )
     allow_full_precision(parser)
     return parser
@@ -208,7 +220,10 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
     if args.optimizer in ("muon", "adaptive_muon") and args.fp16:
         raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32")
     if args.optimizer == "muon" and args.use_megatron_fsdp:
-        _check_muon(args)
+        _check_muon(args, first_rank=environ.get("RANK", "0") == "0")
+    elif args.muon_dump_layout is not None or args.muon_share_replicated:
+        flag = "--muon-share-replicated" if args.muon_share_replicated else "--muon-dump-layout"
+        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
     if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
@@ -219,13 +234,22 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         _check_writable(Path(args.save), "--save")
 
 
-def _check_muon(args: argparse.Namespace) -> None:
+def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
     if args.use_precision_aware_optimizer:
         raise UserError("--use-precision-aware-optimizer is not supported with --optimizer muon; leave it out")
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
     if args.muon_num_ns_steps < 1:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
+    if args.muon_share_replicated:
+        largest = max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1)
+        check_share(args.data_parallel_sharding_strategy, tensor_parallel=largest, tp_mode=args.muon_tp_mode)
+    if args.muon_dump_layout is not None:
+        from megatron_muon.sharding.layout_file import check_dump_file
+
+        check_dump(args.data_parallel_sharding_strategy)
+        if first_rank:  # it writes; other nodes need not have the folder
+            check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))
 
 
 def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:

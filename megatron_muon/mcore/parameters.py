@@ -16,7 +16,7 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.sharded_muon import local_rows
-from megatron_muon.sharding import Layout, row_sharded
+from megatron_muon.sharding import Layout, evenly_sharded, row_sharded
 
 _ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
 
@@ -120,3 +120,11 @@ def row_layout(
         for index, parameter in enumerate(parameters)
     )
     return Layout(world_size=group.size(), matrices=matrices)
+
+
+def replicated_layout(
+    parameters: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str], group: dist.ProcessGroup
+) -> Layout:
+    """A layout by which to plan the work of parameters that every rank of `group` holds whole."""
+    matrices = (evenly_sharded(names[p], matrix_shape(p), group.size()) for p in parameters)
+    return Layout(world_size=group.size(), matrices=tuple(matrices))

@@ -129,7 +129,8 @@ def use_factory(patches: Patches) -> None:
     """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
     import megatron.training.training as training
 
-    from megatron_muon.factory import MuonOptimizerConfig, get_megatron_muon_optimizer
+    from megatron_muon.factory import get_megatron_muon_optimizer
+    from megatron_muon.settings import MuonOptimizerConfig
 
     def get_optimizer(
         config: Any,

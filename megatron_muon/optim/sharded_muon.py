@@ -25,7 +25,7 @@ def local_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """Muon whose parameters are row shards of matrices.
+    """Muon whose parameters are row shards of matrices, or with `SharedExchange` whole replicas.
 
     The update of a matrix depends on its gradient alone, never on how many ranks hold it. State is one
     `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction on every rank, also

@@ -4,7 +4,17 @@ Nothing here imports torch.distributed, CUDA or Megatron, so that a layout of th
 simulated on a laptop.
 """
 
-from megatron_muon.sharding.layout import BlockedLayout, Layout, LayoutError, Matrix, Shard, row_sharded
+from megatron_muon.sharding.layout import BlockedLayout, Layout, LayoutError, Matrix, Shard, evenly_sharded, row_sharded
 from megatron_muon.sharding.plan import Plan, make_plan
 
-__all__ = ["BlockedLayout", "Layout", "LayoutError", "Matrix", "Plan", "Shard", "make_plan", "row_sharded"]
+__all__ = [
+    "BlockedLayout",
+    "Layout",
+    "LayoutError",
+    "Matrix",
+    "Plan",
+    "Shard",
+    "evenly_sharded",
+    "make_plan",
+    "row_sharded",
+]

@@ -151,6 +151,16 @@ class BlockedLayout:
         return [(groups * part, cols) for part in parts]
 
 
+def evenly_sharded(name: str, shape: tuple[int, int], world_size: int) -> Matrix:
+    """The matrix with as many rows on each rank as on the others, but for one.
+
+    It stands for a matrix that every rank holds whole where only owners and waves are to be planned: no rank is nearer
+    to it than another.
+    """
+    rows, more = divmod(shape[0], world_size)
+    return row_sharded(name, shape, [rows + (rank < more) for rank in range(world_size)])
+
+
 def row_sharded(name: str, shape: tuple[int, int], rows_per_rank: Sequence[int]) -> Matrix:
     """The matrix whose rank r holds the next `rows_per_rank[r]` rows, as ZeRO sharding cuts it.
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,61 @@ def write_layout(path: str | Path, layout: Layout, blocks: Sequence[Blocks | Non
         Path(path).write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"cannot write layout {str(path)!r}: {error.strerror}") from None
+
+
+def dump_file(path: str | Path, *, is_expert: bool) -> Path:
+    """Where a run writes a layout: `path` takes that of dense matrices, `NAME.experts.SUFFIX` that of experts."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}.experts{path.suffix}") if is_expert else path
+
+
+def dump_layout(path: str | Path, blocked: BlockedLayout, *, is_expert: bool) -> None:
+    """Write the layout of a run and print a line that says so; for one rank to call.
+
+    Args:
+        path: what `--muon-dump-layout` was given.
+        blocked: the layout of this rank's group.
+        is_expert: whether its matrices are those of experts.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    file, layout = dump_file(path, is_expert=is_expert), blocked.layout
+    write_layout(
+        file,
+        layout,
+        [None if blocks is not None and blocks[0] == len(blocks[1]) == 1 else blocks for blocks in blocked.blocks],
+    )
+    print(
+        f"megatron-muon: {file}: the layout of {len(layout.matrices)} {'expert' if is_expert else 'dense'} matrices "
+        f"over {layout.world_size} rank{'s' * (layout.world_size != 1)}; for megatron-muon plan --layout {file}",
+        flush=True,
+    )
+
+
+def check_dump_file(path: str | Path, *, has_experts: bool) -> None:
+    """Check that a run will be able to write its layouts; leaves files as they are.
+
+    Raises:
+        UserError: names the file and the remedy.
+    """
+    for file in (dump_file(path, is_expert=True), Path(path)) if has_experts and Path(path).name else (Path(path),):
+        flag = f"--muon-dump-layout {str(path)!r}"
+        if file.is_dir():
+            raise UserError(f"{flag}: {str(file)!r} is a folder; name a file, for instance {file / 'layout.json'}")
+        if not file.parent.is_dir():
+            raise UserError(f"{flag}: there is no folder {str(file.parent)!r}; type mkdir -p {file.parent}")
+        try:
+            if file.exists():
+                with file.open("ab"):
+                    pass
+            else:
+                with tempfile.TemporaryFile(dir=file.parent):
+                    pass
+        except OSError as error:
+            raise UserError(
+                f"{flag}: cannot write {str(file)!r} ({error.strerror}); choose a file that this user may write"
+            ) from None
 
 
 class _FormError(ValueError):

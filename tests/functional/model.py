@@ -389,7 +389,8 @@ def _gpt(case: Case, config: Any) -> torch.nn.Module:
 
 
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
-    from megatron_muon.factory import MuonOptimizerConfig, get_megatron_muon_optimizer
+    from megatron_muon.factory import get_megatron_muon_optimizer
+    from megatron_muon.settings import MuonOptimizerConfig
 
     config = MuonOptimizerConfig(
         optimizer="muon",

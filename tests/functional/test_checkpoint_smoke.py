@@ -24,7 +24,8 @@ def state_keys(rank: int, world_size: int, *, case: Case) -> Any:
             for slot, value in slots.items()
             if isinstance(value, torch.Tensor)
         }
-        described.append((keys, sorted(sharded["param_to_group_meta"]), dtypes))
+        settings = {name: sorted(group) for name, group in sharded["param_to_group_meta"].items()}
+        described.append((keys, settings, dtypes))
         for tokens in batches(3):
             assert trainer.train(tokens)[1][0]
     counters = {name: float(state["step"]) for name, state in trainer.states().items() if "step" in state}
@@ -42,9 +43,16 @@ def test_state_has_the_same_keys_on_every_rank(ranks: Pool, strategy: str) -> No
     first, counters, _ = seen[0]
     assert first[0] == first[1], "keys and dtypes must be there from the start"
     names, in_groups, _ = first[0]
-    assert sorted(names) == in_groups
+    assert sorted(names) == sorted(in_groups)
     assert sum("momentum_buffer" in slots for slots in names.values()) == 4 * case.layers
     for described, their_counters, _ in seen:
         assert described == first
         assert their_counters == counters
     assert set(counters.values()) == {6.0}, "AdamW counts every step, also over shards without rows"
+
+
+def test_shared_replicas_keep_the_state_of_plain_ones(ranks: Pool) -> None:
+    """So that the flag can be set or taken back between a checkpoint and the run that continues it."""
+    plain = Case(strategy="no_shard", layers=1)
+    seen = [ranks(2, state_keys, case=case) for case in (plain, plain.but(optimizer={"muon_share_replicated": True}))]
+    assert seen[0] == seen[1]

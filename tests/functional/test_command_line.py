@@ -3,12 +3,14 @@
 Each run costs 10 to 20 seconds of imports, so each shows several things at once.
 """
 
+import json
 import math
 
 import pytest
 
 from megatron_muon import cli as command
 from megatron_muon.experiment.events import read_events
+from megatron_muon.sharding.layout_file import read_layout
 from tests.functional import cli
 
 pytestmark = pytest.mark.timeout(450)
@@ -147,6 +149,34 @@ def test_a_continued_run_is_the_uninterrupted_one(tmp_path, corpus):
         assert found == {step: expected[step] for step in (5, 6, 7, 8)}, tag
 
 
+def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
+    """What rank 0 writes before training is what the ranks hold, with the blocks of QKV."""
+    file = tmp_path / "layout.json"
+    one = ("--global-batch-size", "4", "--train-iters", "1", "--muon-dump-layout", "layout.json")
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SHARDED, *one).checked()
+    assert len(run.losses) == 1
+    (note,) = notes(run, "layout.json: ")
+    assert "12 dense matrices over 2 ranks" in note
+    assert run.output.index(note) < run.output.index("iteration        1/")
+
+    blocked = read_layout(file)
+    assert blocked.layout.world_size == 2
+    matrices = {matrix.name: matrix for matrix in blocked.layout.matrices}
+    assert len(matrices) == table(run)["muon"][0] == 12
+    assert sum(matrix.numel for matrix in matrices.values()) == table(run)["muon"][1]
+    assert matrices["decoder.layers.1.mlp.linear_fc1.weight"].shape == (102, 39)
+    assert any(len(matrix.shards) == 2 for matrix in matrices.values())
+    places = [matrix.name for matrix in blocked.layout.matrices]
+    qkv = places.index("decoder.layers.2.self_attention.linear_qkv.weight")
+    assert blocked.block_shapes(qkv) == [(39, 39)] * 3
+
+    assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == command.EXIT_OK
+    assert "at 2 ranks" in capsys.readouterr().out
+    figures = json.loads((tmp_path / "plan.json").read_text())
+    assert (figures["world_size"], figures["matrices"]) == (2, 12)
+    assert figures["exchange_bytes"]["max_per_rank"] > 0
+
+
 def test_muon_without_fsdp_is_upstreams(tmp_path, corpus):
     run = cli.torchrun(
         tmp_path, *cli.TINY, *corpus, *SIX_STEPS, "--optimizer", "muon", "--logging-level", "20"
@@ -186,11 +216,29 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     experts = (*batches, *SHARDED, *SWIGLU, "--num-experts", "4", "--moe-router-topk", "2")
     over = ("--muon-fp32-matmul-prec", "highest", "--expert-model-parallel-size", "2")
     two = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, ranks=2).checked()
-    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, ranks=4).checked()
+    dump = ("--muon-dump-layout", "layout.json")
+    four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, *dump, ranks=4).checked()
     assert_learns(four, 6)
+    dense, expert = (read_layout(tmp_path / name).layout for name in ("layout.json", "layout.experts.json"))
+    assert (dense.world_size, expert.world_size) == (4, 2)
+    assert all(".experts." in matrix.name for matrix in expert.matrices)
+    assert not any(".experts." in matrix.name for matrix in dense.matrices)
+    assert len(dense.matrices) + len(expert.matrices) == table(four)["muon"][0]
+    assert [len(notes(four, f"{name}: ")) for name in ("layout.json", "layout.experts.json")] == [1, 1]
     assert four.losses == pytest.approx(two.losses, abs=1e-4)
     norms = [[iteration.grad_norm for iteration in run.iterations] for run in (two, four)]
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)
+
+
+def test_replicas_share_their_work_experts_too(tmp_path, corpus):
+    """Nothing but the speed changes; experts are shared over their own group."""
+    experts = (*SWIGLU, "--num-experts", "2", "--moe-router-topk", "2", "--muon-fp32-matmul-prec", "highest")
+    args = (*cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, "--data-parallel-sharding-strategy", "no_shard", *experts)
+    plain = cli.torchrun(tmp_path, *args).checked()
+    shared = cli.torchrun(tmp_path, *args, "--muon-share-replicated").checked()
+    assert_learns(shared, 6)
+    assert table(shared) == table(plain)
+    assert shared.losses == pytest.approx(plain.losses, abs=1e-4)
 
 
 def test_experts_over_ranks(tmp_path, corpus):

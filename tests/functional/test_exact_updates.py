@@ -96,6 +96,46 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
     assert_same_bits(seen)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_shared_replicas_equal_the_reference(ranks: Pool, world_size: int) -> None:
+    """Replicas are compared bit by bit where they are put together; with a tiny buffer one parcel is under way."""
+    case = Case(strategy="no_shard", optimizer={"muon_share_replicated": True})
+    cases = {
+        "plenty": case,
+        "tiny": case.but(optimizer={**case.optimizer, "muon_exchange_buffer_mb": 0.001}),
+        "narrow": case.but(ffn=1),  # a matrix of one row has a rank that holds it all, in the plan's eyes
+    }
+    seen = ranks(world_size, run, cases=cases)[0]
+    for label, given in cases.items():
+        check(seen[label], given, atol=2e-6)
+    for step in CHECKED:
+        for one, other in zip(seen["plenty"][step], seen["tiny"][step], strict=True):
+            assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_shared_replicas_in_bf16_stay_the_same(ranks: Pool) -> None:
+    """The owner applies what it sent, rounded: with its own fp32 update, `whole` would find that ranks differ."""
+    settings = {"muon_share_replicated": True, "muon_fp32_matmul_prec": "medium"}
+    cases = {"auto": Case(strategy="no_shard", optimizer=settings)}
+    cases["bf16 wire only"] = Case(
+        strategy="no_shard", optimizer={"muon_share_replicated": True, "muon_exchange_dtype": "bf16"}
+    )
+    alone, shared = (ranks(world_size, run, cases=cases)[0] for world_size in (1, 3))
+    for label in cases:
+        for name, found in shared[label][1][0].items():
+            assert torch.equal(found, alone[label][1][0][name]), f"{label}, {name}"
+
+
+def test_every_setting_means_the_same_where_work_is_shared(ranks: Pool) -> None:
+    cases = {
+        label: Case(strategy="no_shard", layers=1, optimizer={**settings, "muon_share_replicated": True})
+        for label, (settings, _) in VARIANTS.items()
+    }
+    seen = ranks(2, run, cases=cases)[0]
+    for label, (_, atol) in VARIANTS.items():
+        check(seen[label], cases[label], atol=max(atol, 2e-6))
+
+
 @pytest.mark.parametrize("settings", [{"muon_exchange_buffer_mb": 0.001}, {"muon_ns": "standard"}, {"muon_ns": "gram"}])
 def test_nor_do_waves_and_iterations_matter(ranks: Pool, settings: dict[str, Any]) -> None:
     """One matrix for each wave, with a warning; and either iteration for all blocks."""

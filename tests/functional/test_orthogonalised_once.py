@@ -68,10 +68,13 @@ def count(rank: int, world_size: int, *, case: Case, micro_batches: int, sabotag
 def check(counts: list[list[Counter[tuple[int, int]]]], case: Case) -> None:
     """Each step has orthogonalised the blocks of the model once: all ranks together, or each by itself.
 
-    In the owner scheme a block belongs to one rank. In the all-gather scheme, and under no_shard, every rank does all.
+    In the owner scheme a block belongs to one rank, and under no_shard where the work is shared. In the all-gather
+    scheme, and under plain no_shard, every rank does all.
     """
     expected = Counter(wide(block) for block in case.muon_blocks())
-    together = case.strategy != "no_shard" and case.settings.get("muon_exchange", "owner") == "owner"
+    together = case.settings.get("muon_exchange", "owner") == "owner"
+    if case.strategy == "no_shard":
+        together = case.settings.get("muon_share_replicated", False)
     for ranks_of_step in zip(*counts, strict=True):
         parts = [sum(ranks_of_step, Counter())] if together else list(ranks_of_step)
         for part in parts:
@@ -83,6 +86,14 @@ def check(counts: list[list[Counter[tuple[int, int]]]], case: Case) -> None:
 def test_once_per_block_and_never_a_shard(ranks: Pool, strategy: str, micro_batches: int) -> None:
     case = Case(strategy=strategy)
     check(ranks(2, count, case=case, micro_batches=micro_batches), case)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_once_over_all_ranks_where_replicas_share_the_work(ranks: Pool, world_size: int) -> None:
+    case = Case(strategy="no_shard", optimizer={"muon_share_replicated": True})
+    counts = ranks(world_size, count, case=case, micro_batches=1)
+    check(counts, case)
+    assert all(counts_of_rank[0] for counts_of_rank in counts), "a rank had no work"
 
 
 @pytest.mark.parametrize("exchange", ["owner", "allgather"])

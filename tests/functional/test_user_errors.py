@@ -120,6 +120,16 @@ CASES |= {
         ("--pipeline-model-parallel-size 2", "--use-megatron-fsdp", "use 1"),
     ),
     "unwritable save directory": ((*RUN, "--save", "a-file/below"), {}, ("--save a-file/below", "cannot write")),
+    "a layout without shards": (
+        (*RUN, "--data-parallel-sharding-strategy", "no_shard", "--muon-dump-layout", "layout.json"),
+        {},
+        ("--muon-dump-layout", "no_shard", "optim_grads_params"),
+    ),
+    "a layout without a folder": (
+        (*RUN, "--data-parallel-sharding-strategy", "optim", "--muon-dump-layout", "absent/layout.json"),
+        {},
+        ("--muon-dump-layout 'absent/layout.json'", "mkdir -p absent"),
+    ),
     "CUDA_DEVICE_MAX_CONNECTIONS": (
         RUN,
         {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},

@@ -298,6 +298,69 @@ def test_a_directory_without_write_permission_is_refused(parser, tmp_path):
         check(parser, "--save", str(tmp_path / "locked"))
 
 
+MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
+SHARDED = (*MUON, "--data-parallel-sharding-strategy", "optim_grads_params")
+
+
+def test_a_layout_needs_a_place(parser, tmp_path):
+    (tmp_path / "there.json").write_text("before")
+    for name in ("new.json", "there.json"):
+        check(parser, *SHARDED, "--muon-dump-layout", str(tmp_path / name))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.json", "before")]
+    with pytest.raises(UserError, match=r"--muon-dump-layout .*no folder .*absent'; type mkdir -p .*absent$"):
+        check(parser, *SHARDED, "--muon-dump-layout", str(tmp_path / "absent" / "layout.json"))
+    for folder in (str(tmp_path), ""):
+        with pytest.raises(UserError, match=r"is a folder; name a file, for instance .*layout\.json"):
+            check(parser, *SHARDED, "--muon-dump-layout", folder)
+    # The first rank writes; the other nodes need not have its folder.
+    check(parser, *SHARDED, "--muon-dump-layout", str(tmp_path / "absent" / "layout.json"), env={"RANK": "1"})
+
+
+def test_experts_have_a_layout_of_their_own(parser, tmp_path):
+    (tmp_path / "layout.experts.json").mkdir()
+    argv = (*SHARDED, "--muon-dump-layout", str(tmp_path / "layout.json"))
+    check(parser, *argv)
+    with pytest.raises(UserError, match=r"layout\.experts\.json' is a folder"):
+        check(parser, *argv, "--num-experts", "4")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_layout_that_cannot_be_written_is_refused(parser, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    (tmp_path / "locked.json").write_text("")
+    (tmp_path / "locked.json").chmod(0o400)
+    for name in ("locked/layout.json", "locked.json"):
+        with pytest.raises(UserError, match=r"cannot write .*Permission denied.*choose a file"):
+            check(parser, *SHARDED, "--muon-dump-layout", str(tmp_path / name))
+
+
+def test_a_layout_needs_shards(parser, tmp_path):
+    dump = ("--muon-dump-layout", str(tmp_path / "layout.json"))
+    with pytest.raises(UserError, match=r"nothing to write with .* no_shard: .* whole matrices; use optim"):
+        check(parser, *MUON, "--data-parallel-sharding-strategy", "no_shard", *dump)
+    for others in (("--optimizer", "adam", "--use-megatron-fsdp"), ("--optimizer", "muon")):
+        with pytest.raises(UserError, match="--muon-dump-layout needs --optimizer muon --use-megatron-fsdp"):
+            check(parser, *others, *dump)
+
+
+def test_sharing_is_for_replicas(parser):
+    share = ("--muon-share-replicated", "--data-parallel-sharding-strategy")
+    check(parser, *MUON, *share, "no_shard")
+    with pytest.raises(UserError, match=r"--muon-share-replicated is for .* no_shard: optim shares the work already"):
+        check(parser, *MUON, *share, "optim")
+    with pytest.raises(UserError, match="--muon-share-replicated needs --optimizer muon --use-megatron-fsdp"):
+        check(parser, "--optimizer", "adam", "--use-megatron-fsdp", *share, "no_shard")
+
+
+@pytest.mark.parametrize("size", ["--tensor-model-parallel-size", "--expert-tensor-parallel-size"])
+def test_sharing_keeps_tensor_parallel_ranks_apart(parser, size):
+    argv = (*MUON, "--muon-share-replicated", "--data-parallel-sharding-strategy", "no_shard", "--muon-tp-mode")
+    check(parser, *argv, "blockwise", size, "2")
+    check(parser, *argv, "duplicated")
+    with pytest.raises(UserError, match=r"--muon-tp-mode distributed is not supported .* 2; use --muon-tp-mode blockw"):
+        check(parser, *argv, "distributed", size, "2")
+
+
 def test_help_can_be_shown_and_lists_our_flags_last(parser):
     """A help text of megatron-core 0.19 holds a bare percent sign, and argparse cannot format it."""
     options = parser.format_help().split("\noptions:\n", 1)[1]

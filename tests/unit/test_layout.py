@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.sharding import Layout, LayoutError, Matrix, Shard, row_sharded
+from megatron_muon.sharding import Layout, LayoutError, Matrix, Shard, evenly_sharded, row_sharded
 
 
 def shard(rank: int, rows: range, cols: range) -> Shard:
@@ -31,6 +31,15 @@ def test_row_shards_tile_whatever_their_sizes(rows_per_rank: list[int], cols: in
         held += list(range(mine.row_start, mine.row_start + mine.rows)) if mine else []
     assert held == list(range(sum(rows_per_rank)))
     assert sum(part.numel for part in made.shards) == made.numel
+
+
+@given(st.integers(1, 9), st.integers(1, 12))
+def test_even_shards_differ_by_a_row_at_most(rows: int, world_size: int) -> None:
+    made = evenly_sharded("w", (rows, 3), world_size)
+    made.check_tiling()
+    held = [part.rows if (part := made.shard_of(rank)) else 0 for rank in range(world_size)]
+    assert sum(held) == rows
+    assert max(held) - min(held) <= 1
 
 
 @given(

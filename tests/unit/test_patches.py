@@ -10,9 +10,9 @@ from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, checkpointing, training
 
 from megatron_muon.errors import UserError
-from megatron_muon.factory import MuonOptimizerConfig
 from megatron_muon.mcore import patches as mcore_patches
 from megatron_muon.patching import Patches
+from megatron_muon.settings import MuonOptimizerConfig
 
 PATCHED = [
     (dataset_utils, "compile_helpers"),

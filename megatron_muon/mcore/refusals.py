@@ -1,0 +1,44 @@
+"""What Muon refuses in either of two places: on the command line, and in a config that a script has built.
+
+Plain values in, so that the command line can ask before torch is imported.
+"""
+
+from __future__ import annotations
+
+from megatron_muon.errors import UserError
+
+
+def check_share(strategy: str, *, tensor_parallel: int, tp_mode: str) -> None:
+    """Check that `--muon-share-replicated` has replicated matrices to share, each of them one rank's by itself.
+
+    Args:
+        strategy: `--data-parallel-sharding-strategy`.
+        tensor_parallel: the largest tensor parallel size, that of experts included.
+        tp_mode: `--muon-tp-mode`.
+
+    Raises:
+        UserError: a sharded strategy, or a mode in which tensor-parallel ranks orthogonalise together.
+    """
+    if strategy != "no_shard":
+        raise UserError(
+            f"--muon-share-replicated is for --data-parallel-sharding-strategy no_shard: {strategy} shares the work "
+            "already (--muon-exchange owner); leave the flag out"
+        )
+    if tensor_parallel > 1 and tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {tp_mode} is not supported with --muon-share-replicated and tensor parallel size "
+            f"{tensor_parallel}; use --muon-tp-mode blockwise, or leave --muon-share-replicated out"
+        )
+
+
+def check_dump(strategy: str) -> None:
+    """Check that there is a layout to dump.
+
+    Raises:
+        UserError: under `no_shard` every rank holds whole matrices.
+    """
+    if strategy == "no_shard":
+        raise UserError(
+            "--muon-dump-layout has nothing to write with --data-parallel-sharding-strategy no_shard: every rank holds "
+            "whole matrices; use optim, optim_grads or optim_grads_params, or leave the flag out"
+        )

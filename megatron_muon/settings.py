@@ -1,0 +1,89 @@
+"""The settings of Muon under Megatron-FSDP, and what they do not combine with.
+
+A run fills them from its flags, a script of one's own by name. What can be seen before torch.distributed starts is
+checked on the command line too (`mcore.arguments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+from megatron_muon.errors import UserError
+from megatron_muon.mcore.refusals import check_dump, check_share
+
+
+@dataclass
+class MuonOptimizerConfig(OptimizerConfig):
+    """megatron-core's OptimizerConfig with this package's flags; each field is the flag of the same name.
+
+    Attributes:
+        muon_exchange: how row shards become whole matrices: "owner" or "allgather".
+        muon_exchange_buffer_mb: MiB that the owner scheme's waves, or shared updates, may fill on a rank.
+        muon_exchange_dtype: what travels: "fp32", "bf16", or "auto" for bf16 where Newton-Schulz starts from bf16.
+        muon_ns: the iteration: "standard", "gram", or "auto" for the one with fewer operations.
+        muon_lr: peak learning rate of Muon's parameters; None takes `lr`.
+        muon_min_lr: lowest learning rate of Muon's parameters; None takes `min_lr`.
+        muon_log_params: print every parameter with its optimizer.
+        muon_share_replicated: under `no_shard`, one owner orthogonalises a matrix and broadcasts the update.
+        muon_dump_layout: a file that takes the layout of the sharded matrices, for `megatron-muon plan --layout`.
+    """
+
+    muon_exchange: str = "owner"
+    muon_exchange_buffer_mb: float = 256.0
+    muon_exchange_dtype: str = "auto"
+    muon_ns: str = "auto"
+    muon_lr: float | None = None
+    muon_min_lr: float | None = None
+    muon_log_params: bool = False
+    muon_share_replicated: bool = False
+    muon_dump_layout: str | None = None
+
+
+def with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
+    """`config` itself where it carries this package's settings, else a copy with their defaults."""
+    if isinstance(config, MuonOptimizerConfig):
+        return config
+    values = {name: getattr(config, name) for name in OptimizerConfig.__dataclass_fields__}
+    return MuonOptimizerConfig(**values)
+
+
+def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
+    """Check what Muon under Megatron-FSDP does not support.
+
+    Raises:
+        UserError: names the value and the remedy.
+    """
+    ddp_config = getattr(model_chunks[0], "ddp_config", None)
+    if ddp_config is None or not ddp_config.use_megatron_fsdp:
+        raise UserError(
+            "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer"
+        )
+    strategy = ddp_config.data_parallel_sharding_strategy
+    tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
+    if config.fp16:
+        raise UserError("--fp16 is not supported with --optimizer muon; use --bf16, or leave both out for fp32")
+    if config.optimizer_cpu_offload:
+        raise UserError("--optimizer-cpu-offload is not supported with --optimizer muon; leave it out")
+    if ddp_config.num_distributed_optimizer_instances > 1:
+        raise UserError(
+            f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances} is not supported "
+            "with --optimizer muon --use-megatron-fsdp; leave it at 1"
+        )
+    if strategy != "no_shard" and tensor_parallel > 1 and config.muon_tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {config.muon_tp_mode} is not supported with --use-megatron-fsdp and "
+            f"--tensor-model-parallel-size {tensor_parallel}; use --muon-tp-mode blockwise"
+        )
+    if config.muon_exchange not in ("owner", "allgather"):
+        raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
+    if config.muon_exchange_buffer_mb <= 0:
+        raise UserError(f"--muon-exchange-buffer-mb must be positive, got {config.muon_exchange_buffer_mb:g}")
+    if config.muon_share_replicated:
+        largest = max(tensor_parallel, model_chunks[0].config.expert_tensor_parallel_size or 1)
+        check_share(strategy, tensor_parallel=largest, tp_mode=config.muon_tp_mode)
+    if config.muon_dump_layout is not None:
+        check_dump(strategy)

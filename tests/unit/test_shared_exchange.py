@@ -1,0 +1,102 @@
+"""Sharing the work of replicas, rank by rank in one process: broadcasts are recorded and carried out by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.exchange import SharedExchange
+from megatron_muon.exchange import shared as module
+from megatron_muon.optim.blocks import whole
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.sharding import Layout, Plan, evenly_sharded, make_plan
+
+Shapes = Sequence[tuple[int, int]]
+
+
+@dataclass
+class Group:
+    """What the exchange asks of a process group."""
+
+    ranks: int
+    mine: int
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.mine
+
+
+def planned(shapes: Shapes, ranks: int, buffer_bytes: int) -> Plan:
+    layout = Layout(ranks, tuple(evenly_sharded(f"w{i}", shape, ranks) for i, shape in enumerate(shapes)))
+    costs = [float(rows * cols) for rows, cols in shapes]
+    return make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4)
+
+
+def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[tuple[int, int]], list[int]]:
+    """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
+    orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)
+    owned: list[int] = []
+    advanced: list[int] = []
+    applied: list[int] = []
+    under_way: list[int] = []
+    posted: list[tuple[int, int]] = []
+
+    def batches(indices: Sequence[int]) -> Any:
+        owned.extend(indices)
+        return orthogonalizer.batch([shapes[i] for i in indices], [whole(shapes[i][0]) for i in indices])
+
+    def broadcast(updates: torch.Tensor, *, group_src: int, **_: Any) -> Any:
+        posted.append((group_src, updates.numel()))
+        under_way.append(updates.numel())
+        if group_src != rank:
+            updates.zero_()
+        assert len(under_way) == 1 or sum(under_way) * 4 <= 2 * plan.wave_bytes
+        return mock.Mock(wait=lambda: under_way.pop(0))
+
+    def advance(indices: Sequence[int]) -> list[torch.Tensor]:
+        advanced.extend(indices)
+        return [torch.ones(shapes[i]) for i in indices]
+
+    def apply(indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
+        assert set(indices) <= set(advanced)
+        applied.extend(indices)
+        for index, update in zip(indices, updates, strict=True):
+            assert update.shape == shapes[index]
+            assert bool(update.any()) is (plan.owners[index] == rank)
+
+    exchange = SharedExchange(plan, Group(plan.layout.world_size, rank), batches, device=torch.device("cpu"))
+    with mock.patch.object(module.dist, "broadcast", broadcast):
+        exchange.run(advance, apply)
+    assert sorted(advanced) == sorted(applied) == list(range(len(shapes)))
+    assert not under_way
+    return posted, owned
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=9),
+    st.integers(1, 4),
+    st.sampled_from([1, 1000, 2**20]),
+)
+def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, buffer_bytes: int) -> None:
+    """Matrices of one row too, which the plan takes to lie whole on a rank; and all ranks post the same broadcasts."""
+    plan = planned(shapes, ranks, buffer_bytes)
+    seen = [step(plan, shapes, rank) for rank in range(ranks)]
+    assert sorted(index for _, owned in seen for index in owned) == list(range(len(shapes)))
+    assert all(posted == seen[0][0] for posted, _ in seen)
+    elements = sum(size for _, size in seen[0][0])
+    assert elements == (sum(rows * cols for rows, cols in shapes) if ranks > 1 else 0)
+
+
+def test_a_plan_for_other_ranks_is_refused() -> None:
+    plan = planned([(2, 2)], 2, 1000)
+    with pytest.raises(ValueError, match="the plan is for 2 ranks, the process group has 3"):
+        SharedExchange(plan, Group(3, 0), mock.Mock(), device=torch.device("cpu"))
