@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 METHODS = ("owner", "allgather", "allgather-tuned", "adam")
-PEERS = ("deepspeed",)
-MEASURED_PEERS: tuple[str, ...] = ()
-"""Peers that `bench_step` has a measurement for."""
+PEERS = ("deepspeed", "deepspeed-gram")
+"""What they are stands in `bench_peers`; a peer's name begins with that of its package."""
 
 EXAMPLES = """\
 examples:
@@ -45,6 +44,9 @@ proj H x H, fc1 4H x H and fc2 H x 4H, rows cut evenly over the ranks.
 allgather is that scheme as upstream's draft has it: every rank receives every matrix and runs emerging-optimizers'
 iteration on one after the other. allgather-tuned is the same with this package's iteration, so that its distance from
 owner is the exchange's and the division of work alone.
+
+Peers, on CPU alone: deepspeed is DeepSpeed's ZeRO-3 Muon with its standard Newton-Schulz in bf16, deepspeed-gram the
+same with its own default. Only the engine's step is timed; a forward and a backward before it bring the gradients.
 
 The floor is measured in the same run: Newton-Schulz FLOPs over the rate at which all ranks at once multiply matrices of
 these shapes, plus the exchange's bytes over the measured bandwidth. Times are those of the slowest rank.
@@ -117,9 +119,11 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     """What the arguments of `bench step` ask for.
 
     Raises:
-        UserError: a peer that is not installed or cannot be measured.
+        UserError: a peer that is not installed, or a device that peers are not measured on.
     """
     check_peers(args.peers)
+    if args.peers and args.device == "cuda":
+        raise UserError(f"--peers {' '.join(args.peers)} --device cuda: measured on CPU alone; type --device cpu")
     names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers"}
     return StepSpec(
         methods=tuple(dict.fromkeys(args.methods)),  # once each, in the order given
@@ -129,16 +133,15 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
 
 
 def check_peers(peers: Sequence[str]) -> None:
-    """Refuse peers that are missing or that nothing here measures, before anything runs.
+    """Refuse peers that are missing, before anything runs.
 
     Raises:
         UserError: names the peer and what to type.
     """
     for peer in peers:
-        if importlib.util.find_spec(peer) is None:
-            raise UserError(f"--peers {peer}: {peer} is not installed; type pip install 'megatron-muon[bench]'")
-        if peer not in MEASURED_PEERS:
-            raise UserError(f"--peers {peer}: {peer} is installed, but no measurement of it exists; leave --peers out")
+        package = peer.partition("-")[0]
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
 
 
 def _run_step(args: argparse.Namespace) -> dict[str, Any]:
@@ -207,7 +210,8 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
     figures = Table(title=f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, "
                           f"{spec['ns_dtype']}")  # fmt: skip
     for column in ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB"):
-        figures.add_column(column, justify="left" if column == "method" else "right")
+        is_name = column == "method"
+        figures.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     for method, values in methods.items():
         figures.add_row(
             method,
@@ -222,6 +226,9 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
         f"floor: Newton-Schulz {floor['ns']:,.1f} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
         f"+ exchange {floor['exchange']:,.1f} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
     )
+    of_peers = [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]
+    if of_peers:
+        figures.caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
 
     phases = Table(title="Phases in ms, mean over ranks, from steps of their own")
     phases.add_column("phase")

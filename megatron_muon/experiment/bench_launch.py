@@ -40,7 +40,7 @@ class StepSpec:
         num_layers: blocks.
         ns_dtype: "bf16" or "fp32", what Newton-Schulz's products run in.
         methods: of "owner", "allgather", "allgather-tuned", "adam".
-        peers: other implementations, of "deepspeed".
+        peers: other implementations, of "deepspeed", "deepspeed-gram".
         repeat: timed steps of each method.
         warmup: steps of each method before these.
         buffer_mb: MiB for the owner scheme's waves.

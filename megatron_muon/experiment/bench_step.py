@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,15 @@ from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.experiment.bench_floor import Floor, synchronize
 from megatron_muon.experiment.bench_launch import StepSpec
+from megatron_muon.experiment.bench_peers import NS_METHODS, DeepSpeedMuon, GatherCounter
 from megatron_muon.experiment.bench_phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
 from megatron_muon.sharding import Layout, Plan, make_plan, row_sharded
+
+type Steps = torch.optim.Optimizer | DeepSpeedMuon
+"""What has a step to be timed."""
 
 PROFILED_STEPS = 3
 HEAD_SIZE = 64
@@ -97,13 +102,28 @@ def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device)
     weights: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for index, matrix in enumerate(layout.matrices):
-        generator = torch.Generator(device).manual_seed(index)
         shard = matrix.shard_of(group.rank())
         rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
-        for parts, scale in ((weights, 0.02), (gradients, 1e-3)):
-            full = torch.randn(matrix.shape, generator=generator, device=device)
-            parts.append(full[rows].mul(scale))
+        for parts, full in zip((weights, gradients), whole_matrices(index, matrix.shape, device), strict=True):
+            parts.append(full[rows].clone())
     return Problem(layout, splits, tuple(weights), tuple(gradients), orthogonalizer, plan, group, device)
+
+
+def whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and gradient of the matrix with this index, `(rows, cols)`, fp32."""
+    generator = torch.Generator(device).manual_seed(index)
+    weight, gradient = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
+    return weight.mul_(0.02), gradient.mul_(1e-3)
+
+
+def make_peer(peer: str, problem: Problem) -> DeepSpeedMuon:
+    """Another implementation, on the same matrices and gradients. Collective."""
+    weights, gradients = zip(
+        *(whole_matrices(i, m.shape, problem.device) for i, m in enumerate(problem.layout.matrices)), strict=True
+    )
+    return DeepSpeedMuon(
+        weights, gradients, ns_method=NS_METHODS[peer], lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+    )
 
 
 def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
@@ -193,11 +213,12 @@ def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
 def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
     """All figures of a run; the same on every rank. Collective."""
     problem = make_problem(spec, group, device)
-    optimizers = {method: make_optimizer(method, problem) for method in spec.methods}
+    optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
+    optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
     floor = Floor(problem.plan, problem.splits, problem.orthogonalizer, group, device)
     for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
         for optimizer in optimizers.values():
-            optimizer.step()
+            _timed(optimizer, problem)
         floor.probe()
     floor.forget()
 
@@ -236,19 +257,22 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     }
 
 
-def _timed(optimizer: torch.optim.Optimizer, problem: Problem) -> float:
-    """Seconds of one step on this rank, from a barrier on."""
+def _timed(optimizer: Steps, problem: Problem, around: AbstractContextManager[Any] | None = None) -> float:
+    """Seconds of one step on this rank, from a barrier on; only the step runs within `around`."""
+    if isinstance(optimizer, DeepSpeedMuon):
+        optimizer.prepare()
     synchronize(problem.device)
-    dist.barrier(problem.group)
-    start = time.perf_counter()
-    optimizer.step()
-    synchronize(problem.device)
-    elapsed = time.perf_counter() - start
+    with around or nullcontext():
+        dist.barrier(problem.group)
+        start = time.perf_counter()
+        optimizer.step()
+        synchronize(problem.device)
+        elapsed = time.perf_counter() - start
     dist.barrier(problem.group)
     return elapsed
 
 
-def _profile(method: str, optimizer: torch.optim.Optimizer, problem: Problem, steps: int) -> dict[str, Any]:
+def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dict[str, Any]:
     """Phases, bytes and memory of a method, from steps that are not timed otherwise. Collective.
 
     Phases are means over ranks of each rank's mean, so that they add up to the profiled step.
@@ -257,10 +281,13 @@ def _profile(method: str, optimizer: torch.optim.Optimizer, problem: Problem, st
         RuntimeError: the bytes counted at the collectives are not those that the plan promises.
     """
     timers = Timers(problem.device)
-    patches = attach(optimizer, timers)
+    counter: ByteCounter | GatherCounter
+    if isinstance(optimizer, DeepSpeedMuon):
+        patches, counter = optimizer.attach(timers), GatherCounter()
+    else:
+        patches, counter = attach(optimizer, timers), ByteCounter()
     try:
-        with ByteCounter() as counter:
-            total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
+        total = sum(_timed(optimizer, problem, counter) for _ in range(steps)) / steps
     finally:
         patches.undo()
     mine = [timers.seconds[phase] / steps for phase in PHASES[:-1]]
@@ -268,8 +295,10 @@ def _profile(method: str, optimizer: torch.optim.Optimizer, problem: Problem, st
     ranks = problem.group.size()
     phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
 
-    planned = _received_bytes(method, problem)[problem.group.rank()]
     counted = counter.received // steps
+    planned = counted if method in NS_METHODS else _received_bytes(method, problem)[problem.group.rank()]
+    if isinstance(optimizer, DeepSpeedMuon):
+        optimizer.prepare()
     dist.barrier(problem.group)
     peak = peak_extra_bytes(optimizer.step, problem.device)
     wrong, planned_max, counted_max, peak_max = _over_ranks(
@@ -286,6 +315,9 @@ def _profile(method: str, optimizer: torch.optim.Optimizer, problem: Problem, st
         "exchange_bytes_per_rank": int(planned_max),
         "exchange_bytes_counted_per_rank": int(counted_max),
         "peak_extra_bytes": int(peak_max),
+        **(
+            {"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")} if isinstance(optimizer, DeepSpeedMuon) else {}
+        ),
     }
 
 
@@ -341,6 +373,8 @@ def main(argv: Sequence[str]) -> int:
     spec = StepSpec(**{**values, "methods": tuple(values["methods"]), "peers": tuple(values["peers"])})
     try:
         device = settle_device(spec.device, spec.ranks)
+        if spec.peers and device.type != "cpu":
+            raise UserError(f"--peers {' '.join(spec.peers)}: measured on CPU alone; add --device cpu")
     except UserError as error:
         print(f"bench step: error: {error}", file=sys.stderr)
         return 2

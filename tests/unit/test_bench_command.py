@@ -18,6 +18,7 @@ from megatron_muon import cli
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import bench_command, bench_launch, bench_train
 from megatron_muon.experiment.bench_floor import products
+from megatron_muon.experiment.bench_peers import NS_METHODS
 from megatron_muon.experiment.bench_step import gpt_layout
 from megatron_muon.optim import newton_schulz as ns
 
@@ -90,16 +91,26 @@ def test_usage_errors(argv, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_missing_peer_says_what_to_type(monkeypatch):
+@pytest.mark.parametrize("peer", bench_command.PEERS)
+def test_missing_peer_says_what_to_type(peer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"deepspeed is not installed; type pip install 'megatron-muon\[bench\]'"):
-        bench_command.check_peers(["deepspeed"])
+        bench_command.step_spec(parsed(*STEP, "--peers", peer))
 
 
-def test_unmeasured_peer_is_refused_and_not_left_out(monkeypatch):
+def test_installed_peers_reach_the_specification(monkeypatch):
+    sought = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
+    spec = bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
+    assert spec.peers == ("deepspeed-gram", "deepspeed")
+    assert set(sought) == {"deepspeed"}
+    assert set(bench_command.PEERS) == set(NS_METHODS)
+
+
+def test_peers_are_not_measured_on_cuda(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match="no measurement"):
-        bench_command.check_peers(["deepspeed"])
+    with pytest.raises(UserError, match=r"--peers deepspeed --device cuda: .* type --device cpu"):
+        bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed", "--device", "cuda"))
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
@@ -121,6 +132,12 @@ def test_step_table(monkeypatch):
     assert [cell.strip() for cell in owner.split("│")[1:-1]] == ["owner", "1,500.0", "1,400.0", "1.50", "50.00", "7.00"]
     assert any("orthogonalize" in line and "1,200.0" in line for line in lines)
     assert any("commit 0123456789" in line for line in lines)
+
+
+def test_step_table_says_what_a_peer_computes_in(monkeypatch):
+    results = step_results()
+    results["methods"]["deepspeed"] = {**results["methods"]["owner"], "ns_dtype": "bfloat16"}
+    assert "Newton-Schulz of deepspeed in bfloat16" in shown(results, monkeypatch)
 
 
 def test_train_table(monkeypatch):
