@@ -1,0 +1,101 @@
+"""The owner exchange equals the all-gather exchange to the last bit, on layouts of any shape.
+
+Layouts are drawn at random: uneven shards, empty ranks, more ranks than rows, one rank that holds everything. Both
+exchanges start from the same rows in fp32; a second step and a slow rank must change nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.functional.pool import Pool
+
+LAYOUTS = 20
+
+
+def rows_per_rank(rows: int, world_size: int, chance: random.Random) -> list[int]:
+    """A division of the rows in order: random cuts, or all on one rank."""
+    if chance.random() < 0.3:
+        holder = chance.randrange(world_size)
+        return [rows if rank == holder else 0 for rank in range(world_size)]
+    cuts = sorted(chance.randint(0, rows) for _ in range(world_size - 1))
+    return [stop - start for start, stop in zip([0, *cuts], [*cuts, rows], strict=True)]
+
+
+def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list[dict[int, torch.Tensor]]:
+    """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
+    from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.optim.blocks import RowSplit, whole
+    from megatron_muon.optim.orthogonalize import Orthogonalizer
+    from megatron_muon.sharding import Layout, make_plan, row_sharded
+
+    chance = random.Random(seed)
+    matrices, splits = [], []
+    for number in range(chance.randint(1, 6)):
+        split = whole(chance.randint(1, 9)) if chance.random() < 0.6 else RowSplit(chance.randint(1, 3), (2, 1, 1))
+        matrices.append(
+            row_sharded(str(number), (split.rows, chance.randint(1, 9)), rows_per_rank(split.rows, world_size, chance))
+        )
+        splits.append(split)
+    layout = Layout(world_size, tuple(matrices))
+    orthogonalizer = Orthogonalizer(matmul_precision="highest")
+    costs = [orthogonalizer.flops(m.shape, split) for m, split in zip(matrices, splits, strict=True)]
+    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4)
+    group = dist.group.WORLD
+    assert group is not None
+
+    def rows(index: int) -> torch.Tensor:
+        full = torch.randn(matrices[index].shape, generator=torch.Generator().manual_seed(index))
+        shard = matrices[index].shard_of(rank)
+        assert shard is not None, "rows are asked for that this rank does not hold"
+        return full[shard.row_start : shard.row_start + shard.rows]
+
+    def run(exchange: Any, *, slow: int = -1) -> dict[int, torch.Tensor]:
+        done: dict[int, torch.Tensor] = {}
+
+        def advance(indices: Any) -> list[torch.Tensor]:
+            if rank == slow:
+                time.sleep(0.05)
+            return [rows(index) for index in indices]
+
+        def apply(indices: Any, parts: Any) -> None:
+            for index, part in zip(indices, parts, strict=True):
+                assert index not in done, "an update is applied twice"
+                done[index] = part.clone()
+
+        exchange.run(advance, apply)
+        return done
+
+    device = torch.device("cpu")
+    gathered = AllGatherExchange(layout, group, lambda i, matrix: orthogonalizer(matrix, splits[i]), device=device)
+    owner = OwnerExchange(
+        plan,
+        group,
+        lambda indices: orthogonalizer.batch([matrices[i].shape for i in indices], [splits[i] for i in indices]),
+        device=device,
+    )
+    results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
+    held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
+    assert all(set(result) == held for result in results)
+    return results
+
+
+def of_all_layouts(rank: int, world_size: int, *, buffer_bytes: int) -> list[list[dict[int, torch.Tensor]]]:
+    """In a worker: `updates` of one layout after the other."""
+    return [updates(rank, world_size, seed=seed, buffer_bytes=buffer_bytes) for seed in range(LAYOUTS)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("buffer_bytes", [1, 2**20], ids=["smaller than a matrix", "large"])
+def test_owner_equals_all_gather(ranks: Pool, world_size: int, buffer_bytes: int) -> None:
+    for layouts in ranks(world_size, of_all_layouts, buffer_bytes=buffer_bytes):
+        for seed, (expected, *others) in enumerate(layouts):
+            for found in others:
+                for index, update in expected.items():
+                    assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
