@@ -34,6 +34,7 @@ TINY = (
 """A model of three layers whose sizes divide by nothing: shards are uneven, and empty on some ranks."""
 
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|(.*)")
+_FIELD = re.compile(r"(?<=[ |])([a-z][a-z ()-]*): *([-+.\w]+)(?= *\|)")
 _VALIDATION = re.compile(r"validation loss at iteration \d+.*?\| lm loss value: (\S+)")
 
 
@@ -49,8 +50,8 @@ class Iteration:
 
     @classmethod
     def parse(cls, number: str, rest: str) -> "Iteration":
-        fields = dict(field.split(":") for field in rest.split("|") if ":" in field)
-        values = {name.strip(): float(value) for name, value in fields.items()}
+        # The line may end in another rank's: Megatron prints the text and the end of the line apart.
+        values = {name: float(value) for name, value in _FIELD.findall(rest)}
         return cls(
             number=int(number),
             loss=values.get("lm loss", float("nan")),
