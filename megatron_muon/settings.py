@@ -84,6 +84,6 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         raise UserError(f"--muon-exchange-buffer-mb must be positive, got {config.muon_exchange_buffer_mb:g}")
     if config.muon_share_replicated:
         largest = max(tensor_parallel, model_chunks[0].config.expert_tensor_parallel_size or 1)
-        check_share(strategy, tensor_parallel=largest, tp_mode=config.muon_tp_mode)
+        check_share(strategy, exchange=config.muon_exchange, tensor_parallel=largest, tp_mode=config.muon_tp_mode)
     if config.muon_dump_layout is not None:
         check_dump(strategy)

@@ -243,7 +243,12 @@ def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
     if args.muon_share_replicated:
         largest = max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1)
-        check_share(args.data_parallel_sharding_strategy, tensor_parallel=largest, tp_mode=args.muon_tp_mode)
+        check_share(
+            args.data_parallel_sharding_strategy,
+            exchange=args.muon_exchange,
+            tensor_parallel=largest,
+            tp_mode=args.muon_tp_mode,
+        )
     if args.muon_dump_layout is not None:
         from megatron_muon.sharding.layout_file import check_dump_file
 

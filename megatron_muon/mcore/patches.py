@@ -188,7 +188,8 @@ def average_lone_gradients_once(patches: Patches) -> None:
         def holding_back(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
             init(self, ddp_config, *args, **kwargs)
             self.lone_gradients = []
-            if ddp_config.data_parallel_sharding_strategy not in ("optim_grads", "optim_grads_params"):
+            sharded = ddp_config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+            if not sharded or ddp_config.average_in_collective:  # the collective's average takes no factor
                 return
             for group in self.parameter_groups:
                 gradients = group.main_grad_buffer

@@ -8,21 +8,28 @@ from __future__ import annotations
 from megatron_muon.errors import UserError
 
 
-def check_share(strategy: str, *, tensor_parallel: int, tp_mode: str) -> None:
+def check_share(strategy: str, *, exchange: str, tensor_parallel: int, tp_mode: str) -> None:
     """Check that `--muon-share-replicated` has replicated matrices to share, each of them one rank's by itself.
 
     Args:
         strategy: `--data-parallel-sharding-strategy`.
+        exchange: `--muon-exchange`.
         tensor_parallel: the largest tensor parallel size, that of experts included.
         tp_mode: `--muon-tp-mode`.
 
     Raises:
-        UserError: a sharded strategy, or a mode in which tensor-parallel ranks orthogonalise together.
+        UserError: a sharded strategy, the all-gather exchange, or a mode in which tensor-parallel ranks orthogonalise
+            together.
     """
     if strategy != "no_shard":
         raise UserError(
             f"--muon-share-replicated is for --data-parallel-sharding-strategy no_shard: {strategy} shares the work "
             "already (--muon-exchange owner); leave the flag out"
+        )
+    if exchange != "owner":
+        raise UserError(
+            f"--muon-exchange {exchange} has no rows to exchange with --muon-share-replicated: owners broadcast "
+            "their updates; leave one of the two flags out"
         )
     if tensor_parallel > 1 and tp_mode != "blockwise":
         raise UserError(

@@ -17,7 +17,8 @@ import numpy as np
 from megatron_muon.sharding.layout import Layout, Matrix
 
 UPDATE_BYTES = 4
-"""An assembled matrix and its update are fp32 at the owner."""
+"""Room for each element that an owner iterates over, beside the assembled matrix: more than the iteration's temporaries
+take, which are in the wire's dtype or, on a processor, of a few blocks at a time."""
 
 MIN_WAVES = 3
 """So many waves that one can arrive and one can leave while one is worked on."""

@@ -350,6 +350,10 @@ def test_sharing_is_for_replicas(parser):
         check(parser, *MUON, *share, "optim")
     with pytest.raises(UserError, match="--muon-share-replicated needs --optimizer muon --use-megatron-fsdp"):
         check(parser, "--optimizer", "adam", "--use-megatron-fsdp", *share, "no_shard")
+    with pytest.raises(
+        UserError, match="--muon-exchange allgather has no rows to exchange with --muon-share-replicated"
+    ):
+        check(parser, *MUON, *share, "no_shard", "--muon-exchange", "allgather")
 
 
 @pytest.mark.parametrize("size", ["--tensor-model-parallel-size", "--expert-tensor-parallel-size"])
