@@ -330,7 +330,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
     if method == "owner":
         return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
     if method.startswith("allgather"):
-        padded = sum(max(shard.rows for shard in matrix.shards) * matrix.shape[1] for matrix in problem.layout.matrices)
+        padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
         return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks
     return (0,) * ranks
 
