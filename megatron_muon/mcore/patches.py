@@ -35,6 +35,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
         reduce_without_frozen(patches)
         average_lone_gradients_once(patches)
         reduce_over_instances(patches)
+        average_over_sharing_instances(patches)
         split_momentum_of_swiglu(patches)
 
 
@@ -244,6 +245,26 @@ def reduce_over_instances(patches: Patches) -> None:
 
     patches.wrap(GradReducePipeline, "reduce_gradients", note, takes=["params", "outer_fsdp_group_grad_reduce"])
     patches.wrap(MegatronFSDP, "synchronize_gradient_reduce", catch_up)
+
+
+def average_over_sharing_instances(patches: Patches) -> None:
+    """Let gradients be averaged where instances of the distributed optimizer share its state too (outer `optim`).
+
+    0.19 reduces them in a buffer that it makes without the factor of the average (_create_hfsdp_helper_buffer), so they
+    come out as sums: the gradient norm, and with it clipping, is wrong by the number of data-parallel ranks.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+
+    def around(init: Callable[..., None]) -> Callable[..., None]:
+        def with_factors(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, ddp_config, *args, **kwargs)
+            for group in self.parameter_groups:
+                if group.hfsdp_helper_gbuf is not None and group.main_grad_buffer is not None:
+                    group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
+
+        return with_factors
+
+    patches.wrap(ParamAndGradBuffer, "__init__", around, takes=["ddp_config"])
 
 
 def _reduce_over_instances(fsdp: Any) -> None:

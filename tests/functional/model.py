@@ -317,6 +317,38 @@ class Trainer:
         return everyone
 
 
+def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, float]:
+    """In a worker: gradient norm and number of zeros of the first step, by megatron-core's DDP and Adam on one rank."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    assert world_size == 1
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = _transformer_config(case)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), _gpt(case, config))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, log_num_zeros_in_grad=True), [model]
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    model.zero_grad_buffer()
+    tokens = batches(1)[0]
+    get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter([tokens]),
+        model=model,
+        num_microbatches=1,
+        seq_length=SEQUENCE,
+        micro_batch_size=len(tokens),
+        forward_only=False,
+    )
+    _, norm, zeros = optimizer.step()
+    return float(norm), float(zeros)
+
+
 def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
     """`count` global batches of a text that can be learnt: each token follows from the one before, mostly."""
     generator = torch.Generator().manual_seed(7)

@@ -199,6 +199,7 @@ def _work(index: int, descriptor: int) -> None:
     patches.reduce_without_frozen(Patches())
     patches.average_lone_gradients_once(Patches())
     patches.reduce_over_instances(Patches())
+    patches.average_over_sharing_instances(Patches())
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:
