@@ -27,6 +27,10 @@ METHODS = ("owner", "allgather", "allgather-tuned", "adam")
 PEERS = ("deepspeed", "deepspeed-gram")
 """What they are stands in `bench_peers`; a peer's name begins with that of its package."""
 
+CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
+"""Peers that cannot be measured, with the version that this was found of: `zeropower` and `foreach_zeropower` choose
+the Triton kernel unless told otherwise, no option of their optimizers tells them, and its `gram_` asserts `is_cuda`."""
+
 EXAMPLES = """\
 examples:
   the optimizer step alone, on the shards of a GPT of 8 layers:
@@ -84,7 +88,8 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=_positive, default=1, metavar="W", help="steps of each method before these (1)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
-    add("--peers", nargs="+", choices=PEERS, default=[], metavar="P", help=f"other implementations: {', '.join(PEERS)}")
+    add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
+        help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
     add("--buffer-mb", type=_positive_number, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -119,7 +124,7 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     """What the arguments of `bench step` ask for.
 
     Raises:
-        UserError: a peer that is not installed, or a device that peers are not measured on.
+        UserError: a peer that is not installed or needs CUDA, or a device that peers are not measured on.
     """
     check_peers(args.peers)
     if args.peers and args.device == "cuda":
@@ -133,12 +138,17 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
 
 
 def check_peers(peers: Sequence[str]) -> None:
-    """Refuse peers that are missing, before anything runs.
+    """Refuse peers that are missing or cannot run here, before anything runs.
 
     Raises:
         UserError: names the peer and what to type.
     """
     for peer in peers:
+        if peer in CUDA_PEERS:
+            raise UserError(
+                f"--peers {peer}: {CUDA_PEERS[peer]} iterates in a Triton kernel that takes CUDA tensors alone, and "
+                f"peers are measured on CPU; leave {peer} out"
+            )
         package = peer.partition("-")[0]
         if importlib.util.find_spec(package) is None:
             raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")

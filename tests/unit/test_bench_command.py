@@ -98,6 +98,15 @@ def test_missing_peer_says_what_to_type(peer, monkeypatch):
         bench_command.step_spec(parsed(*STEP, "--peers", peer))
 
 
+@pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
+def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_FAILURE
+    error = capsys.readouterr().err.strip()
+    assert f"--peers {peer}: {peer} 0." in error
+    assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
+
+
 def test_installed_peers_reach_the_specification(monkeypatch):
     sought = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
