@@ -94,7 +94,9 @@ def test_usage_errors(argv, said, capsys):
 @pytest.mark.parametrize("peer", bench_command.PEERS)
 def test_missing_peer_says_what_to_type(peer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"deepspeed is not installed; type pip install 'megatron-muon\[bench\]'"):
+    with pytest.raises(
+        UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install 'megatron-muon\[bench\]'"
+    ):
         bench_command.step_spec(parsed(*STEP, "--peers", peer))
 
 
@@ -113,7 +115,13 @@ def test_installed_peers_reach_the_specification(monkeypatch):
     spec = bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
     assert spec.peers == ("deepspeed-gram", "deepspeed")
     assert set(sought) == {"deepspeed"}
-    assert set(bench_command.PEERS) == set(NS_METHODS)
+    assert set(bench_command.PEERS) == {*NS_METHODS, "muon-fsdp2"}
+
+
+def test_peer_that_needs_equal_shards_says_so(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match=r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2"):
+        bench_command.step_spec(parsed(*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"))
 
 
 def test_peers_are_not_measured_on_cuda(monkeypatch):
