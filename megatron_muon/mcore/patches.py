@@ -33,9 +33,9 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
         accept_muon(patches)
         use_factory(patches)
         reduce_without_frozen(patches)
-        average_lone_gradients_once(patches)
-        reduce_over_instances(patches)
         average_over_sharing_instances(patches)
+        average_lone_gradients_once(patches)  # sees the factors that the one before sets
+        reduce_over_instances(patches)
         split_momentum_of_swiglu(patches)
 
 
@@ -194,11 +194,11 @@ def average_lone_gradients_once(patches: Patches) -> None:
             if not sharded or ddp_config.average_in_collective:  # the collective's average takes no factor
                 return
             for group in self.parameter_groups:
-                gradients = group.main_grad_buffer
-                if gradients is None or gradients.is_data_distributed or gradients.gradient_scaling_factor is None:
+                reduced = group.hfsdp_helper_gbuf or group.main_grad_buffer
+                if reduced is None or reduced.is_data_distributed or reduced.gradient_scaling_factor is None:
                     continue
-                self.lone_gradients.append((gradients, gradients.gradient_scaling_factor))
-                gradients.gradient_scaling_factor = None
+                self.lone_gradients.append((group.main_grad_buffer, reduced.gradient_scaling_factor))
+                reduced.gradient_scaling_factor = None
 
         return holding_back
 

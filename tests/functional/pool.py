@@ -197,9 +197,9 @@ def _work(index: int, descriptor: int) -> None:
 
     # The patches of a run that do not concern megatron.training.
     patches.reduce_without_frozen(Patches())
+    patches.average_over_sharing_instances(Patches())
     patches.average_lone_gradients_once(Patches())
     patches.reduce_over_instances(Patches())
-    patches.average_over_sharing_instances(Patches())
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:
