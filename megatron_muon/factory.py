@@ -30,13 +30,13 @@ from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange, SharedExchange
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.mcore import parameters as mp
-from megatron_muon.mcore.replicated_muon import ReplicatedMuon
+from megatron_muon.mcore.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.mcore.scalar_state import initialize_scalar_state
 from megatron_muon.mcore.table import parameter_table
 from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
-from megatron_muon.settings import MuonOptimizerConfig, check_supported, with_own_settings
+from megatron_muon.settings import MuonOptimizerConfig, block_settings, check_supported, with_own_settings
 from megatron_muon.sharding import BlockedLayout, Layout, make_plan
 from megatron_muon.sharding.layout_file import dump_layout
 
@@ -63,7 +63,7 @@ def get_megatron_muon_optimizer(
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     mp.restore_attributes(model_chunks)
-    mp.tag_for_muon(model_chunks)
+    mp.tag_for_muon(model_chunks, exclude=config.muon_exclude)
     names = mp.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
@@ -113,7 +113,7 @@ def _muon(
     group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     matrices = [parameter for member in groups for parameter in member["params"]]
     layout = (mp.replicated_layout if replicated else mp.row_layout)(matrices, names, group)
-    splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv) for parameter in matrices]
+    splits = [mp.block_split(parameter, block_settings(config)) for parameter in matrices]
     orthogonalizer = Orthogonalizer(
         coefficient_type=config.muon_coefficient_type,
         num_steps=config.muon_num_ns_steps,
@@ -151,6 +151,8 @@ def _replicated(
     config: MuonOptimizerConfig, groups: list[dict[str, Any]], pg_collection: ProcessGroupCollection
 ) -> ReplicatedMuon:
     """Plain Muon: every rank orthogonalises all matrices."""
+    for parameter in (parameter for member in groups for parameter in member["params"]):
+        give_blocks(parameter, mp.block_split(parameter, block_settings(config)))
     muon = ReplicatedMuon(
         groups,
         lr=config.lr,
@@ -158,8 +160,8 @@ def _replicated(
         nesterov=config.muon_nesterov,
         weight_decay=config.weight_decay,
         use_decoupled_weight_decay=config.decoupled_weight_decay,
-        split_qkv=config.muon_split_qkv,
-        is_qkv_fn=lambda p: getattr(p, "is_qkv", False),
+        split_qkv=True,
+        is_qkv_fn=has_blocks,
         fp32_matmul_prec=config.muon_fp32_matmul_prec,
         coefficient_type=config.muon_coefficient_type,
         num_ns_steps=config.muon_num_ns_steps,

@@ -49,3 +49,29 @@ def check_dump(strategy: str) -> None:
             "--muon-dump-layout has nothing to write with --data-parallel-sharding-strategy no_shard: every rank holds "
             "whole matrices; use optim, optim_grads or optim_grads_params, or leave the flag out"
         )
+
+
+def check_blocks(strategy: str, *, split_qkv: bool, split_heads: bool, tensor_parallel: int, tp_mode: str) -> None:
+    """Check that the settings that say what a block is go together.
+
+    Args:
+        strategy: `--data-parallel-sharding-strategy`.
+        split_qkv: False with `--muon-no-split-qkv`.
+        split_heads: `--muon-split-heads`.
+        tensor_parallel: the tensor parallel size.
+        tp_mode: `--muon-tp-mode`.
+
+    Raises:
+        UserError: heads alone without QKV split, or where megatron-core's own Muon would join the heads of several
+            tensor-parallel ranks into one block.
+    """
+    if split_heads and not split_qkv:
+        raise UserError(
+            "--muon-split-heads and --muon-no-split-qkv contradict each other: heads are finer blocks than query, key "
+            "and value; leave one of the two flags out"
+        )
+    if split_heads and strategy == "no_shard" and tensor_parallel > 1 and tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {tp_mode} is not supported with --muon-split-heads, no_shard and tensor parallel size "
+            f"{tensor_parallel}: every head lies whole on one rank; use --muon-tp-mode blockwise"
+        )

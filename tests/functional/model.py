@@ -19,6 +19,9 @@ import torch.distributed as dist
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SEQUENCE = 8
 VOCABULARY = 131
+LATENT = {"kv_lora_rank": 7, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+QUERY_LATENT = 11
+STACKED = {"linear_fc1": (10, 6), "linear_fc2": (6, 5)}
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class Case:
         own_loop: the loop leaves finishing the gradient reduction to the optimizer, as a script without Megatron's
             finalize_model_grads does.
         trainable: if given, only parameters with one of these substrings train.
+        experts: experts of each layer's mixture; 0 for a dense model.
+        stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept in one parameter are;
+            the forward pass does not use them.
+        latent: multi-latent attention, with the query's latent where `query_latent`.
+        output_gate: attention with a gate for each query head.
+        excluded: substrings of the names that `muon_exclude` names, for the reference.
     """
 
     strategy: str = "optim_grads_params"
@@ -49,6 +58,12 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     trainable: tuple[str, ...] | None = None
+    experts: int = 0
+    stacked: int = 0
+    latent: bool = False
+    query_latent: bool = False
+    output_gate: bool = False
+    excluded: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> Case:
         """This case with other values."""
@@ -58,6 +73,7 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """The optimizer's settings, also for the reference."""
         return {
+            "optimizer": "muon",
             "lr": 0.01,
             "min_lr": 0.001,
             "weight_decay": 0.1,
@@ -67,6 +83,8 @@ class Case:
             "muon_momentum": 0.9,
             "muon_nesterov": True,
             "muon_split_qkv": True,
+            "muon_split_gated_mlp": False,
+            "muon_split_heads": False,
             "muon_scale_mode": "spectral",
             "muon_extra_scale_factor": 0.2,
             "muon_fp32_matmul_prec": "highest",
@@ -83,17 +101,21 @@ class Case:
 
     def muon_blocks(self) -> list[tuple[int, int]]:
         """Shapes of the blocks that one step has to orthogonalise, each layer's in turn."""
-        width = self.hidden // self.heads
-        query, one = self.heads * width, self.query_groups * width
-        qkv = [(query, self.hidden), (one, self.hidden), (one, self.hidden)]
-        if not self.settings["muon_split_qkv"]:
-            qkv = [(query + 2 * one, self.hidden)]
-        per_layer = [
-            (self.hidden, query),
-            *qkv,
-            (self.ffn * (2 if self.swiglu else 1), self.hidden),
-            (self.hidden, self.ffn),
-        ]
+        settings, hidden, width = self.settings, self.hidden, self.hidden // self.heads
+        assert not self.latent
+        assert not self.stacked
+        per_query = 2 if self.output_gate else 1
+        qkv = [self.heads * width] * per_query + [self.query_groups * width] * 2
+        if settings["muon_split_heads"]:
+            qkv = [width] * (per_query * self.heads + 2 * self.query_groups)
+        elif not settings["muon_split_qkv"]:
+            qkv = [sum(qkv)]
+        first = [self.ffn] * (2 if self.swiglu else 1)
+        if not settings["muon_split_gated_mlp"]:
+            first = [sum(first)]
+        mlp = [*((rows, hidden) for rows in first), (hidden, self.ffn)]
+        router = [(self.experts, hidden)] if self.experts else []
+        per_layer = [(hidden, hidden), *((rows, hidden) for rows in qkv), *router, *mlp * (self.experts or 1)]
         return per_layer * self.layers
 
 
@@ -347,14 +369,23 @@ def _short(name: str) -> str:
 
 def _transformer_config(case: Case) -> Any:
     import torch.nn.functional as F
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return TransformerConfig(
+    more: dict[str, Any] = {}
+    if case.experts:
+        more |= {"num_moe_experts": case.experts, "moe_router_topk": 2, "moe_grouped_gemm": False}
+        more |= {"moe_router_load_balancing_type": "none", "add_bias_linear": False}
+    if case.latent:
+        more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
+        more |= {"add_bias_linear": False}
+    return (MLATransformerConfig if case.latent else TransformerConfig)(
+        **more,
         num_layers=case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=case.ffn,
         num_attention_heads=case.heads,
-        num_query_groups=case.query_groups,
+        num_query_groups=case.heads if case.latent else case.query_groups,
+        attention_output_gate=case.output_gate,
         gated_linear_unit=case.swiglu,
         activation_func=F.silu if case.swiglu else F.gelu,
         attention_dropout=0.0,
@@ -369,18 +400,37 @@ def _transformer_config(case: Case) -> Any:
     )
 
 
+class NoCoreAttention(torch.nn.Module):
+    """Stands for the part of attention that has no parameters, in a model that is not run."""
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        super().__init__()
+
+
 def _gpt(case: Case, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
+    spec = get_gpt_layer_local_spec(num_experts=case.experts or None, multi_latent_attention=case.latent)
+    if case.latent:
+        # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
+        # steps with given gradients are made with such a model.
+        spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        spec,
         vocab_size=VOCABULARY,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="learned_absolute",
     )
+    if case.stacked:
+        config.num_moe_experts = case.stacked  # by which Megatron-FSDP makes groups for experts
+    for layer in model.decoder.layers if case.stacked else ():
+        layer.mlp.experts = torch.nn.ModuleDict({name: torch.nn.Module() for name in STACKED})
+        for name, module in layer.mlp.experts.items():
+            module.weight = torch.nn.Parameter(torch.empty(case.stacked, *STACKED[name]))
+            module.weight.allreduce = False  # as megatron-core marks the weights of experts
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(initial_value(name, parameter.shape))
@@ -393,7 +443,6 @@ def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
     from megatron_muon.settings import MuonOptimizerConfig
 
     config = MuonOptimizerConfig(
-        optimizer="muon",
         use_distributed_optimizer=True,
         bf16=case.bf16,
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,

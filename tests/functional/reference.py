@@ -13,36 +13,57 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 from emerging_optimizers.scalar_optimizers import Lion
 
-from tests.functional.model import Case, cosine, gradient_of, initial_value
+from tests.functional.model import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
 
 
-def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon takes a parameter: 2D, and neither an embedding nor the output layer."""
-    return len(shape) == 2 and "embedding" not in name and "output_layer" not in name
+def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon takes a parameter: 2D or a stack of experts, and neither embedding nor output layer nor excluded."""
+    if any(part in name for part in ("embedding", "output_layer", *case.excluded)):
+        return False
+    return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
 
 
-def qkv_rows(case: Case) -> list[list[int]]:
-    """The rows of the query, key and value block in Megatron's fused matrix.
+def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] | None:
+    """The rows of each block of a matrix, or of one expert of a stack; None for one block.
 
-    Query group after query group, each holds the rows of its query heads, of its key head and of its value head.
+    Walks through the heads of Megatron's fused matrices row by row and says what each row belongs to.
     """
-    width = case.hidden // case.heads
-    heads_in_group = case.heads // case.query_groups
-    query: list[int] = []
-    key: list[int] = []
-    value: list[int] = []
+    settings, owner = case.settings, []
+    if "linear_qkv." in name:
+        width, in_group = case.hidden // case.heads, case.heads // case.query_groups
+        kinds = ["query"] * in_group + ["gate"] * (in_group * case.output_gate) + ["key", "value"]
+        owner = [(kind, head, width) for head, kind in enumerate(kinds * case.query_groups)]
+    elif "linear_kv_up_proj" in name:
+        owner = [(kind, (kind, head), LATENT[size])
+                 for head in range(case.heads)
+                 for kind, size in (("key", "qk_head_dim"), ("value", "v_head_dim"))]  # fmt: skip
+    elif "linear_q_up_proj" in name or "linear_q_proj" in name:
+        owner = [("query", head, LATENT["qk_head_dim"] + LATENT["qk_pos_emb_head_dim"]) for head in range(case.heads)]
+    elif "linear_kv_down_proj" in name:
+        owner = [("latent", "latent", LATENT["kv_lora_rank"]), ("rotary", "rotary", LATENT["qk_pos_emb_head_dim"])]
+    elif "linear_q_down_proj" in name:
+        owner = [("latent", "latent", QUERY_LATENT)]
+    elif "linear_fc1" in name and case.swiglu and settings["muon_split_gated_mlp"]:
+        half = shape[-2] // 2
+        return [list(range(half)), list(range(half, 2 * half))]
+    if not owner or not settings["muon_split_qkv"]:
+        return None
+    blocks: dict[Any, list[int]] = {}
     row = 0
-    for _ in range(case.query_groups):
-        for rows, heads in ((query, heads_in_group), (key, 1), (value, 1)):
-            rows.extend(range(row, row + heads * width))
-            row += heads * width
-    return [query, key, value]
+    per_head = settings["muon_split_heads"]
+    for kind, head, rows in owner:
+        blocks.setdefault(head if per_head else kind, []).extend(range(row, row + rows))
+        row += rows
+    assert row == shape[-2], (name, row, shape)
+    return list(blocks.values())
 
 
 class SplitMuon(Muon):
     """emerging-optimizers' Muon that orthogonalises blocks of rows alone."""
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
+        if grad.ndim == 3:
+            return torch.stack([self.orthogonalize(p, expert) for expert in grad])
         blocks = getattr(p, "row_blocks", None)
         if blocks is None:
             return self.scaled_orthogonalize_fn(grad)
@@ -65,10 +86,9 @@ class Reference:
         for name, weight in self.weights.items():
             if not case.trains(name):
                 continue
-            if is_matrix(name, shapes[name]):
+            if is_matrix(case, name, shapes[name]):
                 matrices.append(weight)
-                if "linear_qkv" in name and settings["muon_split_qkv"]:
-                    weight.row_blocks = qkv_rows(case)
+                weight.row_blocks = row_blocks(case, name, shapes[name])
             else:
                 rest.append({"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0})
         self.optimizers: list[torch.optim.Optimizer] = []
