@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.fused import BlockSettings
-from megatron_muon.mcore.refusals import check_blocks, check_dump, check_share
+from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share
 
 
 @dataclass
@@ -77,6 +77,10 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(
             "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer"
+        )
+    if config.optimizer == "adaptive_muon":
+        check_adaptive(
+            config.adaptive_muon_moment2_method, beta2=config.adaptive_muon_beta2, eps=config.adaptive_muon_eps
         )
     strategy = ddp_config.data_parallel_sharding_strategy
     tensor_parallel = model_chunks[0].config.tensor_model_parallel_size

@@ -75,3 +75,24 @@ def check_blocks(strategy: str, *, split_qkv: bool, split_heads: bool, tensor_pa
             f"--muon-tp-mode {tp_mode} is not supported with --muon-split-heads, no_shard and tensor parallel size "
             f"{tensor_parallel}: every head lies whole on one rank; use --muon-tp-mode blockwise"
         )
+
+
+def check_adaptive(method: str, *, beta2: float, eps: float) -> None:
+    """Check the settings of `--optimizer adaptive_muon`.
+
+    Args:
+        method: `--adaptive-muon-moment2-method`.
+        beta2: `--adaptive-muon-beta2`.
+        eps: `--adaptive-muon-eps`.
+
+    Raises:
+        UserError: a second moment that is not sharded here, or a value out of range.
+    """
+    if method not in ("adamuon", "normuon"):
+        raise UserError(
+            f"--adaptive-muon-moment2-method {method} is not supported with --use-megatron-fsdp; use adamuon or normuon"
+        )
+    if not 0.0 <= beta2 < 1.0:
+        raise UserError(f"--adaptive-muon-beta2 {beta2:g} is out of range; choose at least 0 and less than 1")
+    if not eps > 0.0:
+        raise UserError(f"--adaptive-muon-eps {eps:g} is out of range; choose a positive number (1e-8 is usual)")

@@ -19,8 +19,8 @@ import torch.distributed as dist
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SEQUENCE = 8
 VOCABULARY = 131
-LATENT = {"kv_lora_rank": 7, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
-QUERY_LATENT = 11
+LATENT = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+QUERY_LATENT = 10
 STACKED = {"linear_fc1": (10, 6), "linear_fc2": (6, 5)}
 
 
@@ -234,12 +234,12 @@ class Trainer:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every parameter's main weight, whole, put together from the shards of all ranks."""
-        return self._assemble({name: p._local_tensor for name, p in self.parameters.items()})
+        return self.assemble({name: p._local_tensor for name, p in self.parameters.items()})
 
     def whole_state(self, slot: str) -> dict[str, torch.Tensor]:
         """A slot of the optimizer state, whole, of every parameter that has it."""
         states = self.states()
-        return self._assemble({name: states[name][slot]._local_tensor for name in states if slot in states[name]})
+        return self.assemble({name: states[name][slot]._local_tensor for name in states if slot in states[name]})
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The optimizer state of every parameter, by name."""
@@ -283,7 +283,11 @@ class Trainer:
             return 0
         return parameter.megatron_fsdp_slice.start // math.prod(self.shapes[name][1:])
 
-    def _assemble(self, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def assemble(
+        self, shards: dict[str, torch.Tensor], *, shapes: dict[str, tuple[int, ...]] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Tensors put together from the shards of all ranks, cut as the parameters of these names are."""
+        shapes = shapes or self.shapes
         mine = {name: (self._start(name), shard.detach().clone()) for name, shard in shards.items()}
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -293,8 +297,8 @@ class Trainer:
             return {name: whole for name, (_, whole) in mine.items()}
         result = {}
         for name in mine:
-            whole = torch.full(self.shapes[name], torch.nan)
-            held = torch.zeros(self.shapes[name][0], dtype=torch.int32)
+            whole = torch.full(shapes[name], torch.nan)
+            held = torch.zeros(shapes[name][0], dtype=torch.int32)
             for start, rows in (shards_of_rank[name] for shards_of_rank in everyone):
                 whole[start : start + len(rows)] = rows
                 held[start : start + len(rows)] += 1

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon
 from emerging_optimizers.scalar_optimizers import Lion
 
 from tests.functional.model import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
@@ -73,6 +73,26 @@ class SplitMuon(Muon):
         return update
 
 
+class SplitAdaptiveMuon(AdaptiveMuon):
+    """emerging-optimizers' AdaptiveMuon that orthogonalises blocks of rows alone and scales each by its own shape."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.current: Any = None
+
+    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
+        self.current = p
+        return SplitMuon.orthogonalize(self, p, grad)  # type: ignore[arg-type]
+
+    def _apply_muon_scale(self, update: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
+        if self.current.row_blocks is None:
+            return super()._apply_muon_scale(update, size_out, size_in)
+        scaled = torch.empty_like(update)
+        for rows in self.current.row_blocks:
+            scaled[rows] = super()._apply_muon_scale(update[rows], len(rows), size_in)
+        return scaled
+
+
 class Reference:
     """The whole model's parameters and their optimizers."""
 
@@ -102,7 +122,7 @@ class Reference:
         settings = self.case.settings
         for optimizer in self.optimizers:
             highest, lowest = settings["lr"], settings["min_lr"]
-            if isinstance(optimizer, Muon):
+            if isinstance(optimizer, Muon | AdaptiveMuon):
                 highest = highest if settings["muon_lr"] is None else settings["muon_lr"]
                 lowest = lowest if settings["muon_min_lr"] is None else settings["muon_min_lr"]
             for group in optimizer.param_groups:
@@ -117,29 +137,41 @@ class Reference:
         """Every parameter."""
         return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
-    def momentum(self) -> dict[str, torch.Tensor]:
-        """Muon's momentum of every matrix."""
+    def state(self, slot: str) -> dict[str, torch.Tensor]:
+        """A slot of the state of every matrix, `momentum_buffer` or `moment2_buffer`."""
         return {
-            name: state["momentum_buffer"].clone()
+            name: state[slot].clone()
             for name, weight in self.weights.items()
             for optimizer in self.optimizers
-            if "momentum_buffer" in (state := optimizer.state.get(weight, {}))
+            if slot in (state := optimizer.state.get(weight, {}))
         }
 
-    def _muon(self, matrices: list[torch.nn.Parameter]) -> Muon:
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """Muon's momentum of every matrix."""
+        return self.state("momentum_buffer")
+
+    def _muon(self, matrices: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         settings = self.case.settings
-        return SplitMuon(
+        common = {
+            "lr": settings["lr"],
+            "momentum": settings["muon_momentum"],
+            "weight_decay": settings["weight_decay"],
+            "nesterov": settings["muon_nesterov"],
+            "weight_decay_method": "decoupled" if settings["decoupled_weight_decay"] else "l2",
+            "fp32_matmul_prec": settings["muon_fp32_matmul_prec"],
+            "coefficient_type": "quintic",
+            "num_ns_steps": 5,
+            "scale_mode": settings["muon_scale_mode"],
+            "extra_scale_factor": settings["muon_extra_scale_factor"],
+        }
+        if settings["optimizer"] == "muon":
+            return SplitMuon(matrices, **common)
+        return SplitAdaptiveMuon(
             matrices,
-            lr=settings["lr"],
-            momentum=settings["muon_momentum"],
-            weight_decay=settings["weight_decay"],
-            nesterov=settings["muon_nesterov"],
-            weight_decay_method="decoupled" if settings["decoupled_weight_decay"] else "l2",
-            fp32_matmul_prec=settings["muon_fp32_matmul_prec"],
-            coefficient_type="quintic",
-            num_ns_steps=5,
-            scale_mode=settings["muon_scale_mode"],
-            extra_scale_factor=settings["muon_extra_scale_factor"],
+            **common,
+            moment2_method=settings.get("adaptive_muon_moment2_method", "adamuon"),
+            beta2=settings.get("adaptive_muon_beta2", 0.95),
+            eps=settings.get("adaptive_muon_eps", 1e-8),
         )
 
     def _scalar(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
