@@ -147,26 +147,11 @@ def _muon(
         "names": names,
     }
     kind: type[ShardedMuon] = ShardedMuon
-    neurons = None
+    neurons: NeuronMoments | None = None
     if adaptive:
-        settings |= {"beta2": config.adaptive_muon_beta2, "eps": config.adaptive_muon_eps}
-        device = matrices[0].device
-        scales = [
-            orthogonalizer.row_scales(shape, split).to(device) for shape, split in zip(shapes, splits, strict=True)
-        ]
-        if config.adaptive_muon_moment2_method == "normuon":
-            neurons = NeuronMoments(
-                layout,
-                [mp.experts_in(parameter) for parameter in matrices],
-                group,
-                scales,
-                replicated=replicated,
-                everywhere=not config.muon_share_replicated if replicated else config.muon_exchange == "allgather",
-                device=device,
-            )
-            kind, settings["neurons"] = NorMuon, neurons
-        else:
-            kind, settings["scales"] = AdaMuon, _own_rows(scales, layout, group, replicated=replicated)
+        kind, second = _second_moment(config, matrices, layout, splits, orthogonalizer, group, replicated=replicated)
+        neurons = second.get("neurons")
+        settings |= second
 
     def batches(indices: Sequence[int]) -> Batch:
         batch = orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
@@ -195,17 +180,41 @@ def _muon(
     return muon
 
 
-def _own_rows(
-    scales: Sequence[torch.Tensor], layout: Layout, group: dist.ProcessGroup, *, replicated: bool
-) -> list[torch.Tensor]:
-    """Of the factors `(rows, 1)` of each matrix, those of this rank's rows."""
-    if replicated:
-        return list(scales)
-    shards = [matrix.shard_of(group.rank()) for matrix in layout.matrices]
-    return [
-        factors[:0] if shard is None else factors[shard.row_start : shard.row_start + shard.rows]
-        for factors, shard in zip(scales, shards, strict=True)
+def _second_moment(
+    config: MuonOptimizerConfig,
+    matrices: Sequence[torch.Tensor],
+    layout: Layout,
+    splits: Sequence[RowSplit],
+    orthogonalizer: Orthogonalizer,
+    group: dist.ProcessGroup,
+    *,
+    replicated: bool,
+) -> tuple[type[ShardedMuon], dict[str, Any]]:
+    """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
+    device = matrices[0].device
+    scales = [
+        orthogonalizer.row_scales(matrix.shape, split).to(device)
+        for matrix, split in zip(layout.matrices, splits, strict=True)
     ]
+    settings: dict[str, Any] = {"beta2": config.adaptive_muon_beta2, "eps": config.adaptive_muon_eps}
+    if config.adaptive_muon_moment2_method == "normuon":
+        settings["neurons"] = NeuronMoments(
+            layout,
+            [mp.experts_in(parameter) for parameter in matrices],
+            group,
+            scales,
+            replicated=replicated,
+            everywhere=not config.muon_share_replicated if replicated else config.muon_exchange == "allgather",
+            device=device,
+        )
+        return NorMuon, settings
+    if not replicated:
+        shards = [matrix.shard_of(group.rank()) for matrix in layout.matrices]
+        scales = [
+            factors[:0] if shard is None else factors[shard.row_start : shard.row_start + shard.rows]
+            for factors, shard in zip(scales, shards, strict=True)
+        ]
+    return AdaMuon, {**settings, "scales": scales}
 
 
 def _replicated(

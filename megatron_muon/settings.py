@@ -80,7 +80,14 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         )
     if config.optimizer == "adaptive_muon":
         check_adaptive(
-            config.adaptive_muon_moment2_method, beta2=config.adaptive_muon_beta2, eps=config.adaptive_muon_eps
+            config.adaptive_muon_moment2_method,
+            beta2=config.adaptive_muon_beta2,
+            eps=config.adaptive_muon_eps,
+            tensor_parallel=max(
+                model_chunks[0].config.tensor_model_parallel_size,
+                model_chunks[0].config.expert_tensor_parallel_size or 1,
+            ),
+            tp_mode=config.muon_tp_mode,
         )
     strategy = ddp_config.data_parallel_sharding_strategy
     tensor_parallel = model_chunks[0].config.tensor_model_parallel_size

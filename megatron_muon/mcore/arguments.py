@@ -290,7 +290,13 @@ def _check_adaptive(args: argparse.Namespace) -> None:
             "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first "
             "step with emerging-optimizers 0.3; add the flag, or use --optimizer muon"
         )
-    check_adaptive(args.adaptive_muon_moment2_method, beta2=args.adaptive_muon_beta2, eps=args.adaptive_muon_eps)
+    check_adaptive(
+        args.adaptive_muon_moment2_method,
+        beta2=args.adaptive_muon_beta2,
+        eps=args.adaptive_muon_eps,
+        tensor_parallel=max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1),
+        tp_mode=args.muon_tp_mode,
+    )
 
 
 def _refuse_without_muon(args: argparse.Namespace) -> None:

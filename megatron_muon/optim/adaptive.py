@@ -143,9 +143,10 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return parameter.new_zeros(_without(parameter.shape, gone), dtype=torch.float32)
     mesh, size, placements = parameter.device_mesh, 1, list(parameter.placements)
+    names = mesh.mesh_dim_names or ("",) * len(placements)
     for place, placement in enumerate(placements):
         if isinstance(placement, Shard) and placement.dim == gone:
-            if "tp" in (mesh.mesh_dim_names or ())[place]:
+            if "tp" in names[place]:
                 size *= mesh.size(place)
             else:
                 placements[place] = Replicate()

@@ -1,8 +1,8 @@
 """AdaMuon and NorMuon: sharded updates equal emerging-optimizers' AdaptiveMuon on whole matrices, however rows are cut.
 
-Both divide an orthogonalised update by the root of its second moment. For AdaMuon an element near zero turns a rounding
-of 1e-7 into a part of an update of size 0.05, so weights agree to 1e-4; for NorMuon they do to 4e-6. The number of ranks
-and the exchange change no bit.
+Both divide an orthogonalised update by the root of its second moment. For AdaMuon an element near zero turns a
+rounding of 1e-7 into a part of an update of size 0.05, so weights agree to 1e-4; for NorMuon to 4e-6. The number
+of ranks and the exchange change no bit.
 """
 
 from __future__ import annotations
