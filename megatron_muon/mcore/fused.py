@@ -48,11 +48,14 @@ class Fused:
     gated: bool = False
     interleave: int = 0
 
+    @property
+    def unit(self) -> int:
+        """Rows of one repetition: every matrix that is fused so has a multiple of them."""
+        return 2 * max(self.interleave, 1) if self.gated else sum(self.parts or self.heads)
+
     def fits(self, rows: int) -> bool:
         """Whether `rows` rows are a whole number of repetitions."""
-        if self.gated:
-            return rows % (2 * max(self.interleave, 1)) == 0
-        return all(rows % sum(unit) == 0 for unit in (self.parts, self.heads) if unit)
+        return rows % self.unit == 0
 
     def split(self, rows: int, settings: BlockSettings, *, tensor_parallel: int) -> RowSplit:
         """The blocks of a matrix of `rows` rows that fit.

@@ -75,7 +75,7 @@ def _tag_fused_rows(name: str, parameter: torch.Tensor, config: Any) -> None:
     rows = _rows_of_one(parameter)
     if fused is not None and not fused.fits(rows):
         warnings.warn(
-            f"{name}: {rows} rows are no multiple of {sum(fused.parts or fused.heads)}, the rows of what is fused in "
+            f"{name}: {rows} rows are no multiple of {fused.unit}, the rows of what is fused in "
             "it, so Muon orthogonalises it as one matrix",
             stacklevel=4,
         )
