@@ -57,7 +57,7 @@ def test_a_pattern_that_matches_nothing_is_one_line(tmp_path, corpus):
 
 @pytest.mark.parametrize("method", ["adamuon", "normuon"])
 def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, corpus, method):
-    """A second moment that is lost, or stays on its old owner, is off from the first step on."""
+    """A second moment that is lost, or stays on its old owner, is off from the first step on. Ranks may be others."""
     args = (*cli.TINY, *corpus, *ADAPTIVE, *SHARDED, "--adaptive-muon-moment2-method", method, "--global-batch-size")
     args = (*args, "4", "--train-iters", "6", "--tensorboard-log-interval", "1")
     there = ("--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole")
@@ -70,10 +70,16 @@ def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, cor
     )
     assert found == {step: expected[step] for step in (4, 5, 6)}
 
+    other = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "other")
+    cli.torchrun(tmp_path, *args, *other, ranks=1).checked()
+    found = {point.step: point.value for point in read_events(tmp_path / "other").points("lm loss")}
+    assert found == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=2e-3)
+
 
 def test_adaptive_muon_on_tensor_parallel_ranks(tmp_path, corpus):
     """Each tensor-parallel rank's part is a matrix with second moments of its own."""
     sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
-    tp = ("--tensor-model-parallel-size", "2", "--adaptive-muon-moment2-method", "normuon", "--save", "checkpoints")
+    tp = ("--tensor-model-parallel-size", "2", "--adaptive-muon-moment2-method", "normuon")
+    tp = (*tp, "--save", "checkpoints", "--save-interval", "6")
     run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *ADAPTIVE, *SHARDED, *sizes, *tp, ranks=4).checked()
     assert_trains(run, 6)
