@@ -54,7 +54,7 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
         "plots": ["matplotlib>=3.8"],
-        "bench": ["deepspeed==0.19.8", "psutil>=5.9"],
+        "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0", "psutil>=5.9"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",

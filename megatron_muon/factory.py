@@ -124,10 +124,16 @@ def _muon(
     adaptive = config.optimizer == "adaptive_muon"
     if replicated and not config.muon_share_replicated and not adaptive:
         return _replicated(config, groups, pg_collection)
-    group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     matrices = [parameter for member in groups for parameter in member["params"]]
-    layout = (mp.replicated_layout if replicated else mp.row_layout)(matrices, names, group)
-    splits = [mp.block_split(parameter, block_settings(config)) for parameter in matrices]
+    group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
+    over_tp = not replicated and config.muon_tp_mode != "blockwise"
+    if over_tp:
+        group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
+    if replicated:
+        layout = mp.replicated_layout(matrices, names, group)
+    else:
+        layout = mp.layout_of(matrices, names, mp.local_rectangles(model_chunks), group, over_tp=over_tp)
+    splits = [mp.block_split(parameter, block_settings(config), over_tp=over_tp) for parameter in matrices]
     orthogonalizer = Orthogonalizer(
         coefficient_type=config.muon_coefficient_type,
         num_steps=config.muon_num_ns_steps,
@@ -222,7 +228,7 @@ def _replicated(
 ) -> ReplicatedMuon:
     """Plain Muon: every rank orthogonalises all matrices."""
     for parameter in (parameter for member in groups for parameter in member["params"]):
-        give_blocks(parameter, mp.block_split(parameter, block_settings(config)))
+        give_blocks(parameter, mp.block_split(parameter, block_settings(config), over_tp=False))
     muon = ReplicatedMuon(
         groups,
         lr=config.lr,
@@ -330,10 +336,15 @@ def _grad_stats_group(
 ) -> dist.ProcessGroup:
     """The group over which gradient norms and zero counts add up.
 
-    Shards add up over all ranks of the optimizer instance. Under no_shard the data-parallel ranks hold the same
-    gradients, so only model-parallel ranks add: for experts that includes the ranks with other experts.
+    Shards add up over all ranks of the optimizer instance, and over all instances where these share them too. Under
+    no_shard the data-parallel ranks hold the same gradients, so only model-parallel ranks add: for experts that
+    includes the ranks with other experts.
     """
+    ddp_config = model_chunks[0].ddp_config
     group: dist.ProcessGroup = pg_collection.intra_dist_opt
-    if model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard":
+    if ddp_config.data_parallel_sharding_strategy == "no_shard":
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp
+    elif ddp_config.num_distributed_optimizer_instances > 1 and ddp_config.outer_dp_sharding_strategy != "no_shard":
+        assert dist.group.WORLD is not None
+        group = dist.group.WORLD  # 0.19's norm stays within the instance; pipeline stages there are none
     return group

@@ -95,15 +95,11 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         raise UserError("--fp16 is not supported with --optimizer muon; use --bf16, or leave both out for fp32")
     if config.optimizer_cpu_offload:
         raise UserError("--optimizer-cpu-offload is not supported with --optimizer muon; leave it out")
-    if ddp_config.num_distributed_optimizer_instances > 1:
+    if ddp_config.num_distributed_optimizer_instances > 1 and strategy == "no_shard":
         raise UserError(
-            f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances} is not supported "
-            "with --optimizer muon --use-megatron-fsdp; leave it at 1"
-        )
-    if strategy != "no_shard" and tensor_parallel > 1 and config.muon_tp_mode != "blockwise":
-        raise UserError(
-            f"--muon-tp-mode {config.muon_tp_mode} is not supported with --use-megatron-fsdp and "
-            f"--tensor-model-parallel-size {tensor_parallel}; use --muon-tp-mode blockwise"
+            f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances} has nothing to "
+            "shard with --data-parallel-sharding-strategy no_shard; leave it at 1, or use optim, optim_grads or "
+            "optim_grads_params"
         )
     if config.muon_exchange not in ("owner", "allgather"):
         raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")

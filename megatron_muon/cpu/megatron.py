@@ -1,9 +1,10 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices and collectives.
 
-Counts of tokens that collectives can read, and no saving in the background, which would write what training is changing
-meanwhile. None of it touches numerics. Needed with megatron-core 0.19.x.
+Counts of tokens that collectives can read, norms that know sequence parallelism, and no saving in the background, which
+would write what training is changing meanwhile. None of it touches numerics. Needed with megatron-core 0.19.x.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -13,13 +14,15 @@ from megatron_muon.patching import Patches
 
 
 def install(patches: Patches) -> None:
-    """Patches the mixture-of-experts token counts and the checkpoint worker."""
+    """Patches the mixture-of-experts token counts, torch's norms and the checkpoint worker."""
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     for module in (moe_utils, token_dispatcher):  # the second imports it by name
         patches.wrap(module, "maybe_move_tensor_to_cpu", _as_numpy_here_too, takes=("tensor", "as_numpy"))
 
+    patches.wrap(WrappedTorchNorm, "__new__", _norm_over_sequence, takes=("config",))
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
 
 
@@ -31,6 +34,23 @@ def _as_numpy_here_too(move: Callable[..., Any]) -> Callable[..., Any]:
         return result.numpy() if as_numpy and isinstance(result, torch.Tensor) else result
 
     return moved
+
+
+def _norm_over_sequence(make: Callable[..., Any]) -> Callable[..., Any]:
+    """torch's norms, the only ones without Apex and Transformer Engine, are refused with sequence parallelism.
+
+    All they lack is the mark by which Megatron sums the gradients of their weights over tensor-parallel ranks.
+    """
+
+    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
+        alone = copy.copy(config)
+        alone.sequence_parallel = False
+        norm = make(cls, alone, *args, **kwargs)
+        for parameter in norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+        return norm
+
+    return new
 
 
 def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from megatron_muon.exchange.steps import Advance, Apply
+from megatron_muon.exchange.steps import Advance, Apply, part
 from megatron_muon.sharding import Layout, Matrix
 
 Orthogonalize = Callable[[int, torch.Tensor], torch.Tensor]
@@ -28,7 +28,7 @@ class AllGatherExchange:
         device: where the rows lie.
 
     Raises:
-        ValueError: the layout is for another number of ranks, or cuts a matrix along its columns.
+        ValueError: the layout is for another number of ranks.
     """
 
     def __init__(
@@ -36,9 +36,6 @@ class AllGatherExchange:
     ) -> None:
         if group.size() != layout.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        for matrix in layout.matrices:
-            if any(shard.cols != matrix.shape[1] for shard in matrix.shards):
-                raise ValueError(f"{matrix.name}: the all-gather exchange carries row shards only")
         self.layout = layout
         self.group = group
         self.orthogonalize = orthogonalize
@@ -49,21 +46,23 @@ class AllGatherExchange:
         """One step, matrix by matrix."""
         for index, matrix in enumerate(self.layout.matrices):
             shard = matrix.shard_of(self._rank)
-            rows = advance([index])[0] if shard else torch.empty((0, matrix.shape[1]), device=self._device)
-            whole_update = self.orthogonalize(index, self._gather(matrix, rows))
+            own = advance([index])[0] if shard else torch.empty(0, device=self._device)
+            whole_update = self.orthogonalize(index, self._gather(matrix, own))
             if shard is not None:
-                apply([index], [whole_update[shard.row_start : shard.row_start + shard.rows]])
+                apply([index], [part(whole_update, shard)])
 
-    def _gather(self, matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
-        """The whole matrix `(rows, cols)`, from shards of any number of rows.
+    def _gather(self, matrix: Matrix, own: torch.Tensor) -> torch.Tensor:
+        """The whole matrix `(rows, cols)`, from shards of any size.
 
-        Every rank sends as many rows as the largest shard has, because gloo's all-gather wants equal sizes; the padding
-        is dropped before the matrix is assembled, so it never enters the iteration.
+        Every rank sends as many elements as the largest shard has, because gloo's all-gather wants equal sizes; the
+        padding is dropped when the matrix is assembled, so it never enters the iteration. Of replicas one is taken.
         """
-        most_rows = max(shard.rows for shard in matrix.shards)
-        send = rows.new_zeros((most_rows, matrix.shape[1]))
-        send[: rows.shape[0]].copy_(rows)
-        received = rows.new_empty((self.layout.world_size * most_rows, matrix.shape[1]))
-        dist.all_gather_into_tensor(received, send, group=self.group)
-        by_rank = received.view(self.layout.world_size, most_rows, matrix.shape[1])
-        return torch.cat([by_rank[shard.rank, : shard.rows] for shard in matrix.shards])
+        most = max(shard.numel for shard in matrix.shards)
+        send = own.new_zeros(most)
+        send[: own.numel()].copy_(own.reshape(-1))
+        received = own.new_empty((self.layout.world_size, most))
+        dist.all_gather_into_tensor(received.view(-1), send, group=self.group)
+        whole = own.new_empty(matrix.shape)
+        for shard in matrix.shards:
+            part(whole, shard).copy_(received[shard.rank, : shard.numel].view(shard.rows, shard.cols))
+        return whole

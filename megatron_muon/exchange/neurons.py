@@ -69,6 +69,7 @@ class NeuronMoments:
         device: torch.device,
     ) -> None:
         self._group = group
+        self._rank = group.rank()
         self._scales = scales
         self._replicated = replicated
         self._everywhere = everywhere
@@ -153,16 +154,16 @@ class NeuronMoments:
         if self._replicated:
             return whole
         if place.by_row:
-            if shard is None or (sending and shard.col_start):
+            if shard is None or (sending and (shard.col_start or shard.rank != self._rank)):
                 return None
             return whole[shard.row_start : shard.row_start + shard.rows]
         if place.experts > 1:  # experts lie whole on a rank
-            if shard is None:
+            if shard is None or (sending and shard.rank != self._rank):
                 return None
             return whole.view(place.experts, -1)[
                 shard.row_start // place.rows : (shard.row_start + shard.rows) // place.rows
             ].view(-1)
-        if sending and (shard is None or shard.row_start):
+        if sending and (shard is None or shard.row_start or shard.rank != self._rank):
             return None
         if shard is None:
             return whole

@@ -8,6 +8,7 @@ collective on Python objects and never waits for the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_muon.exchange.steps import Advance, Apply
+from megatron_muon.exchange.steps import Advance, Apply, part
 from megatron_muon.sharding import Layout, Shard
 from megatron_muon.sharding.plan import Plan
 
@@ -43,21 +44,51 @@ class _Route:
 
     Attributes:
         owned: matrices of the wave that this rank orthogonalises.
-        own: those of them of which it also holds rows.
-        batch: those matrices as a batch.
-        to_owners: matrices whose rows this rank sends, by owner.
-        sent: elements sent to each rank when gathering, received from it when returning.
-        from_holders: `(position in owned, shard)` of the rows that arrive, by holder.
-        received: elements received from each rank when gathering, sent to it when returning.
+        own: those of them of which it also holds elements.
+        batch: the owned matrices as a batch.
+        sent: matrices of which this rank sends its elements to their owners.
+        idle: matrices of which it holds elements that a replica sends.
+        gathered: shards of owned matrices that arrive.
+        spread: shards of owned matrices whose updates this rank sends to their holders.
+        returned: matrices of which update rows arrive.
     """
 
     owned: tuple[int, ...]
     own: tuple[int, ...]
     batch: Batch
-    to_owners: tuple[int, ...]
-    sent: tuple[int, ...]
-    from_holders: tuple[tuple[int, Shard], ...]
-    received: tuple[int, ...]
+    sent: _Parcels
+    idle: tuple[int, ...]
+    gathered: _Parcels
+    spread: _Parcels
+    returned: _Parcels
+
+
+@dataclass(frozen=True)
+class _Parcels:
+    """What travels between this rank and the others in one direction, ordered by rank and then by matrix.
+
+    Attributes:
+        items: `(matrix index, shard)`.
+        counts: elements for each rank of the group.
+    """
+
+    items: tuple[tuple[int, Shard], ...]
+    counts: tuple[int, ...]
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The matrices."""
+        return tuple(index for index, _ in self.items)
+
+    @property
+    def numel(self) -> int:
+        """Elements in all."""
+        return sum(self.counts)
+
+    def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """A buffer as the rectangles, one after the other: views."""
+        pieces = buffer.split([shard.numel for _, shard in self.items])
+        return [piece.view(shard.rows, shard.cols) for (_, shard), piece in zip(self.items, pieces, strict=True)]
 
 
 @dataclass
@@ -142,11 +173,12 @@ class OwnerExchange:
 
     def _gather(self, route: _Route, advance: Advance) -> _InFlight:
         """Send this rank's rows of a wave to their owners, and expect the rows of the matrices that it owns."""
-        send = self._nothing.new_empty(sum(route.sent))
-        if route.to_owners:
-            torch._foreach_copy_(self._pieces(send, route.to_owners), advance(route.to_owners))
-        receive = self._nothing.new_empty(sum(route.received))
-        return self._all_to_all(send, receive, list(route.sent), list(route.received))
+        send = self._nothing.new_empty(route.sent.numel)
+        if route.sent.items:
+            torch._foreach_copy_(route.sent.pieces(send), advance(route.sent.indices))
+        if route.idle:
+            advance(route.idle)  # a replica sends the rows; here only the momentum counts
+        return self._all_to_all(send, route.sent, route.gathered)
 
     def _orthogonalize(self, route: _Route, advance: Advance, arrived: torch.Tensor) -> list[torch.Tensor]:
         """Assemble this rank's matrices of a wave from what arrived and its own rows, and orthogonalise them."""
@@ -155,21 +187,16 @@ class OwnerExchange:
         matrices = route.batch.allocate(self._nothing, self.wire_dtype)
         if route.own:
             torch._foreach_copy_(self._own_parts(route, matrices), advance(route.own))
-        if route.from_holders:
-            targets = [_part(matrices[position], shard) for position, shard in route.from_holders]
-            torch._foreach_copy_(targets, _split(arrived, [shard for _, shard in route.from_holders]))
+        if route.gathered.items:
+            torch._foreach_copy_(_parts(route, matrices, route.gathered), route.gathered.pieces(arrived))
         return route.batch.orthogonalize()
 
     def _send_back(self, route: _Route, results: list[torch.Tensor]) -> _InFlight:
         """Send the update rows of other ranks to their holders."""
-        send = self._nothing.new_empty(sum(route.received))
-        if route.from_holders:
-            torch._foreach_copy_(
-                _split(send, [shard for _, shard in route.from_holders]),
-                [_part(results[position], shard) for position, shard in route.from_holders],
-            )
-        receive = self._nothing.new_empty(sum(route.sent))
-        return self._all_to_all(send, receive, list(route.received), list(route.sent))
+        send = self._nothing.new_empty(route.spread.numel)
+        if route.spread.items:
+            torch._foreach_copy_(route.spread.pieces(send), _parts(route, results, route.spread))
+        return self._all_to_all(send, route.spread, route.returned)
 
     def _keep(self, route: _Route, results: list[torch.Tensor], apply: Apply) -> None:
         """Apply this rank's own rows of the updates that it computed."""
@@ -179,8 +206,8 @@ class OwnerExchange:
     def _receive(self, route: _Route, leaving: _InFlight, apply: Apply) -> None:
         """Apply the update rows that came back."""
         received = leaving.wait()
-        if route.to_owners:
-            apply(route.to_owners, self._pieces(received, route.to_owners))
+        if route.returned.items:
+            apply(route.returned.indices, route.returned.pieces(received))
 
     def _fill_gap(self, fillers: Iterator[tuple[tuple[int, ...], Batch]], advance: Advance, apply: Apply) -> bool:
         """Orthogonalise the next part of the matrices that lie whole on this rank; False where none is left."""
@@ -191,56 +218,72 @@ class OwnerExchange:
         apply(indices, batch.orthogonalize())
         return True
 
-    def _pieces(self, buffer: torch.Tensor, indices: Sequence[int]) -> list[torch.Tensor]:
-        """A buffer as this rank's rows of these matrices, one after the other: views."""
-        return _split(buffer, [self._shards[index] for index in indices])
-
     def _own_parts(self, route: _Route, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows in those of its matrices of a wave of which it holds some: views."""
         places = dict(zip(route.owned, matrices, strict=True))
-        return [_part(places[index], self._shards[index]) for index in route.own]
+        return [part(places[index], self._shards[index]) for index in route.own]
 
-    def _all_to_all(self, send: torch.Tensor, receive: torch.Tensor, sent: list[int], received: list[int]) -> _InFlight:
-        work = dist.all_to_all_single(receive, send, received, sent, group=self.group, async_op=True)
+    def _all_to_all(self, send: torch.Tensor, sent: _Parcels, expected: _Parcels) -> _InFlight:
+        receive = self._nothing.new_empty(expected.numel)
+        work = dist.all_to_all_single(
+            receive, send, list(expected.counts), list(sent.counts), group=self.group, async_op=True
+        )
         return _InFlight(work=work, send=send, receive=receive)
 
 
-def _split(buffer: torch.Tensor, shards: Sequence[Shard]) -> list[torch.Tensor]:
-    """A buffer as rectangles of these shapes, one after the other: views."""
-    pieces = buffer.split([shard.numel for shard in shards])
-    return [piece.view(shard.rows, shard.cols) for shard, piece in zip(shards, pieces, strict=True)]
-
-
-def _part(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
-    """The rectangle of `matrix` that `shard` describes, a view."""
-    return matrix.narrow(0, shard.row_start, shard.rows).narrow(1, shard.col_start, shard.cols)
+def _parts(route: _Route, matrices: Sequence[torch.Tensor], parcels: _Parcels) -> list[torch.Tensor]:
+    """The rectangles of owned matrices that travel: views."""
+    places = dict(zip(route.owned, matrices, strict=True))
+    return [part(places[index], shard) for index, shard in parcels.items]
 
 
 def _route(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker) -> _Route:
-    """This rank's part in a wave: sends ordered by owner, receives by holder, both then by matrix."""
-    matrices, owners = plan.layout.matrices, plan.owners
-    owned = tuple(index for index in wave if owners[index] == rank)
-    position = {index: place for place, index in enumerate(owned)}
-    sent, received = [0] * plan.layout.world_size, [0] * plan.layout.world_size
-    to_owners: list[tuple[int, int]] = []
-    from_holders: list[tuple[int, int, Shard]] = []
+    """This rank's part in a wave."""
+    matrices, owners, world_size = plan.layout.matrices, plan.owners, plan.layout.world_size
+    sent, gathered, spread, returned = (_Collector(world_size) for _ in range(4))
+    idle = []
     for index in wave:
+        owner = owners[index]
         for shard in matrices[index].shards:
-            if shard.rank == rank != owners[index]:
-                to_owners.append((owners[index], index))
-                sent[owners[index]] += shard.numel
-            if owners[index] == rank != shard.rank:
-                from_holders.append((shard.rank, index, shard))
-                received[shard.rank] += shard.numel
-    order = {index: place for place, index in enumerate(wave)}
-    to_owners.sort(key=lambda item: (item[0], order[item[1]]))
-    from_holders.sort(key=lambda item: (item[0], order[item[1]]))
+            source = shard.source(owner, world_size)
+            if owner == rank:
+                if source != rank:
+                    gathered.add(source, index, shard)
+                for holder in shard.holders:
+                    if holder != rank:
+                        spread.add(holder, index, shard)
+            elif rank in shard.holders:
+                returned.add(owner, index, shard)
+                if source == rank:
+                    sent.add(owner, index, shard)
+                else:
+                    idle.append(index)
+    owned = tuple(index for index in wave if owners[index] == rank)
     return _Route(
         owned=owned,
         own=tuple(index for index in owned if matrices[index].shard_of(rank) is not None),
         batch=batches(owned),
-        to_owners=tuple(index for _, index in to_owners),
-        sent=tuple(sent),
-        from_holders=tuple((position[index], shard) for _, index, shard in from_holders),
-        received=tuple(received),
+        sent=sent.parcels(),
+        idle=tuple(idle),
+        gathered=gathered.parcels(),
+        spread=spread.parcels(),
+        returned=returned.parcels(),
     )
+
+
+class _Collector:
+    """Collects what travels to or from each rank, matrix after matrix of a wave; both ends collect in that order."""
+
+    def __init__(self, world_size: int) -> None:
+        self._of_rank: list[list[tuple[int, Shard]]] = [[] for _ in range(world_size)]
+
+    def add(self, rank: int, index: int, shard: Shard) -> None:
+        """Add a shard of a matrix."""
+        self._of_rank[rank].append((index, shard))
+
+    def parcels(self) -> _Parcels:
+        """All that was added."""
+        return _Parcels(
+            items=tuple(itertools.chain.from_iterable(self._of_rank)),
+            counts=tuple(sum(shard.numel for _, shard in items) for items in self._of_rank),
+        )

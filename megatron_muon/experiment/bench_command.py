@@ -24,8 +24,12 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 METHODS = ("owner", "allgather", "allgather-tuned", "adam")
-PEERS = ("deepspeed", "deepspeed-gram")
-"""What they are stands in `bench_peers`; a peer's name begins with that of its package."""
+PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": "muon_fsdp2"}
+"""The module that each imports; what they are stands in `bench_peers` and `bench_fsdp2`."""
+
+CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
+"""Peers that cannot be measured, with the version that this was found of: `zeropower` and `foreach_zeropower` choose
+the Triton kernel unless told otherwise, no option of their optimizers tells them, and its `gram_` asserts `is_cuda`."""
 
 EXAMPLES = """\
 examples:
@@ -47,6 +51,7 @@ owner is the exchange's and the division of work alone.
 
 Peers, on CPU alone: deepspeed is DeepSpeed's ZeRO-3 Muon with its standard Newton-Schulz in bf16, deepspeed-gram the
 same with its own default. Only the engine's step is timed; a forward and a backward before it bring the gradients.
+muon-fsdp2 is that package's optimizer on the shards of torch's FSDP2, in bf16; only its step is timed, too.
 
 The floor is measured in the same run: Newton-Schulz FLOPs over the rate at which all ranks at once multiply matrices of
 these shapes, plus the exchange's bytes over the measured bandwidth. Times are those of the slowest rank.
@@ -84,7 +89,8 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=_positive, default=1, metavar="W", help="steps of each method before these (1)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
-    add("--peers", nargs="+", choices=PEERS, default=[], metavar="P", help=f"other implementations: {', '.join(PEERS)}")
+    add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
+        help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
     add("--buffer-mb", type=_positive_number, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -119,11 +125,16 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     """What the arguments of `bench step` ask for.
 
     Raises:
-        UserError: a peer that is not installed, or a device that peers are not measured on.
+        UserError: a peer that is not installed or needs CUDA, or a device or shards that peers are not measured on.
     """
     check_peers(args.peers)
     if args.peers and args.device == "cuda":
         raise UserError(f"--peers {' '.join(args.peers)} --device cuda: measured on CPU alone; type --device cpu")
+    if "muon-fsdp2" in args.peers and args.hidden_size % args.ranks:
+        raise UserError(
+            f"--peers muon-fsdp2 --ranks {args.ranks} --hidden-size {args.hidden_size}: it takes shards of equal size "
+            f"alone; take a multiple of {args.ranks} as hidden size"
+        )
     names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers"}
     return StepSpec(
         methods=tuple(dict.fromkeys(args.methods)),  # once each, in the order given
@@ -133,14 +144,19 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
 
 
 def check_peers(peers: Sequence[str]) -> None:
-    """Refuse peers that are missing, before anything runs.
+    """Refuse peers that are missing or cannot run here, before anything runs.
 
     Raises:
         UserError: names the peer and what to type.
     """
     for peer in peers:
-        package = peer.partition("-")[0]
-        if importlib.util.find_spec(package) is None:
+        if peer in CUDA_PEERS:
+            raise UserError(
+                f"--peers {peer}: {CUDA_PEERS[peer]} iterates in a Triton kernel that takes CUDA tensors alone, and "
+                f"peers are measured on CPU; leave {peer} out"
+            )
+        if importlib.util.find_spec(PEERS[peer]) is None:
+            package = PEERS[peer].replace("_", "-")
             raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
 
 

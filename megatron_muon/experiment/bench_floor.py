@@ -257,7 +257,9 @@ def _travels(plan: Plan, itemsize: int) -> list[list[int]]:
         for index in wave:
             owner = plan.owners[index]
             for shard in plan.layout.matrices[index].shards:
-                if shard.rank != owner:
-                    travels[shard.rank][owner] += shard.numel * itemsize
-                    travels[owner][shard.rank] += shard.numel * itemsize
+                if owner not in shard.holders:
+                    travels[shard.source(owner, size)][owner] += shard.numel * itemsize
+                for holder in shard.holders:
+                    if holder != owner:
+                        travels[owner][holder] += shard.numel * itemsize
     return travels

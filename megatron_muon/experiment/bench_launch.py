@@ -27,7 +27,15 @@ ROOT = Path(__file__).resolve().parents[2]
 
 TAIL_LINES = 40
 _SECONDS_TO_END = 15.0
-_PACKAGES = ("megatron-muon", "megatron-core", "torch", "emerging-optimizers", "transformer-engine", "deepspeed")
+_PACKAGES = (
+    "megatron-muon",
+    "megatron-core",
+    "torch",
+    "emerging-optimizers",
+    "transformer-engine",
+    "deepspeed",
+    "muon-fsdp2",
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class StepSpec:
         num_layers: blocks.
         ns_dtype: "bf16" or "fp32", what Newton-Schulz's products run in.
         methods: of "owner", "allgather", "allgather-tuned", "adam".
-        peers: other implementations, of "deepspeed", "deepspeed-gram".
+        peers: other implementations, of "deepspeed", "deepspeed-gram", "muon-fsdp2".
         repeat: timed steps of each method.
         warmup: steps of each method before these.
         buffer_mb: MiB for the owner scheme's waves.

@@ -129,6 +129,10 @@ class DeepSpeedMuon:
         patches.wrap(original_muon, "muon_update", functools.partial(timers.timed, "orthogonalize"))
         return patches
 
+    def counter(self) -> GatherCounter:
+        """Counts what a step's collectives carry."""
+        return GatherCounter()
+
 
 class GatherCounter:
     """Counts the bytes that this rank receives from others in DeepSpeed's all-gathers."""

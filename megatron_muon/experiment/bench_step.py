@@ -28,6 +28,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.experiment.bench_floor import Floor, synchronize
+from megatron_muon.experiment.bench_fsdp2 import Fsdp2Muon, RowCounter
 from megatron_muon.experiment.bench_launch import StepSpec
 from megatron_muon.experiment.bench_peers import NS_METHODS, DeepSpeedMuon, GatherCounter
 from megatron_muon.experiment.bench_phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes
@@ -36,7 +37,8 @@ from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
 from megatron_muon.sharding import Layout, Plan, make_plan, row_sharded
 
-type Steps = torch.optim.Optimizer | DeepSpeedMuon
+Peer = DeepSpeedMuon | Fsdp2Muon
+type Steps = torch.optim.Optimizer | Peer
 """What has a step to be timed."""
 
 PROFILED_STEPS = 3
@@ -116,11 +118,13 @@ def whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> 
     return weight.mul_(0.02), gradient.mul_(1e-3)
 
 
-def make_peer(peer: str, problem: Problem) -> DeepSpeedMuon:
+def make_peer(peer: str, problem: Problem) -> Peer:
     """Another implementation, on the same matrices and gradients. Collective."""
     weights, gradients = zip(
         *(whole_matrices(i, m.shape, problem.device) for i, m in enumerate(problem.layout.matrices)), strict=True
     )
+    if peer == "muon-fsdp2":
+        return Fsdp2Muon(weights, problem.gradients, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
     return DeepSpeedMuon(
         weights, gradients, ns_method=NS_METHODS[peer], lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
     )
@@ -259,7 +263,7 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
 
 def _timed(optimizer: Steps, problem: Problem, around: AbstractContextManager[Any] | None = None) -> float:
     """Seconds of one step on this rank, from a barrier on; only the step runs within `around`."""
-    if isinstance(optimizer, DeepSpeedMuon):
+    if isinstance(optimizer, Peer):
         optimizer.prepare()
     synchronize(problem.device)
     with around or nullcontext():
@@ -281,9 +285,9 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
         RuntimeError: the bytes counted at the collectives are not those that the plan promises.
     """
     timers = Timers(problem.device)
-    counter: ByteCounter | GatherCounter
-    if isinstance(optimizer, DeepSpeedMuon):
-        patches, counter = optimizer.attach(timers), GatherCounter()
+    counter: ByteCounter | GatherCounter | RowCounter
+    if isinstance(optimizer, Peer):
+        patches, counter = optimizer.attach(timers), optimizer.counter()
     else:
         patches, counter = attach(optimizer, timers), ByteCounter()
     try:
@@ -296,9 +300,11 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
     phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
 
     counted = counter.received // steps
-    planned = counted if method in NS_METHODS else _received_bytes(method, problem)[problem.group.rank()]
-    if isinstance(optimizer, DeepSpeedMuon):
+    if isinstance(optimizer, Peer):
+        planned = counted
         optimizer.prepare()
+    else:
+        planned = _received_bytes(method, problem)[problem.group.rank()]
     dist.barrier(problem.group)
     peak = peak_extra_bytes(optimizer.step, problem.device)
     wrong, planned_max, counted_max, peak_max = _over_ranks(
@@ -315,9 +321,7 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
         "exchange_bytes_per_rank": int(planned_max),
         "exchange_bytes_counted_per_rank": int(counted_max),
         "peak_extra_bytes": int(peak_max),
-        **(
-            {"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")} if isinstance(optimizer, DeepSpeedMuon) else {}
-        ),
+        **({"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")} if isinstance(optimizer, Peer) else {}),
     }
 
 
@@ -330,7 +334,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
     if method == "owner":
         return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
     if method.startswith("allgather"):
-        padded = sum(max(shard.rows for shard in matrix.shards) * matrix.shape[1] for matrix in problem.layout.matrices)
+        padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
         return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks
     return (0,) * ranks
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.mcore.fused import BlockSettings, check_experts, fused_rows, is_expert_stack, stack_split
+from megatron_muon.errors import UserError
+from megatron_muon.mcore.fused import BlockSettings, Fused, check_experts, fused_rows, is_expert_stack, stack_split
 from megatron_muon.names import matching
 from megatron_muon.optim.blocks import RowSplit, whole
-from megatron_muon.optim.sharded_muon import local_rows
-from megatron_muon.sharding import Layout, evenly_sharded, row_sharded
+from megatron_muon.sharding import Layout, evenly_sharded, from_rectangles
 
 _ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
 
@@ -72,7 +72,7 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
 
 def _tag_fused_rows(name: str, parameter: torch.Tensor, config: Any) -> None:
     fused = fused_rows(name, config)
-    rows = _rows_of_one(parameter)
+    rows = _rows_of_one(parameter, over_tp=True)
     if fused is not None and not fused.fits(rows):
         warnings.warn(
             f"{name}: {rows} rows are no multiple of {fused.unit}, the rows of what is fused in "
@@ -104,65 +104,135 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
     return names
 
 
-def matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:
-    """Shape `(rows, cols)` of the matrix that the data-parallel group shares: this tensor-parallel rank's part.
+def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
+    """Shape `(rows, cols)` of the matrix that Muon sees in a parameter.
 
     A stack of experts `(experts, rows, cols)` counts as `(experts * rows, cols)`.
+
+    Args:
+        parameter: a DTensor of Megatron-FSDP, or the parameter that it stands for.
+        over_tp: whole over tensor-parallel ranks; False stands for the part of this tensor-parallel rank.
     """
-    original = getattr(parameter, "orig_param", parameter)
-    return math.prod(original.shape[:-1]), original.shape[-1]
+    shape = (parameter if over_tp else getattr(parameter, "orig_param", parameter)).shape
+    return math.prod(shape[:-1]), shape[-1]
 
 
 def experts_in(parameter: torch.Tensor) -> int:
     """How many experts are stacked in `parameter`; 1 for a matrix."""
-    return int(getattr(parameter, "orig_param", parameter).shape[0]) if parameter.ndim == 3 else 1
+    return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
-def _rows_of_one(parameter: torch.Tensor) -> int:
-    return matrix_shape(parameter)[0] // experts_in(parameter)
+def _rows_of_one(parameter: torch.Tensor, *, over_tp: bool) -> int:
+    return matrix_shape(parameter, over_tp=over_tp)[0] // experts_in(parameter)
 
 
-def block_split(parameter: torch.Tensor, settings: BlockSettings, *, tensor_parallel: int = 1) -> RowSplit:
+def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The ranks that together hold matrices which data and tensor parallelism cut.
+
+    A collective over all ranks of the run, at construction only: where tensor parallelism has more than one rank, it
+    makes process groups.
+    """
+    if tensor_parallel.size() == 1:
+        return data_parallel
+    peers: list[Any] = [None] * tensor_parallel.size()
+    dist.all_gather_object(peers, dist.get_process_group_ranks(data_parallel), group=tensor_parallel)
+    mine = tuple(sorted({rank for ranks in peers for rank in ranks}))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    made = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(everyone))}
+    group: dist.ProcessGroup = made[mine]
+    return group
+
+
+def block_split(parameter: torch.Tensor, settings: BlockSettings, *, over_tp: bool = True) -> RowSplit:
     """How the matrix of `parameter` splits into blocks, decided from its whole shape and never from local rows.
 
     Args:
         parameter: a matrix `(rows, cols)` or a stack of experts `(experts, rows, cols)`, after `tag_for_muon`.
         settings: which splits were asked for.
-        tensor_parallel: ranks whose parts of the matrix lie one after the other in `matrix_shape`'s rows; 1 where that
-            is one rank's part.
+        over_tp: as for `matrix_shape`.
     """
-    rows = _rows_of_one(parameter)
-    fused = getattr(parameter, "fused_rows", None)
-    each = whole(rows) if fused is None else fused.split(rows, settings, tensor_parallel=tensor_parallel)
+    rows = _rows_of_one(parameter, over_tp=over_tp)
+    fused: Fused | None = getattr(parameter, "fused_rows", None)
+    if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
+        each = whole(rows)
+    else:
+        tensor_parallel = rows // _rows_of_one(parameter, over_tp=False)
+        each = fused.split(rows, settings, tensor_parallel=tensor_parallel)
     return stack_split(experts_in(parameter), each) if parameter.ndim == 3 else each
 
 
-def row_layout(
-    parameters: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str], group: dist.ProcessGroup
-) -> Layout:
-    """The layout of row-sharded parameters over their data-parallel group.
+def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, tuple[int, int, int, int]]:
+    """What this rank holds of each sharded matrix or stack: `(row_start, rows, col_start, cols)` of the whole.
 
-    Megatron-FSDP cuts a bucket into consecutive pieces, rank by rank, so the rows of a rank follow those of the ranks
-    before it. One collective on Python objects, at construction only.
+    Megatron-FSDP notes it on the tensors from which it makes the optimizer's parameters
+    (update_uneven_dtensor_chunk_metadata), for its checkpoints.
+
+    Raises:
+        UserError: tensor parallelism cuts the experts of a stack.
+    """
+    rectangles = {}
+    for chunk in model_chunks:
+        buffer = chunk.param_and_grad_buffer
+        for name, parameter in buffer.optimizer_named_parameters:
+            if parameter.ndim not in (2, 3):
+                continue
+            noted = buffer.dist_main_weight[name]._local_tensor.__create_chunk_list__()[0]
+            offsets, sizes = noted.offsets, noted.sizes
+            if parameter.ndim == 3:  # whole experts, one below the other
+                if getattr(parameter, "expert_stack", False) and sizes[1:] != tuple(parameter.shape[1:]):
+                    raise UserError(
+                        f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
+                        "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
+                    )
+                rows = sizes[1]
+                offsets, sizes = (offsets[0] * rows, offsets[2]), (sizes[0] * rows, sizes[2])
+            rectangles[parameter] = (offsets[0], sizes[0], offsets[1], sizes[1])
+    return rectangles
+
+
+def layout_of(
+    parameters: Sequence[torch.Tensor],
+    names: Mapping[torch.Tensor, str],
+    rectangles: Mapping[torch.Tensor, tuple[int, int, int, int]],
+    group: dist.ProcessGroup,
+    *,
+    over_tp: bool = True,
+) -> Layout:
+    """The layout of sharded parameters over the ranks of `group`, as Megatron-FSDP cut them.
+
+    Ranks that hold the same rectangle are replicas: instances of the distributed optimizer, or tensor-parallel ranks
+    where a parameter is not cut by tensor parallelism. One collective on Python objects, at construction only.
 
     Args:
-        parameters: the same list in the same order on every rank of `group`.
+        parameters: DTensors, the same list in the same order on every rank of `group`.
         names: the name of each parameter.
-        group: the group over which the parameters are sharded.
+        rectangles: `local_rectangles`.
+        group: the ranks that hold the parameters.
+        over_tp: matrices are whole over tensor-parallel ranks, which `group` includes. False where the part of one
+            tensor-parallel rank counts as the matrix and `group` has data-parallel ranks only.
     """
-    mine: list[int] = [local_rows(parameter).shape[0] for parameter in parameters]
+    shapes, mine = [], []
+    for parameter in parameters:
+        shape = matrix_shape(parameter, over_tp=over_tp)
+        row_start, rows, col_start, cols = rectangles[parameter]
+        shapes.append(shape)
+        # A part begins at a multiple of its size, so the remainder is the place within the part.
+        mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
-    matrices = tuple(
-        row_sharded(names[parameter], matrix_shape(parameter), [rows[index] for rows in everyone])
-        for index, parameter in enumerate(parameters)
+    return Layout(
+        world_size=group.size(),
+        matrices=tuple(
+            from_rectangles(names[parameter], shape, [held[index] for held in everyone])
+            for index, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True))
+        ),
     )
-    return Layout(world_size=group.size(), matrices=matrices)
 
 
 def replicated_layout(
     parameters: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str], group: dist.ProcessGroup
 ) -> Layout:
     """A layout by which to plan the work of parameters that every rank of `group` holds whole."""
-    matrices = (evenly_sharded(names[p], matrix_shape(p), group.size()) for p in parameters)
+    matrices = (evenly_sharded(names[p], matrix_shape(p, over_tp=False), group.size()) for p in parameters)
     return Layout(world_size=group.size(), matrices=tuple(matrices))

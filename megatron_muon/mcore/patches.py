@@ -34,6 +34,8 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
         use_factory(patches)
         reduce_without_frozen(patches)
         average_lone_gradients_once(patches)
+        reduce_over_instances(patches)
+        average_over_sharing_instances(patches)
         split_momentum_of_swiglu(patches)
 
 
@@ -210,6 +212,76 @@ def average_lone_gradients_once(patches: Patches) -> None:
 
     patches.wrap(ParamAndGradBuffer, "__init__", hold_back, takes=["ddp_config"])
     patches.wrap(MegatronFSDP, "attach_grad_to_optimizer_state", average)
+
+
+def reduce_over_instances(patches: Patches) -> None:
+    """Let several instances of the distributed optimizer (HSDP) reduce gradients among themselves in every step.
+
+    0.19 does so in the backward pass of the last micro-batch, and only the `no_sync` context of
+    `--overlap-grad-reduce` says which that is: without the flag no instance ever hears of the others. Here what the
+    backward pass has left out is done when the reduction is finished.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import GradReducePipeline
+
+    def note(reduce: Callable[..., None]) -> Callable[..., None]:
+        def reduce_gradients(
+            self: Any, params: Any, *args: Any, outer_fsdp_group_grad_reduce: bool = False, **kwargs: Any
+        ) -> None:
+            reduce(self, params, *args, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce, **kwargs)
+            self.reduced_over_instances = getattr(self, "reduced_over_instances", False) or outer_fsdp_group_grad_reduce
+
+        return reduce_gradients
+
+    def catch_up(synchronize: Callable[..., None]) -> Callable[..., None]:
+        def synchronize_gradient_reduce(self: Any) -> None:
+            synchronize(self)
+            pipeline = self.grad_reduce_pipeline
+            done, pipeline.reduced_over_instances = getattr(pipeline, "reduced_over_instances", False), False
+            if self.dist_index.use_hybrid_fsdp and not done:
+                _reduce_over_instances(self)
+
+        return synchronize_gradient_reduce
+
+    patches.wrap(GradReducePipeline, "reduce_gradients", note, takes=["params", "outer_fsdp_group_grad_reduce"])
+    patches.wrap(MegatronFSDP, "synchronize_gradient_reduce", catch_up)
+
+
+def average_over_sharing_instances(patches: Patches) -> None:
+    """Let gradients be averaged where instances of the distributed optimizer share its state too (outer `optim`).
+
+    0.19 reduces them in a buffer that it makes without the factor of the average (_create_hfsdp_helper_buffer), so they
+    come out as sums: the gradient norm, and with it clipping, is wrong by the number of data-parallel ranks.
+    """
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
+
+    def around(init: Callable[..., None]) -> Callable[..., None]:
+        def with_factors(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+            init(self, ddp_config, *args, **kwargs)
+            for group in self.parameter_groups:
+                if group.hfsdp_helper_gbuf is not None and group.main_grad_buffer is not None:
+                    group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
+
+        return with_factors
+
+    patches.wrap(ParamAndGradBuffer, "__init__", around, takes=["ddp_config"])
+
+
+def _reduce_over_instances(fsdp: Any) -> None:
+    """Sum what each instance has reduced within itself; gradients carry the factor of their average already."""
+    config, pipeline = fsdp.ddp_config, fsdp.grad_reduce_pipeline
+    operation = torch.distributed.ReduceOp.AVG if config.average_in_collective else torch.distributed.ReduceOp.SUM
+    group = fsdp.dist_index.get_outer_fsdp_group()
+    for bucket, parameters in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+        gradients = parameters.main_grad_buffer
+        if gradients is None:
+            continue
+        within = pipeline.get_fsdp_buffer(bucket)
+        if config.outer_dp_sharding_strategy == "no_shard":
+            torch.distributed.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
+        else:
+            shard = gradients.get_shard_from_local_buffer()
+            torch.distributed.reduce_scatter_tensor(shard, within.data, op=operation, group=group)
 
 
 def split_momentum_of_swiglu(patches: Patches) -> None:

@@ -15,7 +15,7 @@ def parameter_table(
 ) -> str:
     """A short table: tensors, parameters and share for each optimizer; with `full`, every parameter too.
 
-    Counts are those of this tensor- and expert-parallel rank, whole over the data-parallel ranks.
+    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank.
 
     Args:
         groups: parameter groups; a group without `optimizer` belongs to Muon.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.exchange.neurons import NeuronMoments
 from megatron_muon.exchange.steps import Exchange
@@ -145,7 +145,7 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool) -> torch.Tensor:
     mesh, size, placements = parameter.device_mesh, 1, list(parameter.placements)
     names = mesh.mesh_dim_names or ("",) * len(placements)
     for place, placement in enumerate(placements):
-        if isinstance(placement, Shard) and placement.dim == gone:
+        if getattr(placement, "dim", None) == gone:  # a Shard or _StridedShard
             if "tp" in names[place]:
                 size *= mesh.size(place)
             else:

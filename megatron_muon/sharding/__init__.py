@@ -4,7 +4,16 @@ Nothing here imports torch.distributed, CUDA or Megatron, so that a layout of th
 simulated on a laptop.
 """
 
-from megatron_muon.sharding.layout import BlockedLayout, Layout, LayoutError, Matrix, Shard, evenly_sharded, row_sharded
+from megatron_muon.sharding.layout import (
+    BlockedLayout,
+    Layout,
+    LayoutError,
+    Matrix,
+    Shard,
+    evenly_sharded,
+    from_rectangles,
+    row_sharded,
+)
 from megatron_muon.sharding.plan import Plan, make_plan
 
 __all__ = [
@@ -15,6 +24,7 @@ __all__ = [
     "Plan",
     "Shard",
     "evenly_sharded",
+    "from_rectangles",
     "make_plan",
     "row_sharded",
 ]

@@ -205,12 +205,13 @@ def _loads(plan: Plan, indices: Sequence[int] | range, flops: Sequence[float]) -
 
 
 def _transfers(matrices: Sequence[Matrix], owners: Sequence[int]) -> tuple[Ints, Ints, Ints]:
-    """Owner, holder and elements of every shard that travels."""
+    """Owner, holder and elements of everything that travels; rows travel to the owner from one replica only."""
     table = [
-        (owner, shard.rank, shard.numel)
+        (owner, holder, shard.numel)
         for matrix, owner in zip(matrices, owners, strict=True)
         for shard in matrix.shards
-        if shard.rank != owner
+        for holder in shard.holders
+        if holder != owner
     ]
     columns = np.array(table, dtype=np.int64).reshape(-1, 3).T
     return columns[0], columns[1], columns[2]

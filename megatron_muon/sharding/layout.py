@@ -18,23 +18,45 @@ class LayoutError(ValueError):
 
 @dataclass(frozen=True)
 class Shard:
-    """The rectangle of a matrix that one rank holds. All fields count elements; `rank` is the rank in the group."""
+    """The rectangle of a matrix that one rank holds, or several ranks alike.
+
+    Attributes:
+        rank: the lowest rank in the group that holds it.
+        row_start: first row, and so for `col_start`.
+        rows: number of rows, and so for `cols`.
+        replicas: further ranks that hold the same rectangle, in ascending order.
+    """
 
     rank: int
     row_start: int
     rows: int
     col_start: int
     cols: int
+    replicas: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         """Number of elements of the rectangle."""
         return self.rows * self.cols
 
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """All ranks that hold the rectangle, in ascending order."""
+        return (self.rank, *self.replicas)
+
+    def source(self, owner: int, world_size: int) -> int:
+        """The holder from which `owner` has the elements: itself if it holds them.
+
+        Owners ask the holder whose place among the holders is theirs among the ranks: the requests are spread over the
+        replicas, and where replicas are blocks of consecutive ranks each owner asks within its own.
+        """
+        holders = self.holders
+        return owner if owner in holders else holders[owner * len(holders) // world_size]
+
 
 @dataclass(frozen=True)
 class Matrix:
-    """A named matrix, its global shape `(rows, cols)` and its non-empty shards, ordered by rank."""
+    """A named matrix, its global shape `(rows, cols)` and its non-empty shards, which tile it, ordered by rank."""
 
     name: str
     shape: tuple[int, int]
@@ -46,8 +68,8 @@ class Matrix:
         return math.prod(self.shape)
 
     def shard_of(self, rank: int) -> Shard | None:
-        """The shard that `rank` holds, or None where it holds no row."""
-        return next((shard for shard in self.shards if shard.rank == rank), None)
+        """The shard that `rank` holds, or None where it holds nothing."""
+        return next((shard for shard in self.shards if rank == shard.rank or rank in shard.replicas), None)
 
     def check_tiling(self) -> None:
         """Check that the shards cover every element exactly once.
@@ -113,9 +135,15 @@ class Layout:
             if matrix.name in seen:
                 raise LayoutError(f"{matrix.name}: this name stands for two matrices")
             seen.add(matrix.name)
-            for shard in matrix.shards:
-                if not 0 <= shard.rank < self.world_size:
-                    raise LayoutError(f"{matrix.name}: rank {shard.rank} is not in a group of {self.world_size}")
+            holders = [rank for shard in matrix.shards for rank in shard.holders]
+            for rank in holders:
+                if not 0 <= rank < self.world_size:
+                    raise LayoutError(f"{matrix.name}: rank {rank} is not in a group of {self.world_size}")
+            if len(set(holders)) < len(holders):
+                twice = next(rank for rank in holders if holders.count(rank) > 1)
+                raise LayoutError(
+                    f"{matrix.name}: rank {twice} holds two shards; a rank holds one rectangle of a matrix"
+                )
             matrix.check_tiling()
 
 
@@ -159,6 +187,23 @@ def evenly_sharded(name: str, shape: tuple[int, int], world_size: int) -> Matrix
     """
     rows, more = divmod(shape[0], world_size)
     return row_sharded(name, shape, [rows + (rank < more) for rank in range(world_size)])
+
+
+def from_rectangles(name: str, shape: tuple[int, int], rectangles: Sequence[tuple[int, int, int, int]]) -> Matrix:
+    """The matrix of which each rank holds the given rectangle; equal rectangles are replicas.
+
+    Args:
+        name: the matrix's name.
+        shape: `(rows, cols)` of the whole matrix.
+        rectangles: for each rank of the group `(row_start, rows, col_start, cols)`; without elements where it holds
+            none.
+    """
+    holders: dict[tuple[int, int, int, int], list[int]] = {}
+    for rank, (row_start, rows, col_start, cols) in enumerate(rectangles):
+        if rows and cols:
+            holders.setdefault((row_start, rows, col_start, cols), []).append(rank)
+    shards = (Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
+    return Matrix(name=name, shape=shape, shards=tuple(shards))
 
 
 def row_sharded(name: str, shape: tuple[int, int], rows_per_rank: Sequence[int]) -> Matrix:

@@ -3,13 +3,13 @@
     {"world_size": 2,
      "matrices": [{"name": "w", "shape": [4, 8], "shards": [[0, 0, 3, 0, 8], [1, 3, 1, 0, 8]]}]}
 
-A shard is `[rank, row_start, rows, col_start, cols]`. The optional key `blocks`, `[groups, [part, ...]]`, says how
+A shard is `[rank, row_start, rows, col_start, cols]`; where further ranks hold the same rectangle, the list of them
+follows. The optional key `blocks`, `[groups, [part, ...]]`, says how
 the rows of a matrix make blocks. What does not tile is refused; nothing is repaired.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import tempfile
 from collections.abc import Sequence
@@ -58,7 +58,10 @@ def write_layout(path: str | Path, layout: Layout, blocks: Sequence[Blocks | Non
         record: dict[str, Any] = {
             "name": matrix.name,
             "shape": list(matrix.shape),
-            "shards": [[s.rank, s.row_start, s.rows, s.col_start, s.cols] for s in matrix.shards],
+            "shards": [
+                [s.rank, s.row_start, s.rows, s.col_start, s.cols, *([list(s.replicas)] if s.replicas else [])]
+                for s in matrix.shards
+            ],
         }
         if split is not None:
             record["blocks"] = [split[0], list(split[1])]
@@ -141,19 +144,27 @@ def _layout(document: Any) -> BlockedLayout:
             raise _FormError(f"{place}.name must be a string that is not empty, found {_short(record['name'])}")
         place = f"{place} ({record['name']})"
         rows, cols = _integers(record["shape"], f"{place}.shape", names=("rows", "cols"), least=1)
-        fields = ("rank", "row_start", "rows", "col_start", "cols")
         shards = [
-            Shard(*_integers(shard, f"{place}.shards[{number}]", names=fields))
+            _shard(shard, f"{place}.shards[{number}]")
             for number, shard in enumerate(_list(record["shards"], f"{place}.shards"))
         ]
         shards.sort(key=lambda shard: (shard.rank, shard.row_start, shard.col_start))
-        ranks = [shard.rank for shard in shards]
-        twice = next((rank for before, rank in itertools.pairwise(ranks) if before == rank), None)
-        if twice is not None:
-            raise _FormError(f"{place}.shards: rank {twice} holds two shards; a rank holds one rectangle of a matrix")
         matrices.append(Matrix(name=record["name"], shape=(rows, cols), shards=tuple(shards)))
         blocks.append(_blocks(record["blocks"], f"{place}.blocks") if "blocks" in record else None)
     return BlockedLayout(Layout(world_size=world_size, matrices=tuple(matrices)), tuple(blocks))
+
+
+def _shard(value: Any, place: str) -> Shard:
+    fields = _list(value, place)
+    rectangle = _integers(fields[:5], place, names=("rank", "row_start", "rows", "col_start", "cols"))
+    if len(fields) > 6:
+        raise _FormError(
+            f"{place} must be [rank, row_start, rows, col_start, cols, [rank, ...]], found {_short(value)}"
+        )
+    others = _list(fields[5], f"{place}[5]") if len(fields) == 6 else []
+    holders = sorted([rectangle[0], *(_integer(rank, f"{place}[5][{i}]") for i, rank in enumerate(others))])
+    rank, row_start, rows, col_start, cols = holders[0], *rectangle[1:]
+    return Shard(rank, row_start, rows, col_start, cols, replicas=tuple(holders[1:]))
 
 
 def _blocks(value: Any, place: str) -> Blocks:

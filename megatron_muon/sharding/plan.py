@@ -66,9 +66,11 @@ class Plan:
             for index in wave:
                 matrix, owner = self.layout.matrices[index], self.owners[index]
                 for shard in matrix.shards:
-                    if shard.rank != owner:
+                    if owner not in shard.holders:
                         received[owner] += shard.numel * element_bytes
-                        received[shard.rank] += shard.numel * element_bytes
+                    for holder in shard.holders:
+                        if holder != owner:
+                            received[holder] += shard.numel * element_bytes
         return tuple(received)
 
     def buffer_bytes(self, element_bytes: int) -> int:
@@ -82,7 +84,8 @@ def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     held = [0] * layout.world_size
     for matrix in layout.matrices:
         for shard in matrix.shards:
-            held[shard.rank] += shard.numel
+            for holder in shard.holders:
+                held[holder] += shard.numel
     return tuple((total - own) * element_bytes for own in held)
 
 
@@ -111,7 +114,7 @@ def make_plan(
     travelling = []
     for index, (matrix, owner) in enumerate(zip(layout.matrices, owners, strict=True)):
         loads[owner] += costs[index]
-        if len(matrix.shards) == 1 and matrix.shards[0].rank == owner:
+        if len(matrix.shards) == 1 and matrix.shards[0].holders == (owner,):
             whole[owner].append(index)
         else:
             travelling.append(index)
@@ -142,7 +145,7 @@ def _assign(layout: Layout, costs: Sequence[float], ranks: list[int]) -> list[in
     for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
         owners, heaviest = _assign_under(cap, order, costs, holders, layout.world_size, ranks)
         moved = sum(
-            matrix.numel - sum(s.numel for s in matrix.shards if s.rank == owner)
+            matrix.numel - sum(s.numel for s in matrix.shards if owner in s.holders)
             for matrix, owner in zip(layout.matrices, owners, strict=True)
         )
         # Loads within 3 % of the even share count as equal: below that, bytes decide.
@@ -177,8 +180,8 @@ def _assign_under(
 
 def _holders(matrix: Matrix, ranks: set[int]) -> tuple[int, ...]:
     """Ranks that hold part of the matrix, largest part first."""
-    held = sorted(matrix.shards, key=lambda shard: (-shard.numel, shard.rank))
-    return tuple(shard.rank for shard in held if shard.rank in ranks)
+    held = sorted((-shard.numel, rank) for shard in matrix.shards for rank in shard.holders if rank in ranks)
+    return tuple(rank for _, rank in held)
 
 
 def _waves(
@@ -275,7 +278,7 @@ def _round_bytes(matrix: Matrix, element_bytes: int) -> int:
 
 def _footprint(matrix: Matrix, owner: int, element_bytes: int) -> list[tuple[int, int]]:
     """Bytes that a matrix takes on each rank while its wave is under way: `(rank, bytes)`."""
-    parts = {shard.rank: 2 * shard.numel * element_bytes for shard in matrix.shards}
+    parts = {rank: 2 * shard.numel * element_bytes for shard in matrix.shards for rank in shard.holders}
     parts[owner] = 2 * matrix.numel * element_bytes + 2 * matrix.numel * UPDATE_BYTES
     return list(parts.items())
 

@@ -7,6 +7,7 @@ strategy and number of ranks. Runs in the workers; importing it imports no Megat
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -36,7 +37,10 @@ class Case:
         own_loop: the loop leaves finishing the gradient reduction to the optimizer, as a script without Megatron's
             finalize_model_grads does.
         trainable: if given, only parameters with one of these substrings train.
-        experts: experts of each layer's mixture; 0 for a dense model.
+        tensor: tensor parallel size; `sequence` adds sequence parallelism.
+        context: context parallel size of the process groups; the model itself is built without.
+        instances: instances of the distributed optimizer (HSDP), which share its state if `outer` is "optim".
+        experts: number of experts of each layer, over `expert_parallel` ranks, each cut over `expert_tensor`.
         stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept in one parameter are;
             the forward pass does not use them.
         latent: multi-latent attention, with the query's latent where `query_latent`.
@@ -58,7 +62,15 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()
     trainable: tuple[str, ...] | None = None
+    vocabulary: int = VOCABULARY
+    tensor: int = 1
+    sequence: bool = False
+    context: int = 1
+    instances: int = 1
+    outer: str = "no_shard"
     experts: int = 0
+    expert_parallel: int = 1
+    expert_tensor: int = 1
     stacked: int = 0
     latent: bool = False
     query_latent: bool = False
@@ -152,7 +164,14 @@ class Trainer:
 
         self.case = case
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=case.tensor,
+            context_parallel_size=case.context,
+            num_distributed_optimizer_instances=case.instances,
+            expert_model_parallel_size=case.expert_parallel,
+            expert_tensor_parallel_size=case.expert_tensor,
+            create_gloo_process_groups=False,
+        )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         config = _transformer_config(case)
@@ -164,6 +183,8 @@ class Trainer:
             DistributedDataParallelConfig(
                 use_megatron_fsdp=True,
                 data_parallel_sharding_strategy=case.strategy,
+                num_distributed_optimizer_instances=case.instances,
+                outer_dp_sharding_strategy=case.outer,
                 use_distributed_optimizer=True,
                 overlap_grad_reduce=case.overlap,
                 overlap_param_gather=case.overlap,
@@ -174,8 +195,13 @@ class Trainer:
             pg_collection=self.groups,
         )
         self._buffer = self.model.param_and_grad_buffer
-        self.parameters = {_short(name): parameter for name, parameter in self._buffer.optimizer_named_parameters}
-        self.shapes = {name: tuple(p.orig_param.shape) for name, p in self.parameters.items()}
+        first = parallel_state.get_expert_model_parallel_rank() * case.experts // case.expert_parallel
+        self.parameters = {
+            _global_name(name, first): parameter for name, parameter in self._buffer.optimizer_named_parameters
+        }
+        self.shapes = {}
+        for shapes in self._of_all_ranks({name: tuple(p.shape) for name, p in self.parameters.items()}):
+            self.shapes.update(shapes)
         self.optimizer = _optimizer(case, self.model, self.groups)
         self._schedule = _schedule(case, self.optimizer, steps)
         config.grad_scale_func = self.optimizer.scale_loss
@@ -213,8 +239,9 @@ class Trainer:
 
         config = self.model.config
         config.finalize_model_grads_func = None if self.case.own_loop else finalize_model_grads
-        mine = tokens.chunk(dist.get_world_size())[dist.get_rank()]
-        assert len(mine) * dist.get_world_size() == len(tokens)
+        ranks = self.groups.dp.size()
+        mine = tokens.chunk(ranks)[self.groups.dp.rank()]
+        assert len(mine) * ranks == len(tokens)
         assert len(mine) % micro_batches == 0
         self.optimizer.zero_grad()
         losses = get_forward_backward_func()(
@@ -229,8 +256,8 @@ class Trainer:
         result = self.optimizer.step()
         self._advance(result)
         loss = torch.stack([part["loss"] for part in losses]).mean()
-        dist.all_reduce(loss)
-        return loss.item() / dist.get_world_size(), result
+        dist.all_reduce(loss, group=self.groups.dp)
+        return loss.item() / ranks, result
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every parameter's main weight, whole, put together from the shards of all ranks."""
@@ -272,39 +299,82 @@ class Trainer:
                 continue
             place = group.main_grad_buffer.get_item(group.main_grad_buffer.param_idx[original], only_shard=sharded)
             whole = gradient(name, self.shapes[name], self.steps_done)
-            rows = len(parameter._local_tensor)
-            start = self._start(name)
-            place.copy_(whole[start : start + rows].reshape(-1))
+            place.copy_(whole[self._place(name)].reshape(-1))
 
-    def _start(self, name: str) -> int:
-        """The first row of this rank's shard, from Megatron-FSDP's own notes on where it cut."""
+    def _place(self, name: str) -> tuple[slice, ...]:
+        """Which part of the whole parameter this rank's shard is, from Megatron-FSDP's own notes on where it cut."""
         parameter = self.parameters[name]
-        if len(parameter._local_tensor) in (0, self.shapes[name][0]):
-            return 0
-        return parameter.megatron_fsdp_slice.start // math.prod(self.shapes[name][1:])
+        original, shard = parameter.orig_param, parameter._local_tensor
+        starts = [0] * original.ndim
+        if shard.numel() and self.case.strategy != "no_shard":
+            cut = parameter.megatron_fsdp_slice.start // math.prod(original.shape[1:])
+            starts[0] = cut if shard.numel() < original.numel() else 0
+        if (dim := _cut_along(original)) is not None:
+            group = self.groups.tp if getattr(original, "allreduce", True) else self.groups.expt_tp
+            starts[dim] += group.rank() * original.shape[dim]
+        return tuple(slice(start, start + size) for start, size in zip(starts, shard.shape, strict=True))
 
     def assemble(
         self, shards: dict[str, torch.Tensor], *, shapes: dict[str, tuple[int, ...]] | None = None
     ) -> dict[str, torch.Tensor]:
-        """Tensors put together from the shards of all ranks, cut as the parameters of these names are."""
-        shapes = shapes or self.shapes
-        mine = {name: (self._start(name), shard.detach().clone()) for name, shard in shards.items()}
+        """Whole tensors from the shards of all ranks; every element is there, and replicas agree to the last bit.
+
+        Args:
+            shards: this rank's, by the name of the parameter that is cut in the same way.
+            shapes: whole shapes where they are not the parameters'.
+        """
+        shapes = self.shapes if shapes is None else shapes
+        whole = {name: torch.full(shapes[name], torch.nan) for name in shapes}
+        seen: dict[str, torch.Tensor] = {}
+        mine = {name: (self._place(name), shard.detach().clone()) for name, shard in shards.items()}
+        for rank, shards_of_rank in enumerate(self._of_all_ranks(mine)):
+            for name, (place, shard) in shards_of_rank.items():
+                held = seen.setdefault(name, torch.zeros(shapes[name], dtype=torch.int32))
+                twice = held[place] > 0
+                assert torch.equal(whole[name][place][twice], shard[twice]), f"{name}: rank {rank} has other values"
+                whole[name][place] = shard
+                held[place] += 1
+        for name, held in seen.items():
+            assert held.min() == held.max() > 0, f"{name}: elements are held by {held.tolist()} ranks"
+        return {name: whole[name] for name in seen}
+
+    @staticmethod
+    def _of_all_ranks(mine: Any) -> list[Any]:
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
-        if self.case.strategy == "no_shard":
-            for name, (_, whole) in mine.items():
-                assert all(torch.equal(other[name][1], whole) for other in everyone), f"{name}: ranks differ"
-            return {name: whole for name, (_, whole) in mine.items()}
-        result = {}
-        for name in mine:
-            whole = torch.full(shapes[name], torch.nan)
-            held = torch.zeros(shapes[name][0], dtype=torch.int32)
-            for start, rows in (shards_of_rank[name] for shards_of_rank in everyone):
-                whole[start : start + len(rows)] = rows
-                held[start : start + len(rows)] += 1
-            assert (held == 1).all(), f"{name}: rows are held by {held.tolist()} ranks"
-            result[name] = whole
-        return result
+        return everyone
+
+
+def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, float]:
+    """In a worker: gradient norm and number of zeros of the first step, by megatron-core's DDP and Adam on one rank."""
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    assert world_size == 1
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = _transformer_config(case)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), _gpt(case, config))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, log_num_zeros_in_grad=True), [model]
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+    model.zero_grad_buffer()
+    tokens = batches(1)[0]
+    get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=iter([tokens]),
+        model=model,
+        num_microbatches=1,
+        seq_length=SEQUENCE,
+        micro_batch_size=len(tokens),
+        forward_only=False,
+    )
+    _, norm, zeros = optimizer.step()
+    return float(norm), float(zeros)
 
 
 def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
@@ -367,23 +437,26 @@ def sabotaged(how: str) -> Iterator[None]:
         BlockBatch.orthogonalize = orthogonalize
 
 
-def _short(name: str) -> str:
-    return name.replace("module.", "")
+def _global_name(name: str, first_expert: int) -> str:
+    """A parameter's name without wrappers, its expert counted over all ranks."""
+    name = name.replace("module.", "")
+    return re.sub(r"local_experts\.(\d+)", lambda match: f"experts.{first_expert + int(match[1])}", name)
+
+
+def _cut_along(parameter: torch.Tensor) -> int | None:
+    """The dimension along which tensor parallelism cuts a parameter."""
+    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
 
 
 def _transformer_config(case: Case) -> Any:
     import torch.nn.functional as F
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    more: dict[str, Any] = {}
-    if case.experts:
-        more |= {"num_moe_experts": case.experts, "moe_router_topk": 2, "moe_grouped_gemm": False}
-        more |= {"moe_router_load_balancing_type": "none", "add_bias_linear": False}
+    more: dict[str, Any] = _expert_settings(case) if case.experts else {}
     if case.latent:
         more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
         more |= {"add_bias_linear": False}
     return (MLATransformerConfig if case.latent else TransformerConfig)(
-        **more,
         num_layers=case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=case.ffn,
@@ -401,7 +474,23 @@ def _transformer_config(case: Case) -> Any:
         bias_activation_fusion=False,
         bf16=case.bf16,
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        tensor_model_parallel_size=case.tensor,
+        sequence_parallel=case.sequence,
+        **more,
     )
+
+
+def _expert_settings(case: Case) -> dict[str, Any]:
+    return {
+        "num_moe_experts": case.experts,
+        "expert_model_parallel_size": case.expert_parallel,
+        "expert_tensor_parallel_size": case.expert_tensor,
+        "moe_ffn_hidden_size": case.ffn,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "add_bias_linear": False,
+    }
 
 
 class NoCoreAttention(torch.nn.Module):
@@ -414,8 +503,11 @@ class NoCoreAttention(torch.nn.Module):
 def _gpt(case: Case, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.parallel_state import get_expert_model_parallel_rank
 
-    spec = get_gpt_layer_local_spec(num_experts=case.experts or None, multi_latent_attention=case.latent)
+    spec = get_gpt_layer_local_spec(
+        num_experts=case.experts or None, moe_grouped_gemm=False, multi_latent_attention=case.latent
+    )
     if case.latent:
         # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
         # steps with given gradients are made with such a model.
@@ -423,7 +515,7 @@ def _gpt(case: Case, config: Any) -> torch.nn.Module:
     model = GPTModel(
         config,
         spec,
-        vocab_size=VOCABULARY,
+        vocab_size=case.vocabulary,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="learned_absolute",
@@ -436,10 +528,28 @@ def _gpt(case: Case, config: Any) -> torch.nn.Module:
             module.weight = torch.nn.Parameter(torch.empty(case.stacked, *STACKED[name]))
             module.weight.allreduce = False  # as megatron-core marks the weights of experts
     with torch.no_grad():
+        first = get_expert_model_parallel_rank() * case.experts // case.expert_parallel
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape))
+            name = _global_name(name, first)
+            parameter.copy_(_own_part(parameter, lambda shape, name=name: initial_value(name, shape)))
             parameter.requires_grad_(case.trains(name))
     return model
+
+
+def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
+    """This tensor-parallel rank's part of a whole parameter's values."""
+    from megatron.core import parallel_state
+
+    dim = _cut_along(parameter)
+    if dim is None:
+        return whole(parameter.shape)
+    dense = getattr(parameter, "allreduce", True)
+    group = (
+        parallel_state.get_tensor_model_parallel_group if dense else parallel_state.get_expert_tensor_parallel_group
+    )()
+    shape = list(parameter.shape)
+    shape[dim] *= group.size()
+    return whole(shape).chunk(group.size(), dim)[group.rank()]
 
 
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:

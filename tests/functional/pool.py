@@ -192,11 +192,14 @@ def _work(index: int, descriptor: int) -> None:
     cpu.install()
 
     import megatron_muon.factory  # noqa: F401
-    from megatron_muon.mcore.patches import average_lone_gradients_once, reduce_without_frozen
+    from megatron_muon.mcore import patches
     from megatron_muon.patching import Patches
 
-    reduce_without_frozen(Patches())  # the patches of a run that do not concern megatron.training
-    average_lone_gradients_once(Patches())
+    # The patches of a run that do not concern megatron.training.
+    patches.reduce_without_frozen(Patches())
+    patches.average_lone_gradients_once(Patches())
+    patches.reduce_over_instances(Patches())
+    patches.average_over_sharing_instances(Patches())
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:

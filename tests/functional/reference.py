@@ -44,8 +44,10 @@ def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] |
     elif "linear_q_down_proj" in name:
         owner = [("latent", "latent", QUERY_LATENT)]
     elif "linear_fc1" in name and case.swiglu and settings["muon_split_gated_mlp"]:
-        half = shape[-2] // 2
-        return [list(range(half)), list(range(half, 2 * half))]
+        parts = case.expert_tensor if ".experts." in name else case.tensor
+        half = shape[-2] // (2 * parts)  # each tensor-parallel rank has rows of gate and then of up
+        rows = range(shape[-2])
+        return [[row for row in rows if row // half % 2 == which] for which in (0, 1)]
     if not owner or not settings["muon_split_qkv"]:
         return None
     blocks: dict[Any, list[int]] = {}

@@ -204,7 +204,7 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     tp = ("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise")
     run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *SHARDED, *sizes, *tp, ranks=4).checked()
     assert_learns(run, 6)
-    assert table(run)["muon"] == (12, 3 * 44 * (66 + 22 + 51 + 51), pytest.approx(80, abs=10))  # of this rank's half
+    assert table(run)["muon"] == (12, 3 * 44 * (132 + 44 + 102 + 102), pytest.approx(80, abs=10))
 
 
 def test_experts_sharded_over_ranks(tmp_path, corpus):

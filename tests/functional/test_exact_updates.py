@@ -226,6 +226,32 @@ def test_blocks_equal_the_reference(ranks: Pool, strategy: str, world_size: int)
         check(seen[label], case, atol=tolerance(case))
 
 
+OVER_TP = {"muon_tp_mode": "duplicated"}
+BLOCKS_OVER_LAYOUTS = {
+    "tp2 dp2": Case(
+        swiglu=True, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer={**GATED, **HEADS, **OVER_TP}
+    ),
+    "hsdp": Case(swiglu=True, instances=2, stacked=3, optimizer={**GATED, **HEADS}),
+    "ep2": Case(
+        swiglu=True,
+        ffn=46,
+        experts=4,
+        expert_parallel=2,
+        optimizer={**GATED, "muon_exclude": ["router"]},
+        excluded=("router",),
+    ),
+    "expert tp2": Case(swiglu=True, ffn=46, experts=2, expert_tensor=2, optimizer={**GATED, **OVER_TP}),
+}
+
+
+def test_blocks_over_other_layouts(ranks: Pool) -> None:
+    """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
+    cases = {label: case.but(layers=1) for label, case in BLOCKS_OVER_LAYOUTS.items()}
+    seen = ranks(4, run, cases=cases, timeout_s=300)[0]
+    for label, case in cases.items():
+        check(seen[label], case, atol=2e-6)
+
+
 @pytest.mark.parametrize("exchange", ["allgather", "shared"])
 def test_blocks_are_the_same_for_every_exchange(ranks: Pool, exchange: str) -> None:
     settings = {"muon_share_replicated": True} if exchange == "shared" else {"muon_exchange": exchange}

@@ -1,11 +1,12 @@
 """The owner exchange equals the all-gather exchange to the last bit, on layouts of any shape.
 
-Layouts are drawn at random: uneven shards, empty ranks, more ranks than rows, one rank that holds everything. Both
-exchanges start from the same rows in fp32; a second step and a slow rank must change nothing.
+Layouts are drawn at random: uneven shards, empty ranks, more ranks than rows, one rank that holds all, cuts along
+columns, replicas. Both start from the same rows in fp32; a second step and a slow rank change nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from typing import Any
@@ -19,29 +20,42 @@ from tests.functional.pool import Pool
 LAYOUTS = 20
 
 
-def rows_per_rank(rows: int, world_size: int, chance: random.Random) -> list[int]:
-    """A division of the rows in order: random cuts, or all on one rank."""
-    if chance.random() < 0.3:
-        holder = chance.randrange(world_size)
-        return [rows if rank == holder else 0 for rank in range(world_size)]
-    cuts = sorted(chance.randint(0, rows) for _ in range(world_size - 1))
-    return [stop - start for start, stop in zip([0, *cuts], [*cuts, rows], strict=True)]
+Rectangle = tuple[int, int, int, int]
+
+
+def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> list[Rectangle]:
+    """Who holds what: strips of columns cut into rows, in any order of ranks.
+
+    Ranks that are left over hold nothing or the same as another.
+    """
+    strips = chance.randint(1, min(world_size, cols))
+    bands = chance.randint(1, world_size // strips)
+    cells = [
+        (row_start, row_stop - row_start, col_start, col_stop - col_start)
+        for col_start, col_stop in itertools.pairwise([0, *sorted(chance.sample(range(1, cols), strips - 1)), cols])
+        for row_start, row_stop in itertools.pairwise([0, *sorted(chance.choices(range(rows + 1), k=bands - 1)), rows])
+    ]
+    spare = [chance.choice([*cells, (0, 0, 0, 0)]) for _ in range(world_size - len(cells))]
+    held = [*cells, *spare]
+    if chance.random() < 0.7:  # as Megatron-FSDP has them: ranks in the order of rows
+        return held
+    return chance.sample(held, len(held))
 
 
 def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
     from megatron_muon.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.exchange.steps import part
     from megatron_muon.optim.blocks import RowSplit, whole
     from megatron_muon.optim.orthogonalize import Orthogonalizer
-    from megatron_muon.sharding import Layout, make_plan, row_sharded
+    from megatron_muon.sharding import Layout, from_rectangles, make_plan
 
     chance = random.Random(seed)
     matrices, splits = [], []
     for number in range(chance.randint(1, 6)):
         split = whole(chance.randint(1, 9)) if chance.random() < 0.6 else RowSplit(chance.randint(1, 3), (2, 1, 1))
-        matrices.append(
-            row_sharded(str(number), (split.rows, chance.randint(1, 9)), rows_per_rank(split.rows, world_size, chance))
-        )
+        shape = (split.rows, chance.randint(1, 9))
+        matrices.append(from_rectangles(str(number), shape, rectangles(*shape, world_size, chance)))
         splits.append(split)
     layout = Layout(world_size, tuple(matrices))
     orthogonalizer = Orthogonalizer(matmul_precision="highest")
@@ -54,22 +68,26 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
         full = torch.randn(matrices[index].shape, generator=torch.Generator().manual_seed(index))
         shard = matrices[index].shard_of(rank)
         assert shard is not None, "rows are asked for that this rank does not hold"
-        return full[shard.row_start : shard.row_start + shard.rows]
+        return part(full, shard)
 
     def run(exchange: Any, *, slow: int = -1) -> dict[int, torch.Tensor]:
         done: dict[int, torch.Tensor] = {}
 
         def advance(indices: Any) -> list[torch.Tensor]:
+            nonlocal asked
+            asked += indices
             if rank == slow:
                 time.sleep(0.05)
             return [rows(index) for index in indices]
 
         def apply(indices: Any, parts: Any) -> None:
-            for index, part in zip(indices, parts, strict=True):
+            for index, update in zip(indices, parts, strict=True):
                 assert index not in done, "an update is applied twice"
-                done[index] = part.clone()
+                done[index] = update.clone()
 
+        asked: list[int] = []
         exchange.run(advance, apply)
+        assert sorted(asked) == sorted(done), "every matrix takes part once"
         return done
 
     device = torch.device("cpu")

@@ -94,8 +94,19 @@ def test_usage_errors(argv, said, capsys):
 @pytest.mark.parametrize("peer", bench_command.PEERS)
 def test_missing_peer_says_what_to_type(peer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"deepspeed is not installed; type pip install 'megatron-muon\[bench\]'"):
+    with pytest.raises(
+        UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install 'megatron-muon\[bench\]'"
+    ):
         bench_command.step_spec(parsed(*STEP, "--peers", peer))
+
+
+@pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
+def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_FAILURE
+    error = capsys.readouterr().err.strip()
+    assert f"--peers {peer}: {peer} 0." in error
+    assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
 
 
 def test_installed_peers_reach_the_specification(monkeypatch):
@@ -104,7 +115,13 @@ def test_installed_peers_reach_the_specification(monkeypatch):
     spec = bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
     assert spec.peers == ("deepspeed-gram", "deepspeed")
     assert set(sought) == {"deepspeed"}
-    assert set(bench_command.PEERS) == set(NS_METHODS)
+    assert set(bench_command.PEERS) == {*NS_METHODS, "muon-fsdp2"}
+
+
+def test_peer_that_needs_equal_shards_says_so(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match=r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2"):
+        bench_command.step_spec(parsed(*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"))
 
 
 def test_peers_are_not_measured_on_cuda(monkeypatch):

@@ -82,7 +82,7 @@ def _with(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
             "qkv: several ranks hold rows 3 to 3, columns 0 to 3",
         ),
         (_with(("matrices", 0, "shards", 1), [2, 4, 2, 0, 4]), "qkv: rank 2 is not in a group of 2"),
-        (_with(("matrices", 0, "shards", 1), [0, 4, 2, 0, 4]), r"\(qkv\).shards: rank 0 holds two shards"),
+        (_with(("matrices", 0, "shards", 1), [0, 4, 2, 0, 4]), r"qkv: rank 0 holds two shards"),
         (_with(("matrices", 1, "name"), "qkv"), "qkv: this name stands for two matrices"),
         (_with(("world_size",), ...), "the file has no 'world_size'"),
         (_with(("matrices",), ...), "the file has no 'matrices'"),
