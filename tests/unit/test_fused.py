@@ -47,10 +47,10 @@ class Chunk(torch.nn.Module):
         module.register_parameter(leaf, parameter)
 
 
-def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: BlockSettings, **more: Any) -> Any:
+def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: BlockSettings) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(shape))
     mp.tag_for_muon([Chunk(config, name, parameter)])
-    return mp.block_split(parameter, settings, **more) if mp.is_muon_matrix(parameter) else None
+    return mp.block_split(parameter, settings) if mp.is_muon_matrix(parameter) else None
 
 
 QKV = f"{LAYER}self_attention.linear_qkv.weight"
@@ -104,8 +104,19 @@ def test_gate_and_up_are_halves(name: str) -> None:
 
 def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
     """Gate | up of the first rank, then of the next: their blocks gather the gates of all."""
-    config = TransformerConfig(**GPT, **GATED)
-    assert split(config, FC1, (24, 16), SPLIT, tensor_parallel=3) == RowSplit(3, (4, 4))
+    parameter = torch.nn.Parameter(torch.zeros(24, 16))
+    parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # one of three ranks' part
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
+    assert mp.block_split(parameter, SPLIT) == RowSplit(3, (4, 4))
+    assert mp.block_split(parameter, SPLIT, over_tp=False) == RowSplit(1, (4, 4))
+
+
+def test_a_part_without_whole_query_groups_is_one_block() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(32, 16))
+    parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # half a group
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
+    assert mp.block_split(parameter, PLAIN) == RowSplit(2, (8, 4, 4))
+    assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (8,))
 
 
 def test_interleaved_gates() -> None:
