@@ -359,6 +359,11 @@ def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
                 "pipeline and context parallel sizes must divide the number of ranks; start a multiple of "
                 f"{product} ranks (torchrun --nproc-per-node) or lower {flag}"
             )
+    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+        raise UserError(
+            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, and a GPU; "
+            "use --transformer-impl transformer_engine there, or --context-parallel-size 1"
+        )
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
         raise UserError(
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} does not work with "

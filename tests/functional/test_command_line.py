@@ -207,6 +207,26 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     assert table(run)["muon"] == (12, 3 * 44 * (132 + 44 + 102 + 102), pytest.approx(80, abs=10))
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+def test_layouts_train_like_one_rank(tmp_path, corpus, strategy):
+    """Initialised on the CPU, megatron-core gives every layout the same weights: then losses and norms are the same."""
+    model = ("--num-layers", "1", "--hidden-size", "36", "--ffn-hidden-size", "100", "--num-attention-heads", "4")
+    steps = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4", "--use-cpu-initialization")
+    muon = (*cli.MUON, "--muon-fp32-matmul-prec", "highest", "--muon-tp-mode", "duplicated")
+    args = (*cli.TINY, *corpus, *model, *steps, *muon)
+    args = (*args, "--data-parallel-sharding-strategy", strategy, "--make-vocab-size-divisible-by", "2")
+    layouts = {
+        "HSDP": ("--num-distributed-optimizer-instances", "2"),
+        "TP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    }
+    one = cli.torchrun(tmp_path, *args, ranks=1).checked()
+    for name, layout in layouts.items():
+        run = cli.torchrun(tmp_path, *args, *layout, ranks=4).checked()
+        assert run.losses == pytest.approx(one.losses, abs=1e-4), name
+        norms = [[iteration.grad_norm for iteration in each.iterations] for each in (one, run)]
+        assert norms[1] == pytest.approx(norms[0], rel=2e-3), name
+
+
 def test_experts_sharded_over_ranks(tmp_path, corpus):
     """Two ranks share each half of the experts: reduced over the wrong group, gradients would change their norm.
 

@@ -200,8 +200,8 @@ def test_refusals_of_megatron_core_are_one_line_too(tmp_path, name):
         pytest.param(("--num-layres", "2"), ("unknown flag --num-layres", "did you mean --num-layers?"), id="flag"),
         pytest.param(
             # Known only when the groups are built, and so reported from within the training loop's set-up.
-            ("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce"),
-            ("--num-distributed-optimizer-instances 2", "leave it at 1"),
+            ("--num-distributed-optimizer-instances", "2", "--data-parallel-sharding-strategy", "no_shard"),
+            ("--num-distributed-optimizer-instances 2", "no_shard", "leave it at 1"),
             id="HSDP",
         ),
     ],
