@@ -58,8 +58,8 @@ def test_a_pattern_that_matches_nothing_is_one_line(tmp_path, corpus):
 @pytest.mark.parametrize("method", ["adamuon", "normuon"])
 def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, corpus, method):
     """A second moment that is lost, or stays on its old owner, is off from the first step on. Ranks may be others."""
-    args = (*cli.TINY, *corpus, *ADAPTIVE, *SHARDED, "--adaptive-muon-moment2-method", method, "--global-batch-size")
-    args = (*args, "4", "--train-iters", "6", "--tensorboard-log-interval", "1")
+    args = (*cli.TINY, *corpus, *ADAPTIVE, *SHARDED, *SWIGLU, "--adaptive-muon-moment2-method", method)
+    args = (*args, "--global-batch-size", "4", "--train-iters", "6", "--tensorboard-log-interval", "1")
     there = ("--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole")
     assert_trains(cli.torchrun(tmp_path, *args, *there).checked(), 6)
     again = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "continued")
