@@ -50,14 +50,14 @@ class ReplicatedMuon(TensorParallelMuon):
             tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
             if tp_group.size() > 1:
                 dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
-        update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs).view(grad.shape)
+        update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
         if isinstance(grad, DTensor):
             return DTensor.from_local(
-                update,
+                update.view(grad._local_tensor.shape),
                 grad.device_mesh,
                 grad.placements,
                 run_check=False,
                 shape=grad.shape,
                 stride=grad.stride(),
             )
-        return update  # type: ignore[no-any-return]
+        return update.view(grad.shape)  # type: ignore[no-any-return]
