@@ -14,7 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.fused import BlockSettings
-from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share
+from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
 
 
 @dataclass
@@ -93,6 +93,8 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
     if config.fp16:
         raise UserError("--fp16 is not supported with --optimizer muon; use --bf16, or leave both out for fp32")
+    if config.use_layer_wise_distributed_optimizer:
+        refuse_layer_wise("use_layer_wise_distributed_optimizer=True")
     if config.optimizer_cpu_offload:
         raise UserError("--optimizer-cpu-offload is not supported with --optimizer muon; leave it out")
     if ddp_config.num_distributed_optimizer_instances > 1 and strategy == "no_shard":

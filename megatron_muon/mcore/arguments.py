@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share
+from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -263,6 +263,8 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
     if args.optimizer in MUONS and args.fp16:
         raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32")
+    if args.optimizer == "dist_muon" and args.use_megatron_fsdp:
+        refuse_layer_wise("--optimizer dist_muon")
     _check_adaptive(args)
     if args.optimizer in MUONS and args.use_megatron_fsdp:
         _check_muon(args, first_rank=environ.get("RANK", "0") == "0")

@@ -5,6 +5,8 @@ Plain values in, so that the command line can ask before torch is imported.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from megatron_muon.errors import UserError
 
 
@@ -36,6 +38,22 @@ def check_share(strategy: str, *, exchange: str, tensor_parallel: int, tp_mode: 
             f"--muon-tp-mode {tp_mode} is not supported with --muon-share-replicated and tensor parallel size "
             f"{tensor_parallel}; use --muon-tp-mode blockwise, or leave --muon-share-replicated out"
         )
+
+
+def refuse_layer_wise(asked: str) -> NoReturn:
+    """Refuse megatron-core's layer-wise distributed Muon together with Megatron-FSDP.
+
+    Args:
+        asked: the flag or setting that asks for it.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(
+        f"{asked} is megatron-core's layer-wise Muon, which deals whole layers out to ranks; Megatron-FSDP cuts them "
+        "into rows by then, and dealing out rows would orthogonalise parts of matrices. The owner scheme of "
+        "--optimizer muon --use-megatron-fsdp replaces it: every matrix has one owner there too"
+    )
 
 
 def check_dump(strategy: str) -> None:

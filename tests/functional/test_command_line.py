@@ -208,23 +208,16 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
 
 
 @pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
-def test_layouts_train_like_one_rank(tmp_path, corpus, strategy):
-    """Initialised on the CPU, megatron-core gives every layout the same weights: then losses and norms are the same."""
-    model = ("--num-layers", "1", "--hidden-size", "36", "--ffn-hidden-size", "100", "--num-attention-heads", "4")
-    steps = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4", "--use-cpu-initialization")
-    muon = (*cli.MUON, "--muon-fp32-matmul-prec", "highest", "--muon-tp-mode", "duplicated")
-    args = (*cli.TINY, *corpus, *model, *steps, *muon)
-    args = (*args, "--data-parallel-sharding-strategy", strategy, "--make-vocab-size-divisible-by", "2")
-    layouts = {
-        "HSDP": ("--num-distributed-optimizer-instances", "2"),
-        "TP": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
-    }
+def test_optimizer_instances_train_like_one_rank(tmp_path, corpus, strategy):
+    """HSDP without overlap flags, where 0.19 by itself never reduces gradients over the instances."""
+    steps = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4")
+    muon = (*cli.MUON, "--muon-fp32-matmul-prec", "highest", "--data-parallel-sharding-strategy", strategy)
+    args = (*cli.TINY, *corpus, *steps, *muon)
     one = cli.torchrun(tmp_path, *args, ranks=1).checked()
-    for name, layout in layouts.items():
-        run = cli.torchrun(tmp_path, *args, *layout, ranks=4).checked()
-        assert run.losses == pytest.approx(one.losses, abs=1e-4), name
-        norms = [[iteration.grad_norm for iteration in each.iterations] for each in (one, run)]
-        assert norms[1] == pytest.approx(norms[0], rel=2e-3), name
+    run = cli.torchrun(tmp_path, *args, "--num-distributed-optimizer-instances", "2", ranks=4).checked()
+    assert run.losses == pytest.approx(one.losses, abs=1e-4)
+    norms = [[iteration.grad_norm for iteration in each.iterations] for each in (one, run)]
+    assert norms[1] == pytest.approx(norms[0], rel=2e-3)
 
 
 def test_experts_sharded_over_ranks(tmp_path, corpus):

@@ -166,7 +166,10 @@ def check(parser, *argv: str, ranks: int = 2, device: str = "cpu", env: dict[str
 def test_parallel_sizes_have_to_fit_the_ranks(parser, tensor, pipeline, context, ranks, fits):
     argv = ("--tensor-model-parallel-size", str(tensor), "--pipeline-model-parallel-size", str(pipeline))
     argv = (*argv, "--context-parallel-size", str(context))
-    if fits:
+    if fits and context > 1:
+        with pytest.raises(UserError, match=rf"--context-parallel-size {context} needs Transformer Engine's attention"):
+            check(parser, *argv, ranks=ranks)
+    elif fits:
         check(parser, *argv, ranks=ranks)
     else:
         with pytest.raises(UserError, match=rf"does not fit {ranks} ranks.*--nproc-per-node"):
@@ -354,6 +357,12 @@ def test_sharing_is_for_replicas(parser):
         UserError, match="--muon-exchange allgather has no rows to exchange with --muon-share-replicated"
     ):
         check(parser, *MUON, *share, "no_shard", "--muon-exchange", "allgather")
+
+
+def test_layer_wise_muon_is_upstreams_and_not_for_shards(parser):
+    check(parser, "--optimizer", "dist_muon")
+    with pytest.raises(UserError, match=r"--optimizer dist_muon is .* layer-wise .* The owner scheme .* replaces it"):
+        check(parser, "--optimizer", "dist_muon", "--use-megatron-fsdp")
 
 
 @pytest.mark.parametrize("size", ["--tensor-model-parallel-size", "--expert-tensor-parallel-size"])
