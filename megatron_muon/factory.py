@@ -1,4 +1,4 @@
-"""Picks the optimizers for a Megatron model under Megatron-FSDP when `--optimizer muon` is asked for.
+"""Picks the optimizers for a Megatron model under Megatron-FSDP for `--optimizer muon` and `adaptive_muon`.
 
 2D weights go to Muon, everything else to the scalar optimizer. Muon is megatron-core's TensorParallelMuon where every
 rank holds whole matrices (`no_shard`) and the ZeRO-sharded Muon otherwise, or where the ranks share the work; dense
@@ -27,16 +27,25 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.chained import MuonChainedOptimizer
 from megatron_muon.errors import UserError
-from megatron_muon.exchange import AllGatherExchange, OwnerExchange, SharedExchange
+from megatron_muon.exchange import (
+    AllGatherExchange,
+    LocalExchange,
+    NeuronMoments,
+    NormalizedBatch,
+    OwnerExchange,
+    SharedExchange,
+)
+from megatron_muon.exchange.owner import Batch, BatchMaker
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.mcore import parameters as mp
-from megatron_muon.mcore.replicated_muon import ReplicatedMuon
+from megatron_muon.mcore.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.mcore.scalar_state import initialize_scalar_state
 from megatron_muon.mcore.table import parameter_table
+from megatron_muon.optim.adaptive import AdaMuon, NorMuon
 from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
-from megatron_muon.settings import MuonOptimizerConfig, check_supported, with_own_settings
+from megatron_muon.settings import MuonOptimizerConfig, block_settings, check_supported, with_own_settings
 from megatron_muon.sharding import BlockedLayout, Layout, make_plan
 from megatron_muon.sharding.layout_file import dump_layout
 
@@ -63,7 +72,7 @@ def get_megatron_muon_optimizer(
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     mp.restore_attributes(model_chunks)
-    mp.tag_for_muon(model_chunks)
+    mp.tag_for_muon(model_chunks, exclude=config.muon_exclude)
     names = mp.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
@@ -106,9 +115,14 @@ def _muon(
     *,
     is_expert: bool,
 ) -> torch.optim.Optimizer:
-    """Muon on `groups`: plain where matrices are whole on every rank, sharded or shared otherwise."""
+    """Muon on `groups`: plain where matrices are whole on every rank, sharded or shared otherwise.
+
+    Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19 ends its first step
+    in an AttributeError with emerging-optimizers 0.3, which has moved the scale behind the second moment.
+    """
     replicated = model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
-    if replicated and not config.muon_share_replicated:
+    adaptive = config.optimizer == "adaptive_muon"
+    if replicated and not config.muon_share_replicated and not adaptive:
         return _replicated(config, groups, pg_collection)
     matrices = [parameter for member in groups for parameter in member["params"]]
     group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
@@ -119,7 +133,7 @@ def _muon(
         layout = mp.replicated_layout(matrices, names, group)
     else:
         layout = mp.layout_of(matrices, names, mp.local_rectangles(model_chunks), group, over_tp=over_tp)
-    splits = [mp.block_split(parameter, split_qkv=config.muon_split_qkv, over_tp=over_tp) for parameter in matrices]
+    splits = [mp.block_split(parameter, block_settings(config), over_tp=over_tp) for parameter in matrices]
     orthogonalizer = Orthogonalizer(
         coefficient_type=config.muon_coefficient_type,
         num_steps=config.muon_num_ns_steps,
@@ -127,36 +141,94 @@ def _muon(
         extra_scale_factor=config.muon_extra_scale_factor,
         matmul_precision=config.muon_fp32_matmul_prec,
         method=config.muon_ns,
+        scaled=not adaptive,
     )
+    shapes = [matrix.shape for matrix in layout.matrices]
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "weight_decay": config.weight_decay,
+        "decoupled_weight_decay": config.decoupled_weight_decay,
+        "names": names,
+    }
+    kind: type[ShardedMuon] = ShardedMuon
+    neurons: NeuronMoments | None = None
+    if adaptive:
+        kind, second = _second_moment(config, matrices, layout, splits, orthogonalizer, group, replicated=replicated)
+        neurons = second.get("neurons")
+        settings |= second
+
+    def batches(indices: Sequence[int]) -> Batch:
+        batch = orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
+        return batch if neurons is None else NormalizedBatch(batch, indices, neurons.normalize)
+
+    def update(index: int, matrix: torch.Tensor) -> torch.Tensor:
+        whole_update = orthogonalizer(matrix, splits[index])
+        if neurons is not None:
+            neurons.normalize(index, whole_update)
+        return whole_update
 
     def exchange(parameters: Sequence[torch.Tensor]) -> Exchange:
+        device = parameters[0].device
+        if replicated and not config.muon_share_replicated:
+            buffer_bytes = int(config.muon_exchange_buffer_mb * 2**20)
+            return LocalExchange(layout, batches, buffer_bytes=buffer_bytes, device=device)
         if config.muon_exchange == "allgather" and not replicated:
-            return AllGatherExchange(
-                layout, group, lambda index, matrix: orthogonalizer(matrix, splits[index]), device=parameters[0].device
-            )
-        kind = SharedExchange if replicated else OwnerExchange
-        return _planned_exchange(kind, config, layout, splits, group, orthogonalizer, device=parameters[0].device)
+            return AllGatherExchange(layout, group, update, device=device)
+        sender = SharedExchange if replicated else OwnerExchange
+        return _planned_exchange(sender, config, layout, splits, group, orthogonalizer, batches, device=device)
 
-    muon = ShardedMuon(
-        groups,
-        exchange,
-        lr=config.lr,
-        momentum=config.muon_momentum,
-        nesterov=config.muon_nesterov,
-        weight_decay=config.weight_decay,
-        decoupled_weight_decay=config.decoupled_weight_decay,
-        names=names,
-    )
+    muon = kind(groups, exchange, **settings)
     if config.muon_dump_layout is not None and dist.get_rank() == 0:
         blocks = tuple((split.groups, split.parts) for split in splits)
         dump_layout(config.muon_dump_layout, BlockedLayout(layout, blocks), is_expert=is_expert)
     return muon
 
 
+def _second_moment(
+    config: MuonOptimizerConfig,
+    matrices: Sequence[torch.Tensor],
+    layout: Layout,
+    splits: Sequence[RowSplit],
+    orthogonalizer: Orthogonalizer,
+    group: dist.ProcessGroup,
+    *,
+    replicated: bool,
+) -> tuple[type[ShardedMuon], dict[str, Any]]:
+    """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
+    device = matrices[0].device
+    scales = [
+        orthogonalizer.row_scales(matrix.shape, split).to(device)
+        for matrix, split in zip(layout.matrices, splits, strict=True)
+    ]
+    settings: dict[str, Any] = {"beta2": config.adaptive_muon_beta2, "eps": config.adaptive_muon_eps}
+    if config.adaptive_muon_moment2_method == "normuon":
+        settings["neurons"] = NeuronMoments(
+            layout,
+            [mp.experts_in(parameter) for parameter in matrices],
+            group,
+            scales,
+            replicated=replicated,
+            everywhere=not config.muon_share_replicated if replicated else config.muon_exchange == "allgather",
+            device=device,
+        )
+        return NorMuon, settings
+    if not replicated:
+        shards = [matrix.shard_of(group.rank()) for matrix in layout.matrices]
+        scales = [
+            factors[:0] if shard is None else factors[shard.row_start : shard.row_start + shard.rows]
+            for factors, shard in zip(scales, shards, strict=True)
+        ]
+    return AdaMuon, {**settings, "scales": scales}
+
+
 def _replicated(
     config: MuonOptimizerConfig, groups: list[dict[str, Any]], pg_collection: ProcessGroupCollection
 ) -> ReplicatedMuon:
     """Plain Muon: every rank orthogonalises all matrices."""
+    for parameter in (parameter for member in groups for parameter in member["params"]):
+        give_blocks(parameter, mp.block_split(parameter, block_settings(config), over_tp=False))
     muon = ReplicatedMuon(
         groups,
         lr=config.lr,
@@ -164,8 +236,8 @@ def _replicated(
         nesterov=config.muon_nesterov,
         weight_decay=config.weight_decay,
         use_decoupled_weight_decay=config.decoupled_weight_decay,
-        split_qkv=config.muon_split_qkv,
-        is_qkv_fn=lambda p: getattr(p, "is_qkv", False),
+        split_qkv=True,
+        is_qkv_fn=has_blocks,
         fp32_matmul_prec=config.muon_fp32_matmul_prec,
         coefficient_type=config.muon_coefficient_type,
         num_ns_steps=config.muon_num_ns_steps,
@@ -185,6 +257,7 @@ def _planned_exchange(
     splits: Sequence[RowSplit],
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
+    batches: BatchMaker,
     *,
     device: torch.device,
 ) -> Exchange:
@@ -205,13 +278,7 @@ def _planned_exchange(
             f"{len(shapes)} matrices, the largest {layout.matrices[largest].name}; each travels in a wave of its own",
             stacklevel=2,
         )
-    return kind(
-        plan,
-        group,
-        lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
-        wire_dtype=wire_dtype,
-        device=device,
-    )
+    return kind(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
 
 def _wrap(

@@ -13,7 +13,8 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_dump, check_share, refuse_layer_wise
+from megatron_muon.mcore.fused import BlockSettings
+from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
 
 
 @dataclass
@@ -30,6 +31,9 @@ class MuonOptimizerConfig(OptimizerConfig):
         muon_log_params: print every parameter with its optimizer.
         muon_share_replicated: under `no_shard`, one owner orthogonalises a matrix and broadcasts the update.
         muon_dump_layout: a file that takes the layout of the sharded matrices, for `megatron-muon plan --layout`.
+        muon_split_gated_mlp: orthogonalise gate and up of a gated MLP's first projection alone.
+        muon_split_heads: orthogonalise every attention head of the projections that make heads alone.
+        muon_exclude: patterns; parameters whose names match go to the scalar optimizer (`megatron_muon.names`).
     """
 
     muon_exchange: str = "owner"
@@ -41,6 +45,9 @@ class MuonOptimizerConfig(OptimizerConfig):
     muon_log_params: bool = False
     muon_share_replicated: bool = False
     muon_dump_layout: str | None = None
+    muon_split_gated_mlp: bool = False
+    muon_split_heads: bool = False
+    muon_exclude: Sequence[str] = ()
 
 
 def with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
@@ -49,6 +56,15 @@ def with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
         return config
     values = {name: getattr(config, name) for name in OptimizerConfig.__dataclass_fields__}
     return MuonOptimizerConfig(**values)
+
+
+def block_settings(config: MuonOptimizerConfig) -> BlockSettings:
+    """Which fused parameters are split into blocks."""
+    return BlockSettings(
+        split_qkv=config.muon_split_qkv,
+        split_gated_mlp=config.muon_split_gated_mlp,
+        split_heads=config.muon_split_heads,
+    )
 
 
 def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
@@ -61,6 +77,17 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(
             "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer"
+        )
+    if config.optimizer == "adaptive_muon":
+        check_adaptive(
+            config.adaptive_muon_moment2_method,
+            beta2=config.adaptive_muon_beta2,
+            eps=config.adaptive_muon_eps,
+            tensor_parallel=max(
+                model_chunks[0].config.tensor_model_parallel_size,
+                model_chunks[0].config.expert_tensor_parallel_size or 1,
+            ),
+            tp_mode=config.muon_tp_mode,
         )
     strategy = ddp_config.data_parallel_sharding_strategy
     tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
@@ -85,3 +112,10 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         check_share(strategy, exchange=config.muon_exchange, tensor_parallel=largest, tp_mode=config.muon_tp_mode)
     if config.muon_dump_layout is not None:
         check_dump(strategy)
+    check_blocks(
+        strategy,
+        split_qkv=config.muon_split_qkv,
+        split_heads=config.muon_split_heads,
+        tensor_parallel=tensor_parallel,
+        tp_mode=config.muon_tp_mode,
+    )

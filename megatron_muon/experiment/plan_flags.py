@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.config_file import load_config
+from megatron_muon.mcore.refusals import check_heads
 from megatron_muon.sharding.model_layout import UNITS, ModelSizes, ParallelSizes
 
 UNKNOWN_MODELS = (
@@ -103,6 +104,7 @@ def model_sizes(flags: Flags) -> ModelSizes:
         raise UserError(
             f"{flags.path}: --hidden-size {hidden} is no multiple of --num-attention-heads {heads}; set --kv-channels"
         )
+    check_heads(split_qkv=not flags.has("--muon-no-split-qkv"), split_heads=flags.has("--muon-split-heads"))
     experts = flags.number("--num-experts", 0)
     biased = not flags.has("--disable-bias-linear")
     return ModelSizes(
@@ -128,6 +130,9 @@ def model_sizes(flags: Flags) -> ModelSizes:
         padded_vocab_size=_padded_vocab_size(flags),
         untied_output=flags.has("--untie-embeddings-and-output-weights"),
         split_qkv=not flags.has("--muon-no-split-qkv"),
+        split_gated_mlp=flags.has("--muon-split-gated-mlp"),
+        split_heads=flags.has("--muon-split-heads"),
+        exclude=tuple(flags.values.get("--muon-exclude", ())),
     )
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_dump, check_share, refuse_layer_wise
+from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -29,6 +29,12 @@ MODEL_FLAGS = (
     "--yaml-cfg",
 )
 """Flags that say that the user brings a model of their own."""
+
+MUONS = ("muon", "adaptive_muon")
+"""Values of --optimizer that this package's factory serves under Megatron-FSDP."""
+
+ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
+"""Defaults of the fields `adaptive_muon_*` of megatron-core's OptimizerConfig, which have no flags in 0.19."""
 
 _INDEX_HEADER = struct.Struct("<9sQBQ")
 """How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
@@ -84,6 +90,44 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     )
     group.add_argument("--muon-lr", type=float, help="peak learning rate of Muon's parameters; default --lr")
     group.add_argument("--muon-min-lr", type=float, help="lowest learning rate of Muon's parameters; default --min-lr")
+    group.add_argument(
+        "--muon-split-gated-mlp",
+        action="store_true",
+        help="orthogonalise gate and up of a gated MLP's first projection (--swiglu) as two matrices, not as one",
+    )
+    group.add_argument(
+        "--muon-split-heads",
+        action="store_true",
+        help="orthogonalise every attention head alone: each query, key and value head of the projections that make "
+        "heads (rows). The output projection, which takes heads in (columns), stays one matrix",
+    )
+    group.add_argument(
+        "--muon-exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, hold a "
+        "shell-style pattern: router, layers.0.*fc1; a pattern that matches no matrix is an error",
+    )
+    group.add_argument(
+        "--adaptive-muon-moment2-method",
+        choices=("adamuon", "normuon"),
+        default=ADAPTIVE_DEFAULTS["moment2_method"],
+        help="with --optimizer adaptive_muon: the second moment of each element of the orthogonalised update (adamuon) "
+        "or of each row, in a wide matrix each column (normuon)",
+    )
+    group.add_argument(
+        "--adaptive-muon-beta2",
+        type=float,
+        default=ADAPTIVE_DEFAULTS["beta2"],
+        help="with --optimizer adaptive_muon: what the second moment's average keeps in a step",
+    )
+    group.add_argument(
+        "--adaptive-muon-eps",
+        type=float,
+        default=ADAPTIVE_DEFAULTS["eps"],
+        help="with --optimizer adaptive_muon: keeps the division by the second moment finite",
+    )
     group.add_argument(
         "--muon-log-params",
         action="store_true",
@@ -217,15 +261,15 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         )
     if args.transformer_impl == "transformer_engine" and device == "cpu":
         raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
-    if args.optimizer in ("muon", "adaptive_muon") and args.fp16:
+    if args.optimizer in MUONS and args.fp16:
         raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32")
     if args.optimizer == "dist_muon" and args.use_megatron_fsdp:
         refuse_layer_wise("--optimizer dist_muon")
-    if args.optimizer == "muon" and args.use_megatron_fsdp:
+    _check_adaptive(args)
+    if args.optimizer in MUONS and args.use_megatron_fsdp:
         _check_muon(args, first_rank=environ.get("RANK", "0") == "0")
-    elif args.muon_dump_layout is not None or args.muon_share_replicated:
-        flag = "--muon-share-replicated" if args.muon_share_replicated else "--muon-dump-layout"
-        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
+    else:
+        _refuse_without_muon(args)
     if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         raise UserError(
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
@@ -236,13 +280,56 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         _check_writable(Path(args.save), "--save")
 
 
+def _check_adaptive(args: argparse.Namespace) -> None:
+    if args.optimizer != "adaptive_muon":
+        for name, default in ADAPTIVE_DEFAULTS.items():
+            if getattr(args, f"adaptive_muon_{name}") != default:
+                flag = f"--adaptive-muon-{name.replace('_', '-')}"
+                raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
+        return
+    if not args.use_megatron_fsdp:
+        raise UserError(
+            "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first "
+            "step with emerging-optimizers 0.3; add the flag, or use --optimizer muon"
+        )
+    check_adaptive(
+        args.adaptive_muon_moment2_method,
+        beta2=args.adaptive_muon_beta2,
+        eps=args.adaptive_muon_eps,
+        tensor_parallel=max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1),
+        tp_mode=args.muon_tp_mode,
+    )
+
+
+def _refuse_without_muon(args: argparse.Namespace) -> None:
+    """Refuse flags that only this package's Muon heeds in a run of another optimizer."""
+    given = {
+        "--muon-share-replicated": args.muon_share_replicated,
+        "--muon-dump-layout": args.muon_dump_layout is not None,
+        "--muon-split-gated-mlp": args.muon_split_gated_mlp,
+        "--muon-split-heads": args.muon_split_heads,
+        "--muon-exclude": args.muon_exclude,
+    }
+    if flag := next((flag for flag, is_given in given.items() if is_given), None):
+        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
+
+
 def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
     if args.use_precision_aware_optimizer:
-        raise UserError("--use-precision-aware-optimizer is not supported with --optimizer muon; leave it out")
+        raise UserError(
+            f"--use-precision-aware-optimizer is not supported with --optimizer {args.optimizer}; leave it out"
+        )
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
     if args.muon_num_ns_steps < 1:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
+    check_blocks(
+        args.data_parallel_sharding_strategy,
+        split_qkv=args.muon_split_qkv,
+        split_heads=args.muon_split_heads,
+        tensor_parallel=args.tensor_model_parallel_size,
+        tp_mode=args.muon_tp_mode,
+    )
     if args.muon_share_replicated:
         largest = max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1)
         check_share(

@@ -94,7 +94,7 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
     if args.data_path == [str(QUICKSTART_CORPUS)]:
         ensure_stdlib_corpus(QUICKSTART_CORPUS)
     arguments.check_settings(args, device=device)
-    patches.install(Patches(), muon_under_fsdp=args.optimizer == "muon" and args.use_megatron_fsdp)
+    patches.install(Patches(), muon_under_fsdp=args.optimizer in arguments.MUONS and args.use_megatron_fsdp)
     sys.argv = [sys.argv[0], *full]
     return Launch(argv=full, args=args, device=device, notes=tuple(notes))
 

@@ -6,16 +6,18 @@ restores them and describes matrices as plain layouts. It chooses no optimizer.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
+from megatron_muon.errors import UserError
+from megatron_muon.mcore.fused import BlockSettings, Fused, check_experts, fused_rows, is_expert_stack, stack_split
+from megatron_muon.names import matching
 from megatron_muon.optim.blocks import RowSplit, whole
-from megatron_muon.optim.sharded_muon import local_rows
 from megatron_muon.sharding import Layout, evenly_sharded, from_rectangles
 
 _ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
@@ -36,13 +38,19 @@ def restore_attributes(model_chunks: Sequence[Any]) -> None:
                     setattr(parameter, name, getattr(original, name))
 
 
-def tag_for_muon(model_chunks: Sequence[Any]) -> None:
-    """Mark trainable parameters by their names: `use_muon`, `is_qkv`, `qkv_split_shapes` and `expert_tp`.
+def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) -> None:
+    """Mark trainable parameters by their names: `use_muon`, `expert_tp`, `fused_rows` and `expert_stack`.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
+
+    Args:
+        model_chunks: the model.
+        exclude: patterns of `--muon-exclude`; what they match goes to the scalar optimizer.
+
+    Raises:
+        UserError: a pattern that matches none of Muon's matrices, or experts that cannot be told apart.
     """
     for chunk in model_chunks:
-        config = chunk.config
         for name, parameter in chunk.named_parameters():
             if not parameter.requires_grad:
                 continue
@@ -50,27 +58,40 @@ def tag_for_muon(model_chunks: Sequence[Any]) -> None:
                 parameter.use_muon = False  # position embeddings too, which megatron-core marks under MuP only
             if "experts" in name and "shared" not in name:
                 parameter.expert_tp = True
-            if "linear_qkv.weight" in name and parameter.ndim == 2 and not config.multi_latent_attention:
-                parts = _get_qkv_split_shapes(config)
-                if parameter.shape[0] % sum(parts) == 0:
-                    parameter.is_qkv = True
-                    parameter.qkv_split_shapes = parts
-                else:
-                    warnings.warn(
-                        f"{name}: {parameter.shape[0]} rows are no multiple of {sum(parts)} (query, key and value rows "
-                        "of a group), so Muon orthogonalises it as one matrix",
-                        stacklevel=2,
-                    )
+            parameter.expert_stack = is_expert_stack(name, parameter.ndim)
+    names = {p: name for p, name in parameter_names(model_chunks).items() if p.requires_grad}
+    matrices = {name: parameter for parameter, name in names.items() if is_muon_matrix(parameter)}
+    for name in matching(exclude, matrices, others=[name for name in names.values() if name not in matrices]):
+        matrices.pop(name).use_muon = False  # type: ignore[attr-defined]
+    for chunk in model_chunks:
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad and is_muon_matrix(parameter):
+                check_experts(name, parameter.ndim)
+                _tag_fused_rows(name, parameter, chunk.config)
+
+
+def _tag_fused_rows(name: str, parameter: torch.Tensor, config: Any) -> None:
+    fused = fused_rows(name, config)
+    rows = _rows_of_one(parameter, over_tp=True)
+    if fused is not None and not fused.fits(rows):
+        warnings.warn(
+            f"{name}: {rows} rows are no multiple of {fused.unit}, the rows of what is fused in "
+            "it, so Muon orthogonalises it as one matrix",
+            stacklevel=4,
+        )
+        fused = None
+    parameter.fused_rows = fused  # type: ignore[attr-defined]
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
-    """Whether Muon takes this parameter: a 2D weight that is neither an embedding nor the output layer.
+    """Whether Muon takes this parameter: a 2D weight or a stack of experts, no embedding and not the output layer.
 
     megatron-core marks word embeddings and the output layer with `is_embedding_or_output_parameter`; `tag_for_muon`
-    sets `use_muon` to False on every embedding, position embeddings too.
+    sets `use_muon` to False on every embedding, position embeddings too, and on what `--muon-exclude` names.
     """
     embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
-    return parameter.ndim == 2 and not embedding and getattr(parameter, "use_muon", True)
+    is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
+    return is_matrix and not embedding and getattr(parameter, "use_muon", True)
 
 
 def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
@@ -84,14 +105,25 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
 
 
 def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
-    """Shape `(rows, cols)` of the matrix that Muon sees in a 2D parameter.
+    """Shape `(rows, cols)` of the matrix that Muon sees in a parameter.
+
+    A stack of experts `(experts, rows, cols)` counts as `(experts * rows, cols)`.
 
     Args:
         parameter: a DTensor of Megatron-FSDP, or the parameter that it stands for.
         over_tp: whole over tensor-parallel ranks; False stands for the part of this tensor-parallel rank.
     """
     shape = (parameter if over_tp else getattr(parameter, "orig_param", parameter)).shape
-    return shape[0], shape[1]
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def experts_in(parameter: torch.Tensor) -> int:
+    """How many experts are stacked in `parameter`; 1 for a matrix."""
+    return int(parameter.shape[0]) if parameter.ndim == 3 else 1
+
+
+def _rows_of_one(parameter: torch.Tensor, *, over_tp: bool) -> int:
+    return matrix_shape(parameter, over_tp=over_tp)[0] // experts_in(parameter)
 
 
 def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -112,36 +144,50 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
     return group
 
 
-def block_split(parameter: torch.Tensor, *, split_qkv: bool, over_tp: bool = True) -> RowSplit:
+def block_split(parameter: torch.Tensor, settings: BlockSettings, *, over_tp: bool = True) -> RowSplit:
     """How the matrix of `parameter` splits into blocks, decided from its whole shape and never from local rows.
 
     Args:
-        parameter: a 2D parameter that `tag_for_muon` has seen.
-        split_qkv: split query, key and value.
+        parameter: a matrix `(rows, cols)` or a stack of experts `(experts, rows, cols)`, after `tag_for_muon`.
+        settings: which splits were asked for.
         over_tp: as for `matrix_shape`.
     """
-    rows = matrix_shape(parameter, over_tp=over_tp)[0]
-    if split_qkv and getattr(parameter, "is_qkv", False):
-        parts: Sequence[int] = vars(parameter)["qkv_split_shapes"]
-        if rows % sum(parts) == 0:
-            return RowSplit(groups=rows // sum(parts), parts=tuple(parts))
-    return whole(rows)
+    rows = _rows_of_one(parameter, over_tp=over_tp)
+    fused: Fused | None = getattr(parameter, "fused_rows", None)
+    if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
+        each = whole(rows)
+    else:
+        tensor_parallel = rows // _rows_of_one(parameter, over_tp=False)
+        each = fused.split(rows, settings, tensor_parallel=tensor_parallel)
+    return stack_split(experts_in(parameter), each) if parameter.ndim == 3 else each
 
 
 def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, tuple[int, int, int, int]]:
-    """What this rank holds of each sharded 2D parameter: `(row_start, rows, col_start, cols)` of the whole.
+    """What this rank holds of each sharded matrix or stack: `(row_start, rows, col_start, cols)` of the whole.
 
     Megatron-FSDP notes it on the tensors from which it makes the optimizer's parameters
     (update_uneven_dtensor_chunk_metadata), for its checkpoints.
+
+    Raises:
+        UserError: tensor parallelism cuts the experts of a stack.
     """
     rectangles = {}
     for chunk in model_chunks:
         buffer = chunk.param_and_grad_buffer
         for name, parameter in buffer.optimizer_named_parameters:
-            if parameter.ndim == 2:
-                noted = local_rows(buffer.dist_main_weight[name]).__create_chunk_list__()[0]  # type: ignore[attr-defined]
-                (row_start, col_start), (rows, cols) = noted.offsets, noted.sizes
-                rectangles[parameter] = (row_start, rows, col_start, cols)
+            if parameter.ndim not in (2, 3):
+                continue
+            noted = buffer.dist_main_weight[name]._local_tensor.__create_chunk_list__()[0]
+            offsets, sizes = noted.offsets, noted.sizes
+            if parameter.ndim == 3:  # whole experts, one below the other
+                if getattr(parameter, "expert_stack", False) and sizes[1:] != tuple(parameter.shape[1:]):
+                    raise UserError(
+                        f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
+                        "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
+                    )
+                rows = sizes[1]
+                offsets, sizes = (offsets[0] * rows, offsets[2]), (sizes[0] * rows, sizes[2])
+            rectangles[parameter] = (offsets[0], sizes[0], offsets[1], sizes[1])
     return rectangles
 
 

@@ -287,10 +287,11 @@ def _reduce_over_instances(fsdp: Any) -> None:
 def split_momentum_of_swiglu(patches: Patches) -> None:
     """Let fsdp_dtensor checkpoints split the momentum of a SwiGLU's fused gate and up projection.
 
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` and no others. Muon's one slot is shown to it under both
-    names and taken back under its own. It also looks parameters up by names with one `module.` too many when saving
-    (save_checkpoint passes it the model without the wrapper that its names count on), so it is shown a model that finds
-    them at any depth.
+    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` and no others. Muon's momentum is shown to it as the
+    first, AdaMuon's second moment as the second (else momentum again), and both are taken back under their own names.
+    NorMuon's second moment, which has not the shape of the weights, stays whole beside the gate. The handler also looks
+    parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
+    wrapper that its names count on), so it is shown a model that finds them at any depth.
     """
     import megatron.training.checkpointing as checkpointing
 
@@ -312,10 +313,9 @@ def split_momentum_of_swiglu(patches: Patches) -> None:
                 return handle(model, model_state, None)
             disguised = {key: _as_adam(slots) for key, slots in optimizer_state["state"].items()}
             model_state, split = handle(model, model_state, {**optimizer_state, "state": disguised})
-            muon = {key for key, slots in optimizer_state["state"].items() if "momentum_buffer" in slots}
-            muon |= {key + half for key in muon for half in ("_w", "_v")}
+            halves = {key + half: key for key in optimizer_state["state"] for half in ("", "_w", "_v")}
             split["state"] = {
-                key: {"momentum_buffer": slots["exp_avg"]} if key in muon else slots
+                key: _as_muon(slots, optimizer_state["state"][halves[key]], is_up=key == halves[key] + "_v")
                 for key, slots in split["state"].items()
             }
             return model_state, split
@@ -337,6 +337,24 @@ def _unwrapped(name: str) -> str:
 
 
 def _as_adam(slots: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter of Muon under the names of Adam's; that of any other as it is."""
     if "momentum_buffer" not in slots:
         return slots
-    return {"exp_avg": slots["momentum_buffer"], "exp_avg_sq": slots["momentum_buffer"]}
+    second = slots["moment2_buffer"] if _is_elementwise(slots) else slots["momentum_buffer"]
+    return {"exp_avg": slots["momentum_buffer"], "exp_avg_sq": second}
+
+
+def _as_muon(split: dict[str, Any], slots: dict[str, Any], *, is_up: bool) -> dict[str, Any]:
+    """What `_as_adam` made of `slots`, or a half of it, under the names of Muon's state."""
+    if "momentum_buffer" not in slots:
+        return split
+    state = {"momentum_buffer": split["exp_avg"]}
+    if _is_elementwise(slots):
+        state["moment2_buffer"] = split["exp_avg_sq"]
+    elif "moment2_buffer" in slots and not is_up:
+        state["moment2_buffer"] = slots["moment2_buffer"]
+    return state
+
+
+def _is_elementwise(slots: dict[str, Any]) -> bool:
+    return "moment2_buffer" in slots and slots["moment2_buffer"].shape == slots["momentum_buffer"].shape

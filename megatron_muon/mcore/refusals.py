@@ -67,3 +67,67 @@ def check_dump(strategy: str) -> None:
             "--muon-dump-layout has nothing to write with --data-parallel-sharding-strategy no_shard: every rank holds "
             "whole matrices; use optim, optim_grads or optim_grads_params, or leave the flag out"
         )
+
+
+def check_heads(*, split_qkv: bool, split_heads: bool) -> None:
+    """Check that heads are not to be blocks of a matrix that is to stay whole.
+
+    Raises:
+        UserError: `--muon-split-heads` with `--muon-no-split-qkv`.
+    """
+    if split_heads and not split_qkv:
+        raise UserError(
+            "--muon-split-heads and --muon-no-split-qkv contradict each other: heads are finer blocks than query, key "
+            "and value; leave one of the two flags out"
+        )
+
+
+def check_blocks(strategy: str, *, split_qkv: bool, split_heads: bool, tensor_parallel: int, tp_mode: str) -> None:
+    """Check that the settings that say what a block is go together.
+
+    Args:
+        strategy: `--data-parallel-sharding-strategy`.
+        split_qkv: False with `--muon-no-split-qkv`.
+        split_heads: `--muon-split-heads`.
+        tensor_parallel: the tensor parallel size.
+        tp_mode: `--muon-tp-mode`.
+
+    Raises:
+        UserError: heads alone without QKV split, or where megatron-core's own Muon would join the heads of several
+            tensor-parallel ranks into one block.
+    """
+    check_heads(split_qkv=split_qkv, split_heads=split_heads)
+    if split_heads and strategy == "no_shard" and tensor_parallel > 1 and tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {tp_mode} is not supported with --muon-split-heads, no_shard and tensor parallel size "
+            f"{tensor_parallel}: every head lies whole on one rank; use --muon-tp-mode blockwise"
+        )
+
+
+def check_adaptive(method: str, *, beta2: float, eps: float, tensor_parallel: int, tp_mode: str) -> None:
+    """Check the settings of `--optimizer adaptive_muon`.
+
+    Args:
+        method: `--adaptive-muon-moment2-method`.
+        beta2: `--adaptive-muon-beta2`.
+        eps: `--adaptive-muon-eps`.
+        tensor_parallel: the largest tensor parallel size, that of experts included.
+        tp_mode: `--muon-tp-mode`.
+
+    Raises:
+        UserError: a second moment that is not sharded here, a value out of range, or a mode in which tensor-parallel
+            ranks orthogonalise together.
+    """
+    if tensor_parallel > 1 and tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {tp_mode} is not supported with --optimizer adaptive_muon and tensor parallel size "
+            f"{tensor_parallel}; use --muon-tp-mode blockwise"
+        )
+    if method not in ("adamuon", "normuon"):
+        raise UserError(
+            f"--adaptive-muon-moment2-method {method} is not supported with --use-megatron-fsdp; use adamuon or normuon"
+        )
+    if not 0.0 <= beta2 < 1.0:
+        raise UserError(f"--adaptive-muon-beta2 {beta2:g} is out of range; choose at least 0 and less than 1")
+    if not eps > 0.0:
+        raise UserError(f"--adaptive-muon-eps {eps:g} is out of range; choose a positive number (1e-8 is usual)")

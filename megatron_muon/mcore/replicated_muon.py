@@ -13,8 +13,22 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import unit_magnitude_exponent
 from megatron_muon.optim.sharded_muon import local_rows
+
+
+def give_blocks(parameter: torch.Tensor, split: RowSplit) -> None:
+    """Have ReplicatedMuon orthogonalise the blocks of `parameter` alone, by upstream's mechanism for QKV.
+
+    TensorParallelMuon splits rows into repetitions of `qkv_split_shapes`, as many as there are; that is a RowSplit.
+    """
+    parameter.qkv_split_shapes = list(split.parts)  # type: ignore[attr-defined]
+
+
+def has_blocks(parameter: torch.Tensor) -> bool:
+    """Whether `give_blocks` gave this parameter more than one block."""
+    return len(getattr(parameter, "qkv_split_shapes", ())) > 1
 
 
 class ReplicatedMuon(TensorParallelMuon):
@@ -26,7 +40,7 @@ class ReplicatedMuon(TensorParallelMuon):
             self._init_group(group, skip_non_grad_params=False)
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The scaled update of `grad`, 2D `(rows, cols)`, a DTensor as `grad` is.
+        """The scaled update of `grad`, 2D `(rows, cols)` or a 3D stack of experts, a DTensor as `grad` is.
 
         The power of two is common to the ranks that share a matrix by tensor parallelism.
         """
@@ -39,11 +53,11 @@ class ReplicatedMuon(TensorParallelMuon):
         update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
         if isinstance(grad, DTensor):
             return DTensor.from_local(
-                update,
+                update.view(grad._local_tensor.shape),
                 grad.device_mesh,
                 grad.placements,
                 run_check=False,
                 shape=grad.shape,
                 stride=grad.stride(),
             )
-        return update  # type: ignore[no-any-return]
+        return update.view(grad.shape)  # type: ignore[no-any-return]

@@ -19,7 +19,8 @@ class RowSplit:
 
     `RowSplit(1, (rows,))` is the whole matrix, `RowSplit(query_groups, (q, k, v))` Megatron's fused QKV with `q`, `k`
     and `v` rows in each query group (source: megatron.core.transformer.attention,
-    SelfAttention.get_query_key_value_tensors).
+    SelfAttention.get_query_key_value_tensors), `RowSplit(T, (f, f))` the gate and up rows of a gated MLP that T
+    tensor-parallel ranks share, `RowSplit(1, (w,) * heads)` heads of w rows each by itself.
     """
 
     groups: int
@@ -59,3 +60,9 @@ class RowSplit:
 def whole(rows: int) -> RowSplit:
     """The split of a matrix of `rows` rows that is one block."""
     return RowSplit(groups=1, parts=(rows,))
+
+
+def repeated(split: RowSplit, times: int) -> RowSplit:
+    """The split of `times` matrices of one group each, one below the other, every one split as `split`."""
+    assert split.groups == 1, split
+    return RowSplit(groups=1, parts=split.parts * times)

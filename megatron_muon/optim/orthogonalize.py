@@ -53,6 +53,7 @@ class Orthogonalizer:
         matmul_precision: "highest" or "high" iterate in fp32, "medium" in bf16, as torch.set_float32_matmul_precision
             names them.
         method: "standard", "gram", or "auto" for the one with fewer operations.
+        scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
         blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
             twice.
     """
@@ -63,6 +64,7 @@ class Orthogonalizer:
     extra_scale_factor: float = 1.0
     matmul_precision: str = "medium"
     method: str = ns.AUTO
+    scaled: bool = True
     blocks_done: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
@@ -86,6 +88,13 @@ class Orthogonalizer:
             ns.operations(*block, method=self.method_for(*block), steps=self.num_steps, dtype=self.dtype)
             for block in split.block_shapes(shape[1])
         )
+
+    def row_scales(self, shape: tuple[int, int], split: RowSplit) -> torch.Tensor:
+        """What each row of an update of `shape` is multiplied by, `(rows, 1)` fp32: its block's scale."""
+        factors = torch.empty(shape[0], 1)
+        for rows, block in zip(split.views(factors), split.block_shapes(shape[1]), strict=True):
+            rows.fill_(get_muon_scale_factor(*block, mode=self.scale_mode) * self.extra_scale_factor)
+        return factors
 
     def batch(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit]) -> BlockBatch:
         """A batch of matrices of these shapes, each split into blocks as given."""
@@ -124,6 +133,9 @@ class Orthogonalizer:
                     steps=self.num_steps,
                     dtype=self.dtype,
                 ).float()
+            if not self.scaled:
+                part.copy_(updates)
+                continue
             # One factor after the other, in fp32, as upstream's Muon does, for equal bits.
             scales = [get_muon_scale_factor(*shape, mode=self.scale_mode) for shape in shapes]
             torch._foreach_mul_(list(updates.unbind()), scales)

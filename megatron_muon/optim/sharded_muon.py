@@ -20,8 +20,12 @@ ParamGroups = list[dict[str, Any]]
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of `tensor` that this rank holds, without a copy: a DTensor's local tensor, or the tensor itself."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    """The rows of `tensor` that this rank holds, without a copy: a DTensor's local tensor, or the tensor itself.
+
+    Of a stack `(experts, rows, cols)` they are the rows of the experts that it holds, one below the other.
+    """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.view(local.shape[:-1].numel(), local.shape[-1]) if local.ndim == 3 else local
 
 
 class ShardedMuon(torch.optim.Optimizer):
@@ -32,7 +36,8 @@ class ShardedMuon(torch.optim.Optimizer):
     for empty shards.
 
     Args:
-        params: parameter groups; every parameter is 2D, a DTensor or a plain tensor, and takes part on every rank.
+        params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
+            takes part on every rank.
         exchange: builds the exchange for the parameters in their order.
         lr: learning rate.
         momentum: the exponential moving average keeps this share of the old momentum.
@@ -42,7 +47,7 @@ class ShardedMuon(torch.optim.Optimizer):
         names: a name for each parameter, for messages.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or a parameter is not 2D.
+        ValueError: a hyper-parameter is out of range or a parameter is neither 2D nor 3D.
     """
 
     def __init__(
@@ -64,8 +69,11 @@ class ShardedMuon(torch.optim.Optimizer):
         self.decoupled_weight_decay = decoupled_weight_decay
         self._names = names
         for parameter in self._parameters():
-            if parameter.ndim != 2:
-                raise ValueError(f"{names[parameter]}: Muon takes 2D parameters, got shape {tuple(parameter.shape)}")
+            if parameter.ndim not in (2, 3):
+                raise ValueError(
+                    f"{names[parameter]}: Muon takes 2D parameters and 3D stacks of them, "
+                    f"got shape {tuple(parameter.shape)}"
+                )
         self.initialize_state()
         self._matrices = self._parameters()
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]

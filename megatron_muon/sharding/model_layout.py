@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_muon.errors import UserError
+from megatron_muon.names import matching
 from megatron_muon.sharding.layout import BlockedLayout, Blocks, Layout, Matrix, Shard
 
 UNITS = "optim_grads_params"
@@ -34,6 +35,9 @@ class ModelSizes:
             of expert by expert (SequentialMLP).
         padded_vocab_size: rows of the embedding, which take room in buckets that are cut by size; 0 leaves them out.
         split_qkv: orthogonalise query, key and value alone.
+        split_gated_mlp: orthogonalise gate and up of a gated MLP alone.
+        split_heads: orthogonalise every attention head of query, key and value alone.
+        exclude: patterns of `--muon-exclude`: the scalar optimizer takes matrices whose names match.
     """
 
     num_layers: int
@@ -58,6 +62,9 @@ class ModelSizes:
     padded_vocab_size: int = 0
     untied_output: bool = False
     split_qkv: bool = True
+    split_gated_mlp: bool = False
+    split_heads: bool = False
+    exclude: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,19 +161,28 @@ def model_layouts(
         bucket_size: elements after which a bucket that is cut by size ends; None for no such cut.
 
     Raises:
-        UserError: the parallel sizes do not divide the model, or the strategy does not shard.
+        UserError: the parallel sizes do not divide the model, the strategy does not shard, or a pattern of `exclude`
+            matches no matrix.
     """
     if strategy not in STRATEGIES:
         raise UserError(
             f"--data-parallel-sharding-strategy {strategy} leaves nothing to plan; choose one of "
             f"{', '.join(STRATEGIES)}"
         )
-    listed = list(model_parameters(model, parallel))
+    listed = _without_excluded(model, list(model_parameters(model, parallel)))
     dense = _layout(
         [parameter for parameter in listed if not parameter.is_expert], parallel.dense_ranks, strategy, bucket_size
     )
     experts = [parameter for parameter in listed if parameter.is_expert]
     return dense, _layout(experts, parallel.expert_ranks, strategy, bucket_size) if experts else None
+
+
+def _without_excluded(model: ModelSizes, listed: Sequence[Parameter]) -> list[Parameter]:
+    """The parameters, those that `--muon-exclude` names not Muon's."""
+    matrices = [parameter.name for parameter in listed if parameter.muon]
+    others = [parameter.name for parameter in listed if not parameter.muon]
+    excluded = set(matching(model.exclude, matrices, others=others))
+    return [replace(parameter, muon=False) if parameter.name in excluded else parameter for parameter in listed]
 
 
 def model_parameters(model: ModelSizes, parallel: ParallelSizes) -> Iterator[Parameter]:
@@ -236,9 +252,10 @@ def _attention(model: ModelSizes, parallel: ParallelSizes, name: str, layer: int
     yield Parameter(f"{name}.linear_proj.weight", (hidden, heads * model.kv_channels), layer, muon=True)
     if model.bias:
         yield Parameter(f"{name}.linear_proj.bias", (hidden,), layer)
-    yield Parameter(
-        f"{name}.linear_qkv.weight", (rows, hidden), layer, True, (groups, parts) if model.split_qkv else None
-    )
+    blocks: Blocks | None = (groups, parts) if model.split_qkv else None
+    if model.split_heads:
+        blocks = (1, (model.kv_channels,) * (rows // model.kv_channels))
+    yield Parameter(f"{name}.linear_qkv.weight", (rows, hidden), layer, True, blocks)
     if model.bias or model.qkv_bias:
         yield Parameter(f"{name}.linear_qkv.bias", (rows,), layer)
     if model.qk_layernorm:
@@ -249,12 +266,17 @@ def _attention(model: ModelSizes, parallel: ParallelSizes, name: str, layer: int
 def _mlp(model: ModelSizes, name: str, layer: int, width: int, ffn: int, *, bias: bool) -> Iterator[Parameter]:
     """Source: megatron.core.transformer.mlp.MLP; gate and up share the first projection."""
     up = 2 * ffn if model.swiglu else ffn
-    yield Parameter(f"{name}.linear_fc1.weight", (up, width), layer, muon=True)
+    yield Parameter(f"{name}.linear_fc1.weight", (up, width), layer, True, _gate_and_up(model, ffn))
     if bias:
         yield Parameter(f"{name}.linear_fc1.bias", (up,), layer)
     yield Parameter(f"{name}.linear_fc2.weight", (width, ffn), layer, muon=True)
     if bias:
         yield Parameter(f"{name}.linear_fc2.bias", (width,), layer)
+
+
+def _gate_and_up(model: ModelSizes, ffn: int) -> Blocks | None:
+    """The blocks of a first projection with `ffn` rows of each."""
+    return (1, (ffn, ffn)) if model.swiglu and model.split_gated_mlp else None
 
 
 def _mixture(model: ModelSizes, parallel: ParallelSizes, name: str, layer: int) -> Iterator[Parameter]:
@@ -270,9 +292,11 @@ def _mixture(model: ModelSizes, parallel: ParallelSizes, name: str, layer: int) 
     ffn = model.moe_ffn_hidden_size // parallel.expert_tensor
     up = 2 * ffn if model.swiglu else ffn
     if model.moe_grouped_gemm:
-        for part, shape in (("linear_fc1", (up, width)), ("linear_fc2", (width, ffn))):
-            for expert in range(local):
-                yield Parameter(f"{name}.experts.{part}.weight{expert}", shape, layer, muon=True)
+        for expert in range(local):
+            blocks = _gate_and_up(model, ffn)
+            yield Parameter(f"{name}.experts.linear_fc1.weight{expert}", (up, width), layer, True, blocks)
+        for expert in range(local):
+            yield Parameter(f"{name}.experts.linear_fc2.weight{expert}", (width, ffn), layer, muon=True)
     else:
         for expert in range(local):
             yield from _mlp(model, f"{name}.experts.local_experts.{expert}", layer, width, ffn, bias=model.bias)

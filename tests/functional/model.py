@@ -20,6 +20,9 @@ import torch.distributed as dist
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SEQUENCE = 8
 VOCABULARY = 131
+LATENT = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
+QUERY_LATENT = 10
+STACKED = {"linear_fc1": (10, 6), "linear_fc2": (6, 5)}
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,11 @@ class Case:
         context: context parallel size of the process groups; the model itself is built without.
         instances: instances of the distributed optimizer (HSDP), which share its state if `outer` is "optim".
         experts: number of experts of each layer, over `expert_parallel` ranks, each cut over `expert_tensor`.
+        stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept in one parameter are;
+            the forward pass does not use them.
+        latent: multi-latent attention, with the query's latent where `query_latent`.
+        output_gate: attention with a gate for each query head.
+        excluded: substrings of the names that `muon_exclude` names, for the reference.
     """
 
     strategy: str = "optim_grads_params"
@@ -63,6 +71,11 @@ class Case:
     experts: int = 0
     expert_parallel: int = 1
     expert_tensor: int = 1
+    stacked: int = 0
+    latent: bool = False
+    query_latent: bool = False
+    output_gate: bool = False
+    excluded: tuple[str, ...] = ()
 
     def but(self, **changes: Any) -> Case:
         """This case with other values."""
@@ -72,6 +85,7 @@ class Case:
     def settings(self) -> dict[str, Any]:
         """The optimizer's settings, also for the reference."""
         return {
+            "optimizer": "muon",
             "lr": 0.01,
             "min_lr": 0.001,
             "weight_decay": 0.1,
@@ -81,6 +95,8 @@ class Case:
             "muon_momentum": 0.9,
             "muon_nesterov": True,
             "muon_split_qkv": True,
+            "muon_split_gated_mlp": False,
+            "muon_split_heads": False,
             "muon_scale_mode": "spectral",
             "muon_extra_scale_factor": 0.2,
             "muon_fp32_matmul_prec": "highest",
@@ -97,17 +113,21 @@ class Case:
 
     def muon_blocks(self) -> list[tuple[int, int]]:
         """Shapes of the blocks that one step has to orthogonalise, each layer's in turn."""
-        width = self.hidden // self.heads
-        query, one = self.heads * width, self.query_groups * width
-        qkv = [(query, self.hidden), (one, self.hidden), (one, self.hidden)]
-        if not self.settings["muon_split_qkv"]:
-            qkv = [(query + 2 * one, self.hidden)]
-        per_layer = [
-            (self.hidden, query),
-            *qkv,
-            (self.ffn * (2 if self.swiglu else 1), self.hidden),
-            (self.hidden, self.ffn),
-        ]
+        settings, hidden, width = self.settings, self.hidden, self.hidden // self.heads
+        assert not self.latent
+        assert not self.stacked
+        per_query = 2 if self.output_gate else 1
+        qkv = [self.heads * width] * per_query + [self.query_groups * width] * 2
+        if settings["muon_split_heads"]:
+            qkv = [width] * (per_query * self.heads + 2 * self.query_groups)
+        elif not settings["muon_split_qkv"]:
+            qkv = [sum(qkv)]
+        first = [self.ffn] * (2 if self.swiglu else 1)
+        if not settings["muon_split_gated_mlp"]:
+            first = [sum(first)]
+        mlp = [*((rows, hidden) for rows in first), (hidden, self.ffn)]
+        router = [(self.experts, hidden)] if self.experts else []
+        per_layer = [(hidden, hidden), *((rows, hidden) for rows in qkv), *router, *mlp * (self.experts or 1)]
         return per_layer * self.layers
 
 
@@ -241,12 +261,12 @@ class Trainer:
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Every parameter's main weight, whole, put together from the shards of all ranks."""
-        return self._assemble({name: p._local_tensor for name, p in self.parameters.items()})
+        return self.assemble({name: p._local_tensor for name, p in self.parameters.items()})
 
     def whole_state(self, slot: str) -> dict[str, torch.Tensor]:
         """A slot of the optimizer state, whole, of every parameter that has it."""
         states = self.states()
-        return self._assemble({name: states[name][slot]._local_tensor for name in states if slot in states[name]})
+        return self.assemble({name: states[name][slot]._local_tensor for name in states if slot in states[name]})
 
     def states(self) -> dict[str, dict[str, Any]]:
         """The optimizer state of every parameter, by name."""
@@ -294,14 +314,22 @@ class Trainer:
             starts[dim] += group.rank() * original.shape[dim]
         return tuple(slice(start, start + size) for start, size in zip(starts, shard.shape, strict=True))
 
-    def _assemble(self, shards: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Whole tensors from the shards of all ranks; every element is there, and replicas agree to the last bit."""
-        whole = {name: torch.full(self.shapes[name], torch.nan) for name in self.shapes}
+    def assemble(
+        self, shards: dict[str, torch.Tensor], *, shapes: dict[str, tuple[int, ...]] | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Whole tensors from the shards of all ranks; every element is there, and replicas agree to the last bit.
+
+        Args:
+            shards: this rank's, by the name of the parameter that is cut in the same way.
+            shapes: whole shapes where they are not the parameters'.
+        """
+        shapes = self.shapes if shapes is None else shapes
+        whole = {name: torch.full(shapes[name], torch.nan) for name in shapes}
         seen: dict[str, torch.Tensor] = {}
         mine = {name: (self._place(name), shard.detach().clone()) for name, shard in shards.items()}
         for rank, shards_of_rank in enumerate(self._of_all_ranks(mine)):
             for name, (place, shard) in shards_of_rank.items():
-                held = seen.setdefault(name, torch.zeros(self.shapes[name], dtype=torch.int32))
+                held = seen.setdefault(name, torch.zeros(shapes[name], dtype=torch.int32))
                 twice = held[place] > 0
                 assert torch.equal(whole[name][place][twice], shard[twice]), f"{name}: rank {rank} has other values"
                 whole[name][place] = shard
@@ -422,14 +450,19 @@ def _cut_along(parameter: torch.Tensor) -> int | None:
 
 def _transformer_config(case: Case) -> Any:
     import torch.nn.functional as F
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    return TransformerConfig(
+    more: dict[str, Any] = _expert_settings(case) if case.experts else {}
+    if case.latent:
+        more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
+        more |= {"add_bias_linear": False}
+    return (MLATransformerConfig if case.latent else TransformerConfig)(
         num_layers=case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=case.ffn,
         num_attention_heads=case.heads,
-        num_query_groups=case.query_groups,
+        num_query_groups=case.heads if case.latent else case.query_groups,
+        attention_output_gate=case.output_gate,
         gated_linear_unit=case.swiglu,
         activation_func=F.silu if case.swiglu else F.gelu,
         attention_dropout=0.0,
@@ -443,7 +476,7 @@ def _transformer_config(case: Case) -> Any:
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
         tensor_model_parallel_size=case.tensor,
         sequence_parallel=case.sequence,
-        **(_expert_settings(case) if case.experts else {}),
+        **more,
     )
 
 
@@ -460,19 +493,40 @@ def _expert_settings(case: Case) -> dict[str, Any]:
     }
 
 
+class NoCoreAttention(torch.nn.Module):
+    """Stands for the part of attention that has no parameters, in a model that is not run."""
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        super().__init__()
+
+
 def _gpt(case: Case, config: Any) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.parallel_state import get_expert_model_parallel_rank
 
+    spec = get_gpt_layer_local_spec(
+        num_experts=case.experts or None, moe_grouped_gemm=False, multi_latent_attention=case.latent
+    )
+    if case.latent:
+        # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
+        # steps with given gradients are made with such a model.
+        spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False),
+        spec,
         vocab_size=case.vocabulary,
         max_sequence_length=SEQUENCE,
         share_embeddings_and_output_weights=case.tied,
         position_embedding_type="learned_absolute",
     )
+    if case.stacked:
+        config.num_moe_experts = case.stacked  # by which Megatron-FSDP makes groups for experts
+    for layer in model.decoder.layers if case.stacked else ():
+        layer.mlp.experts = torch.nn.ModuleDict({name: torch.nn.Module() for name in STACKED})
+        for name, module in layer.mlp.experts.items():
+            module.weight = torch.nn.Parameter(torch.empty(case.stacked, *STACKED[name]))
+            module.weight.allreduce = False  # as megatron-core marks the weights of experts
     with torch.no_grad():
         first = get_expert_model_parallel_rank() * case.experts // case.expert_parallel
         for name, parameter in model.named_parameters():
@@ -503,7 +557,6 @@ def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
     from megatron_muon.settings import MuonOptimizerConfig
 
     config = MuonOptimizerConfig(
-        optimizer="muon",
         use_distributed_optimizer=True,
         bf16=case.bf16,
         params_dtype=torch.bfloat16 if case.bf16 else torch.float32,

@@ -10,39 +10,62 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from emerging_optimizers.orthogonalized_optimizers import Muon
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon
 from emerging_optimizers.scalar_optimizers import Lion
 
-from tests.functional.model import Case, cosine, gradient_of, initial_value
+from tests.functional.model import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
 
 
-def is_matrix(name: str, shape: Sequence[int]) -> bool:
-    """Whether Muon takes a parameter: 2D, and neither an embedding nor the output layer."""
-    return len(shape) == 2 and "embedding" not in name and "output_layer" not in name
+def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon takes a parameter: 2D or a stack of experts, and neither embedding nor output layer nor excluded."""
+    if any(part in name for part in ("embedding", "output_layer", *case.excluded)):
+        return False
+    return len(shape) == 2 or (len(shape) == 3 and ".experts." in name)
 
 
-def qkv_rows(case: Case) -> list[list[int]]:
-    """The rows of the query, key and value block in Megatron's fused matrix.
+def row_blocks(case: Case, name: str, shape: Sequence[int]) -> list[list[int]] | None:
+    """The rows of each block of a matrix, or of one expert of a stack; None for one block.
 
-    Query group after query group, each holds the rows of its query heads, of its key head and of its value head.
+    Walks through the heads of Megatron's fused matrices row by row and says what each row belongs to.
     """
-    width = case.hidden // case.heads
-    heads_in_group = case.heads // case.query_groups
-    query: list[int] = []
-    key: list[int] = []
-    value: list[int] = []
+    settings, owner = case.settings, []
+    if "linear_qkv." in name:
+        width, in_group = case.hidden // case.heads, case.heads // case.query_groups
+        kinds = ["query"] * in_group + ["gate"] * (in_group * case.output_gate) + ["key", "value"]
+        owner = [(kind, head, width) for head, kind in enumerate(kinds * case.query_groups)]
+    elif "linear_kv_up_proj" in name:
+        owner = [(kind, (kind, head), LATENT[size])
+                 for head in range(case.heads)
+                 for kind, size in (("key", "qk_head_dim"), ("value", "v_head_dim"))]  # fmt: skip
+    elif "linear_q_up_proj" in name or "linear_q_proj" in name:
+        owner = [("query", head, LATENT["qk_head_dim"] + LATENT["qk_pos_emb_head_dim"]) for head in range(case.heads)]
+    elif "linear_kv_down_proj" in name:
+        owner = [("latent", "latent", LATENT["kv_lora_rank"]), ("rotary", "rotary", LATENT["qk_pos_emb_head_dim"])]
+    elif "linear_q_down_proj" in name:
+        owner = [("latent", "latent", QUERY_LATENT)]
+    elif "linear_fc1" in name and case.swiglu and settings["muon_split_gated_mlp"]:
+        parts = case.expert_tensor if ".experts." in name else case.tensor
+        half = shape[-2] // (2 * parts)  # each tensor-parallel rank has rows of gate and then of up
+        rows = range(shape[-2])
+        return [[row for row in rows if row // half % 2 == which] for which in (0, 1)]
+    if not owner or not settings["muon_split_qkv"]:
+        return None
+    blocks: dict[Any, list[int]] = {}
     row = 0
-    for _ in range(case.query_groups):
-        for rows, heads in ((query, heads_in_group), (key, 1), (value, 1)):
-            rows.extend(range(row, row + heads * width))
-            row += heads * width
-    return [query, key, value]
+    per_head = settings["muon_split_heads"]
+    for kind, head, rows in owner:
+        blocks.setdefault(head if per_head else kind, []).extend(range(row, row + rows))
+        row += rows
+    assert row == shape[-2], (name, row, shape)
+    return list(blocks.values())
 
 
 class SplitMuon(Muon):
     """emerging-optimizers' Muon that orthogonalises blocks of rows alone."""
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
+        if grad.ndim == 3:
+            return torch.stack([self.orthogonalize(p, expert) for expert in grad])
         blocks = getattr(p, "row_blocks", None)
         if blocks is None:
             return self.scaled_orthogonalize_fn(grad)
@@ -50,6 +73,26 @@ class SplitMuon(Muon):
         for rows in blocks:
             update[rows] = self.scaled_orthogonalize_fn(grad[rows])
         return update
+
+
+class SplitAdaptiveMuon(AdaptiveMuon):
+    """emerging-optimizers' AdaptiveMuon that orthogonalises blocks of rows alone and scales each by its own shape."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.current: Any = None
+
+    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **_group: Any) -> torch.Tensor:
+        self.current = p
+        return SplitMuon.orthogonalize(self, p, grad)  # type: ignore[arg-type]
+
+    def _apply_muon_scale(self, update: torch.Tensor, size_out: int, size_in: int) -> torch.Tensor:
+        if self.current.row_blocks is None:
+            return super()._apply_muon_scale(update, size_out, size_in)
+        scaled = torch.empty_like(update)
+        for rows in self.current.row_blocks:
+            scaled[rows] = super()._apply_muon_scale(update[rows], len(rows), size_in)
+        return scaled
 
 
 class Reference:
@@ -65,10 +108,9 @@ class Reference:
         for name, weight in self.weights.items():
             if not case.trains(name):
                 continue
-            if is_matrix(name, shapes[name]):
+            if is_matrix(case, name, shapes[name]):
                 matrices.append(weight)
-                if "linear_qkv" in name and settings["muon_split_qkv"]:
-                    weight.row_blocks = qkv_rows(case)
+                weight.row_blocks = row_blocks(case, name, shapes[name])
             else:
                 rest.append({"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0})
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -82,7 +124,7 @@ class Reference:
         settings = self.case.settings
         for optimizer in self.optimizers:
             highest, lowest = settings["lr"], settings["min_lr"]
-            if isinstance(optimizer, Muon):
+            if isinstance(optimizer, Muon | AdaptiveMuon):
                 highest = highest if settings["muon_lr"] is None else settings["muon_lr"]
                 lowest = lowest if settings["muon_min_lr"] is None else settings["muon_min_lr"]
             for group in optimizer.param_groups:
@@ -97,29 +139,41 @@ class Reference:
         """Every parameter."""
         return {name: weight.detach().clone() for name, weight in self.weights.items()}
 
-    def momentum(self) -> dict[str, torch.Tensor]:
-        """Muon's momentum of every matrix."""
+    def state(self, slot: str) -> dict[str, torch.Tensor]:
+        """A slot of the state of every matrix, `momentum_buffer` or `moment2_buffer`."""
         return {
-            name: state["momentum_buffer"].clone()
+            name: state[slot].clone()
             for name, weight in self.weights.items()
             for optimizer in self.optimizers
-            if "momentum_buffer" in (state := optimizer.state.get(weight, {}))
+            if slot in (state := optimizer.state.get(weight, {}))
         }
 
-    def _muon(self, matrices: list[torch.nn.Parameter]) -> Muon:
+    def momentum(self) -> dict[str, torch.Tensor]:
+        """Muon's momentum of every matrix."""
+        return self.state("momentum_buffer")
+
+    def _muon(self, matrices: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         settings = self.case.settings
-        return SplitMuon(
+        common = {
+            "lr": settings["lr"],
+            "momentum": settings["muon_momentum"],
+            "weight_decay": settings["weight_decay"],
+            "nesterov": settings["muon_nesterov"],
+            "weight_decay_method": "decoupled" if settings["decoupled_weight_decay"] else "l2",
+            "fp32_matmul_prec": settings["muon_fp32_matmul_prec"],
+            "coefficient_type": "quintic",
+            "num_ns_steps": 5,
+            "scale_mode": settings["muon_scale_mode"],
+            "extra_scale_factor": settings["muon_extra_scale_factor"],
+        }
+        if settings["optimizer"] == "muon":
+            return SplitMuon(matrices, **common)
+        return SplitAdaptiveMuon(
             matrices,
-            lr=settings["lr"],
-            momentum=settings["muon_momentum"],
-            weight_decay=settings["weight_decay"],
-            nesterov=settings["muon_nesterov"],
-            weight_decay_method="decoupled" if settings["decoupled_weight_decay"] else "l2",
-            fp32_matmul_prec=settings["muon_fp32_matmul_prec"],
-            coefficient_type="quintic",
-            num_ns_steps=5,
-            scale_mode=settings["muon_scale_mode"],
-            extra_scale_factor=settings["muon_extra_scale_factor"],
+            **common,
+            moment2_method=settings.get("adaptive_muon_moment2_method", "adamuon"),
+            beta2=settings.get("adaptive_muon_beta2", 0.95),
+            eps=settings.get("adaptive_muon_eps", 1e-8),
         )
 
     def _scalar(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

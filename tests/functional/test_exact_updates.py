@@ -191,6 +191,103 @@ def test_momentum_is_no_alias_of_what_is_normalised(ranks: Pool) -> None:
             torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=0.0)
 
 
+HEADS = {"muon_split_heads": True}
+GATED = {"muon_split_gated_mlp": True}
+BLOCKS = {
+    "gated mlp": Case(swiglu=True, optimizer=GATED),
+    "heads": Case(optimizer=HEADS),
+    "heads, one query group": Case(query_groups=1, optimizer=HEADS),
+    "gated attention": Case(output_gate=True),
+    "gated attention, heads": Case(output_gate=True, optimizer=HEADS),
+    "latent attention": Case(latent=True),
+    "latent attention, query latent, heads": Case(latent=True, query_latent=True, optimizer=HEADS),
+    "latent attention, nothing split": Case(latent=True, query_latent=True, optimizer={"muon_split_qkv": False}),
+    "experts": Case(experts=3, swiglu=True, optimizer=GATED),
+    "stacked experts": Case(stacked=3, swiglu=True, optimizer=GATED),
+    "stacked experts, whole": Case(stacked=5, swiglu=True),
+    "routers excluded": Case(experts=3, optimizer={"muon_exclude": ["router"]}, excluded=("router",)),
+    "more excluded": Case(
+        optimizer={"muon_exclude": ["layers.0.*fc1", "linear_pro?."], "muon_lr": 0.03},
+        excluded=("layers.0.mlp.linear_fc1", "linear_proj"),
+    ),
+}
+
+
+SPREAD = [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))]
+"""Strategies and numbers of ranks for tests of many cases."""
+
+
+@pytest.mark.parametrize(("strategy", "world_size"), SPREAD)
+def test_blocks_equal_the_reference(ranks: Pool, strategy: str, world_size: int) -> None:
+    """Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are cut."""
+    cases = {label: case.but(strategy=strategy, layers=1) for label, case in BLOCKS.items()}
+    seen = ranks(world_size, run, cases=cases, timeout_s=300)[0]
+    for label, case in cases.items():
+        check(seen[label], case, atol=tolerance(case))
+
+
+OVER_TP = {"muon_tp_mode": "duplicated"}
+BLOCKS_OVER_LAYOUTS = {
+    "tp2 dp2": Case(
+        swiglu=True, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer={**GATED, **HEADS, **OVER_TP}
+    ),
+    "hsdp": Case(swiglu=True, instances=2, stacked=3, optimizer={**GATED, **HEADS}),
+    "ep2": Case(
+        swiglu=True,
+        ffn=46,
+        experts=4,
+        expert_parallel=2,
+        optimizer={**GATED, "muon_exclude": ["router"]},
+        excluded=("router",),
+    ),
+    "expert tp2": Case(swiglu=True, ffn=46, experts=2, expert_tensor=2, optimizer={**GATED, **OVER_TP}),
+}
+
+
+def test_blocks_over_other_layouts(ranks: Pool) -> None:
+    """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
+    cases = {label: case.but(layers=1) for label, case in BLOCKS_OVER_LAYOUTS.items()}
+    seen = ranks(4, run, cases=cases, timeout_s=300)[0]
+    for label, case in cases.items():
+        check(seen[label], case, atol=2e-6)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "shared"])
+def test_blocks_are_the_same_for_every_exchange(ranks: Pool, exchange: str) -> None:
+    settings = {"muon_share_replicated": True} if exchange == "shared" else {"muon_exchange": exchange}
+    cases = {
+        label: case.but(
+            strategy="no_shard" if exchange == "shared" else case.strategy,
+            layers=1,
+            optimizer={**case.optimizer, **settings},
+        )
+        for label, case in BLOCKS.items()
+    }
+    seen = ranks(2, run, cases=cases, timeout_s=300)[0]
+    for label, case in cases.items():
+        check(seen[label], case, atol=2e-6)
+
+
+@pytest.mark.parametrize("label", BLOCKS)
+def test_other_blocks_give_other_updates(ranks: Pool, label: str) -> None:
+    """Negative control: what was split differently, or not excluded, does not pass."""
+    case = BLOCKS[label].but(layers=1)
+    other = {
+        "gated mlp": case.but(optimizer={}),
+        "experts": case.but(optimizer={}),
+        "stacked experts": case.but(optimizer={}),
+        "stacked experts, whole": case.but(optimizer=GATED),
+        "routers excluded": case.but(excluded=()),
+        "more excluded": case.but(excluded=("linear_proj",)),
+        "latent attention": case.but(optimizer={"muon_split_qkv": False}),
+        "latent attention, nothing split": case.but(optimizer={}),
+        "gated attention": case.but(optimizer=HEADS),
+    }.get(label, case.but(optimizer={}))
+    seen = ranks(1, run, cases={"": case})[0][""]
+    with pytest.raises(AssertionError, match=r"(weight|momentum) after 1 steps|^weight|^momentum"):
+        check(seen, other, atol=1e-4)
+
+
 @pytest.mark.parametrize("bug", ["shard", "skip"])
 def test_the_comparison_can_fail(ranks: Pool, bug: str) -> None:
     """Negative control: Newton-Schulz on a shard, or a matrix that is left out, does not pass."""

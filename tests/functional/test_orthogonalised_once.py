@@ -102,6 +102,58 @@ def test_fused_qkv_is_one_block(ranks: Pool, exchange: str) -> None:
     check(ranks(3, count, case=case, micro_batches=2), case)
 
 
+BLOCKS = {
+    "gated mlp, heads": Case(swiglu=True, optimizer={"muon_split_gated_mlp": True, "muon_split_heads": True}),
+    "gated attention": Case(output_gate=True),
+    "experts": Case(experts=3, swiglu=True, optimizer={"muon_split_gated_mlp": True}),
+    "adamuon": Case(optimizer={"optimizer": "adaptive_muon"}),
+    "normuon": Case(optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}),
+}
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("label", BLOCKS)
+def test_every_kind_of_block_once(ranks: Pool, label: str, strategy: str) -> None:
+    case = BLOCKS[label].but(strategy=strategy)
+    check(ranks(2, count, case=case, micro_batches=2), case)
+
+
+def test_excluded_matrices_are_not_orthogonalised(ranks: Pool) -> None:
+    """Routers here: as many blocks as without them."""
+    case = Case(experts=3, optimizer={"muon_exclude": ["router"]})
+    counts = ranks(2, count, case=case, micro_batches=1)
+    assert (3, 30) in {wide(block) for block in case.muon_blocks()}
+    with pytest.raises(AssertionError):
+        check(counts, case)
+    for ranks_of_step in zip(*counts, strict=True):
+        found = sum(ranks_of_step, Counter())
+        assert found + Counter({(3, 30): case.layers}) == Counter(wide(block) for block in case.muon_blocks())
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_stacked_and_latent_blocks_once(ranks: Pool, strategy: str) -> None:
+    """By hand: what cannot be run forward here is stepped with given gradients."""
+    for case, expected in (
+        (Case(layers=1, stacked=3, trainable=(".experts.",)), {(6, 10): 3, (5, 6): 3}),
+        (
+            Case(layers=1, stacked=3, swiglu=True, trainable=(".experts.",), optimizer={"muon_split_gated_mlp": True}),
+            {(5, 6): 6 + 3},
+        ),
+        (Case(layers=1, latent=True, trainable=("kv_down", "kv_up")), {(6, 30): 1, (2, 30): 1, (6, 24): 1, (6, 18): 1}),
+    ):
+        counts = ranks(2, count_given, case=case.but(strategy=strategy))
+        for part in [sum(counts, Counter())] if strategy != "no_shard" else counts:
+            assert part == Counter(expected)
+
+
+def count_given(rank: int, world_size: int, *, case: Case) -> Any:
+    """In a worker: how often each shape was orthogonalised in a step with given gradients."""
+    trainer = Trainer(case)
+    with recorded_shapes() as shapes:
+        assert trainer.step()[0]
+    return Counter(shapes)
+
+
 @pytest.mark.parametrize("bug", ["shard", "skip", "per micro-batch"])
 def test_the_count_can_fail(ranks: Pool, bug: str) -> None:
     """Negative control: shards, a matrix left out, and one step per micro-batch do not pass."""

@@ -374,6 +374,72 @@ def test_sharing_keeps_tensor_parallel_ranks_apart(parser, size):
         check(parser, *argv, "distributed", size, "2")
 
 
+ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp")
+
+
+@pytest.mark.parametrize(
+    "flags", [["--muon-split-gated-mlp"], ["--muon-split-heads"], ["--muon-exclude", "router", "linear_fc?"]]
+)
+def test_blocks_are_those_of_muon_under_fsdp(parser, flags):
+    check(parser, *MUON, *flags)
+    check(parser, *ADAPTIVE, *flags)
+    for others in (("--optimizer", "adam", "--use-megatron-fsdp"), ("--optimizer", "muon")):
+        with pytest.raises(UserError, match=f"{flags[0]} needs --optimizer muon --use-megatron-fsdp; add them or"):
+            check(parser, *others, *flags)
+
+
+def test_heads_are_finer_than_query_key_and_value(parser):
+    with pytest.raises(UserError, match="--muon-split-heads and --muon-no-split-qkv contradict each other"):
+        check(parser, *MUON, "--muon-split-heads", "--muon-no-split-qkv")
+
+
+def test_heads_of_several_ranks_are_not_joined(parser):
+    argv = (*MUON, "--muon-split-heads", "--tensor-model-parallel-size", "2", "--data-parallel-sharding-strategy")
+    check(parser, *argv, "no_shard")
+    with pytest.raises(UserError, match=r"--muon-tp-mode duplicated is not supported with --muon-split-heads.* 2: eve"):
+        check(parser, *argv, "no_shard", "--muon-tp-mode", "duplicated")
+
+
+def test_adaptive_muon_has_the_defaults_of_megatrons_config(parser):
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    config = OptimizerConfig()
+    for name, default in arguments.ADAPTIVE_DEFAULTS.items():
+        assert getattr(config, f"adaptive_muon_{name}") == default
+        assert getattr(parse(parser, []), f"adaptive_muon_{name}") == default
+
+
+def test_settings_of_adaptive_muon(parser):
+    check(parser, *ADAPTIVE, "--adaptive-muon-moment2-method", "normuon", "--adaptive-muon-beta2", "0.9")
+    for flag, value, wrong in (
+        ("--adaptive-muon-beta2", "1", "--adaptive-muon-beta2 1 is out of range; choose at least 0 and less than 1"),
+        ("--adaptive-muon-eps", "0", "--adaptive-muon-eps 0 is out of range; choose a positive number"),
+    ):
+        with pytest.raises(UserError, match=wrong):
+            check(parser, *ADAPTIVE, flag, value)
+        with pytest.raises(UserError, match=f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"):
+            check(parser, *MUON, flag, value)
+    with pytest.raises(UserError, match="invalid choice: 'namo'"):
+        parse(parser, ["--adaptive-muon-moment2-method", "namo"])
+    with pytest.raises(UserError, match=r"--muon-momentum 1 is out of range"):
+        check(parser, *ADAPTIVE, "--muon-momentum", "1")
+    with pytest.raises(UserError, match="--muon-tp-mode duplicated is not supported with --optimizer adaptive_muon"):
+        check(parser, *ADAPTIVE, "--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2")
+    with pytest.raises(UserError, match="--optimizer adaptive_muon needs --use-megatron-fsdp"):
+        check(parser, "--optimizer", "adaptive_muon")
+
+
+def test_megatrons_own_adaptive_muon_still_fails():
+    """The reason why runs without Megatron-FSDP are refused; when this passes, they need not be."""
+    import torch
+    from megatron.core.optimizer.emerging_optimizers import TensorParallelAdaptiveMuon
+
+    parameter = torch.nn.Parameter(torch.ones(4, 2))
+    parameter.grad = torch.ones(4, 2)
+    with pytest.raises(AttributeError, match="scale_mode"):
+        TensorParallelAdaptiveMuon([parameter]).step()
+
+
 def test_help_can_be_shown_and_lists_our_flags_last(parser):
     """A help text of megatron-core 0.19 holds a bare percent sign, and argparse cannot format it."""
     options = parser.format_help().split("\noptions:\n", 1)[1]

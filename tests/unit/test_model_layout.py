@@ -91,6 +91,36 @@ def test_experts_cut_by_hand() -> None:
     assert "decoder.layers.0.mlp.linear_fc1.weight" in shapes(dense)
 
 
+def blocks(blocked: BlockedLayout | None, name: str) -> Any:
+    assert blocked is not None
+    index = next(i for i, matrix in enumerate(blocked.layout.matrices) if matrix.name.endswith(name))
+    return blocked.blocks[index]
+
+
+def test_blocks_that_a_run_would_have() -> None:
+    model = ModelSizes(**MOE, split_gated_mlp=True, split_heads=True)
+    dense, experts = model_layouts(model, ParallelSizes(world_size=4, expert=2))
+    assert blocks(dense, "layers.0.self_attention.linear_qkv.weight") == (1, (2,) * 8)
+    assert blocks(dense, "layers.0.mlp.linear_fc1.weight") == (1, (16, 16))
+    assert blocks(dense, "layers.0.mlp.linear_fc2.weight") is None
+    assert blocks(dense, "shared_experts.linear_fc1.weight") == (1, (6, 6))
+    assert blocks(experts, "linear_fc1.weight1") == (1, (4, 4))
+    one_by_one = ModelSizes(**MOE | {"moe_grouped_gemm": False}, split_gated_mlp=True)
+    _, experts = model_layouts(one_by_one, ParallelSizes(world_size=4, expert=2))
+    assert blocks(experts, "local_experts.1.linear_fc1.weight") == (1, (4, 4))
+    plain, _ = model_layouts(ModelSizes(**TINY | {"swiglu": False}, split_gated_mlp=True), ParallelSizes(world_size=2))
+    assert blocks(plain, "layers.0.mlp.linear_fc1.weight") is None
+
+
+def test_excluded_matrices_still_take_room_in_their_bucket() -> None:
+    everything, _ = model_layouts(ModelSizes(**TINY), ParallelSizes(world_size=2))
+    dense, _ = model_layouts(ModelSizes(**TINY, exclude=("layers.0.*fc2", "proj")), ParallelSizes(world_size=2))
+    left = [m for m in everything.layout.matrices if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name]
+    assert dense.layout.matrices == tuple(left)
+    with pytest.raises(UserError, match="--muon-exclude ruoter matches none of Muon's 8 matrices"):
+        model_layouts(ModelSizes(**TINY, exclude=("ruoter",)), ParallelSizes(world_size=2))
+
+
 def test_experts_one_by_one_without_grouped_products() -> None:
     model = ModelSizes(**MOE | {"moe_grouped_gemm": False})
     names = [p.name for p in model_parameters(model, ParallelSizes(world_size=4, expert=2)) if p.is_expert]

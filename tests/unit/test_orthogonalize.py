@@ -138,3 +138,14 @@ def test_precision_is_put_back() -> None:
 def test_at_least_one_step() -> None:
     with pytest.raises(ValueError, match="--muon-num-ns-steps must be at least 1, got 0"):
         Orthogonalizer(num_steps=0)
+
+
+def test_row_scales_are_those_of_blocks() -> None:
+    """Adaptive Muon scales by hand what plain Muon's update has been scaled by."""
+    split = RowSplit(2, (3, 1))
+    matrix = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    settings = {"matmul_precision": "highest", "extra_scale_factor": 0.2}
+    raw = Orthogonalizer(**settings, scaled=False)
+    scaled = Orthogonalizer(**settings)(matrix, split)
+    torch.testing.assert_close(raw(matrix, split) * raw.row_scales((8, 5), split), scaled, rtol=1e-6, atol=0.0)
+    assert len(set(raw.row_scales((8, 5), split).flatten().tolist())) == 2

@@ -263,6 +263,24 @@ def test_muons_momentum_is_split_under_its_own_name(handler):
     assert set(state["module.fc1.weight"]) == {"momentum_buffer"}  # the caller's state is as it was
 
 
+@pytest.mark.parametrize("by_element", [True, False])
+def test_second_moments_are_not_lost(handler, by_element):
+    """AdaMuon's is split as momentum is; NorMuon's, one number for each row, stays whole beside the gate."""
+    momentum, moment = torch.arange(8.0).view(4, 2), torch.arange(8.0 if by_element else 4.0).view(4, -1) + 9
+    slots = {"momentum_buffer": momentum, "moment2_buffer": moment}
+    state = {"module.fc1.weight": slots, "module.proj.weight": slots}
+    split = handler(Layer(), {}, {"state": state})[1]["state"]
+    assert split["module.proj.weight"].keys() == slots.keys()
+    assert all(split["module.proj.weight"][slot] is slots[slot] for slot in slots)
+    gate, up = split["module.fc1.weight_w"], split["module.fc1.weight_v"]
+    assert torch.equal(torch.cat([gate["momentum_buffer"], up["momentum_buffer"]]), momentum)
+    if by_element:
+        assert torch.equal(torch.cat([gate["moment2_buffer"], up["moment2_buffer"]]), moment)
+    else:
+        assert gate["moment2_buffer"] is moment
+        assert set(up) == {"momentum_buffer"}
+
+
 def test_adams_fc1_is_split_as_before(handler):
     moments = torch.ones(4, 2)
     state = {"module.fc1.bias": {"exp_avg": moments, "exp_avg_sq": 2 * moments, "step": 3}}

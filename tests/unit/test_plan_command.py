@@ -146,6 +146,15 @@ def test_bf16_halves_what_travels(tmp_path: Path) -> None:
     assert fp32 == {key: 2 * value for key, value in bf16.items()}
 
 
+def test_blocks_and_exclusions_come_from_the_file(tmp_path: Path) -> None:
+    plain = planned(tmp_path, "--config", config(tmp_path), "--world-size", 2)
+    path = config(tmp_path, muon_exclude="[linear_proj, layers.1.mlp]", muon_split_gated_mlp="true")
+    figures = planned(tmp_path, "--config", path, "--world-size", 2)
+    assert (plain["matrices"], figures["matrices"]) == (8, 8 - 2 - 2)
+    sizes = plan_flags.model_sizes(plan_flags.read_flags(config(tmp_path, muon_split_heads="true")))
+    assert (sizes.split_heads, sizes.split_gated_mlp, sizes.exclude) == (True, False, ())
+
+
 def test_paths_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DATA_PATH", raising=False)
     assert planned(tmp_path, "--config", config(tmp_path, data_path="${DATA_PATH}/x"), "--world-size", 2)
@@ -173,6 +182,8 @@ def test_which_layers_have_experts(tmp_path: Path, pattern: str, layers: list[bo
         ({"data_parallel_sharding_strategy": "no_shard"}, "no_shard leaves nothing to plan"),
         ({"num_experts": "2", "moe_layer_freq": "exit()"}, "--moe-layer-freq must be a number or a pattern"),
         ({"num_experts": "2", "moe_layer_freq": '"[1]*3"'}, "--moe-layer-freq names 3 layers, --num-layers is 2"),
+        ({"muon_exclude": "router"}, "--muon-exclude router matches none of Muon's 8 matrices; the nearest names are"),
+        ({"muon_split_heads": "true", "muon_no_split_qkv": "true"}, "--muon-split-heads and --muon-no-split-qkv"),
         ({"muon_ns": "best"}, "--muon-ns best does not exist; use auto, standard or gram"),
         ({"muon_exchange_buffer_mb": "x"}, "--muon-exchange-buffer-mb must be a number, found 'x'"),
     ],

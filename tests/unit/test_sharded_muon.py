@@ -146,7 +146,7 @@ def test_momentum_in_range(momentum: float) -> None:
 
 
 def test_only_matrices() -> None:
-    with pytest.raises(ValueError, match=r"matrix0: Muon takes 2D parameters, got shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"matrix0: Muon takes 2D parameters and 3D stacks of them, got shape \(3,\)"):
         sharded([torch.nn.Parameter(torch.zeros(3))])
 
 

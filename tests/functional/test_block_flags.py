@@ -1,0 +1,85 @@
+"""The real command line with the flags that say what a block is, which matrices are Muon's, and with adaptive Muon."""
+
+import math
+
+import pytest
+
+from megatron_muon.experiment.events import read_events
+from tests.functional import cli
+
+ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp", "--muon-extra-scale-factor", "0.02")
+SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")
+SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
+SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def assert_trains(run: cli.Run, steps: int) -> None:
+    assert [iteration.number for iteration in run.iterations] == list(range(1, steps + 1))
+    assert all(math.isfinite(iteration.loss) and iteration.skipped == 0 for iteration in run.iterations)
+    assert run.losses[-1] < run.losses[0] - 0.2
+
+
+def listed(run: cli.Run) -> dict[str, str]:
+    """The optimizer of every parameter, from --muon-log-params."""
+    rows = (line.split() for line in run.output.splitlines() if " decoder.layers." in line)
+    return {row[-1]: row[0] for row in rows if row[0] in ("muon", "adam", "lion")}
+
+
+def test_every_flag_that_says_what_a_block_is(tmp_path, corpus):
+    flags = ("--muon-split-gated-mlp", "--muon-split-heads", "--muon-exclude", "router", "layers.1.*linear_proj")
+    experts = ("--num-experts", "2", "--moe-router-topk", "2")
+    run = cli.torchrun(
+        tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, *SHARDED, *SWIGLU, *experts, *flags, "--muon-log-params"
+    ).checked()
+    assert_trains(run, 6)
+    optimizers = listed(run)
+    for layer in range(3):
+        prefix = f"decoder.layers.{layer}"
+        assert optimizers[f"{prefix}.mlp.router.weight"] == "adam"
+        assert optimizers[f"{prefix}.self_attention.linear_proj.weight"] == ("adam" if layer == 1 else "muon")
+        assert optimizers[f"{prefix}.mlp.experts.local_experts.1.linear_fc1.weight"] == "muon"
+
+
+def test_a_pattern_that_matches_nothing_is_one_line(tmp_path, corpus):
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *cli.MUON, *SHARDED, "--muon-exclude", "linear_pro.")
+    assert run.returncode != 0
+    assert (
+        run.output.count("pretrain_gpt.py: error: --muon-exclude linear_pro. matches none of Muon's 12 matrices") == 1
+    )
+    assert "the nearest names are decoder.layers.0.self_attention.linear_proj.weight" in run.output
+    assert "Traceback" not in run.output.split("pretrain_gpt.py: error:")[0]
+
+
+@pytest.mark.parametrize("method", ["adamuon", "normuon"])
+def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, corpus, method):
+    """A second moment that is lost, or stays on its old owner, is off from the first step on. Ranks may be others."""
+    args = (*cli.TINY, *corpus, *ADAPTIVE, *SHARDED, *SWIGLU, "--adaptive-muon-moment2-method", method)
+    args = (*args, "--global-batch-size", "4", "--train-iters", "6", "--tensorboard-log-interval", "1")
+    there = ("--save", "checkpoints", "--save-interval", "3", "--tensorboard-dir", "whole")
+    assert_trains(cli.torchrun(tmp_path, *args, *there).checked(), 6)
+    again = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "continued")
+    cli.torchrun(tmp_path, *args, *again).checked()
+    expected, found = (
+        {point.step: point.value for point in read_events(tmp_path / folder).points("lm loss")}
+        for folder in ("whole", "continued")
+    )
+    assert found == {step: expected[step] for step in (4, 5, 6)}
+
+    other = ("--load", "checkpoints", "--ckpt-step", "3", "--tensorboard-dir", "other")
+    cli.torchrun(tmp_path, *args, *other, ranks=1).checked()
+    found = {point.step: point.value for point in read_events(tmp_path / "other").points("lm loss")}
+    assert found == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=2e-3)
+
+
+def test_adaptive_muon_on_tensor_parallel_ranks(tmp_path, corpus):
+    """Each tensor-parallel rank's part is a matrix with second moments of its own."""
+    sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
+    tp = ("--tensor-model-parallel-size", "2", "--adaptive-muon-moment2-method", "normuon")
+    tp = (*tp, "--save", "checkpoints", "--save-interval", "6")
+    run = cli.torchrun(tmp_path, *cli.TINY, *corpus, *SIX_STEPS, *ADAPTIVE, *SHARDED, *sizes, *tp, ranks=4).checked()
+    assert_trains(run, 6)

@@ -1,0 +1,194 @@
+"""Which rows of a fused parameter make a block: by megatron-core's names and sizes, for every setting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from megatron_muon.errors import UserError
+from megatron_muon.mcore import parameters as mp
+from megatron_muon.mcore.fused import BlockSettings, Fused, fused_rows
+from megatron_muon.optim.blocks import RowSplit
+
+LAYER = "decoder.layers.0."
+GPT: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
+LATENT: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "q_lora_rank": 5,
+    "kv_lora_rank": 6,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 3,
+    "rope_type": "rope",
+}
+GATED: dict[str, Any] = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
+PLAIN = BlockSettings()
+HEADS = BlockSettings(split_heads=True)
+WHOLE = BlockSettings(split_qkv=False)
+SPLIT = BlockSettings(split_gated_mlp=True)
+
+
+class Chunk(torch.nn.Module):
+    """A model chunk with one parameter of a given name."""
+
+    def __init__(self, config: TransformerConfig, name: str, parameter: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.config = config
+        *path, leaf = name.split(".")
+        module: torch.nn.Module = self
+        for part in path:
+            module.add_module(part, torch.nn.Module())
+            module = module._modules[part]  # type: ignore[assignment]
+        module.register_parameter(leaf, parameter)
+
+
+def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: BlockSettings) -> Any:
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    mp.tag_for_muon([Chunk(config, name, parameter)])
+    return mp.block_split(parameter, settings) if mp.is_muon_matrix(parameter) else None
+
+
+QKV = f"{LAYER}self_attention.linear_qkv.weight"
+FC1 = f"{LAYER}mlp.linear_fc1.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (PLAIN, RowSplit(2, (8, 4, 4))),
+        (SPLIT, RowSplit(2, (8, 4, 4))),
+        (HEADS, RowSplit(1, (4,) * 8)),
+        (WHOLE, RowSplit(1, (32,))),
+    ],
+)
+def test_qkv(settings: BlockSettings, expected: RowSplit) -> None:
+    assert split(TransformerConfig(**GPT), QKV, (32, 16), settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [(PLAIN, RowSplit(2, (8, 8, 4, 4))), (HEADS, RowSplit(1, (4,) * 12)), (WHOLE, RowSplit(1, (48,)))],
+)
+def test_gated_attention_has_its_gate_between_query_and_key(settings: BlockSettings, expected: RowSplit) -> None:
+    assert split(TransformerConfig(**GPT, attention_output_gate=True), QKV, (48, 16), settings) == expected
+
+
+@pytest.mark.parametrize("settings", [PLAIN, HEADS, SPLIT])
+def test_the_output_projection_is_one_block(settings: BlockSettings) -> None:
+    """Its heads are columns, which are no blocks."""
+    config = TransformerConfig(**GPT, **GATED)
+    name = f"{LAYER}self_attention.linear_proj.weight"
+    assert split(config, name, (16, 16), settings) == RowSplit(1, (16,))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        FC1,
+        f"{LAYER}mlp.shared_experts.linear_fc1.weight",
+        f"{LAYER}mlp.experts.linear_fc1.weight3",
+        f"{LAYER}mlp.experts.local_experts.1.linear_fc1.weight",
+    ],
+)
+def test_gate_and_up_are_halves(name: str) -> None:
+    config = TransformerConfig(**GPT, **GATED)
+    assert split(config, name, (20, 16), SPLIT) == RowSplit(1, (10, 10))
+    assert split(config, name, (20, 16), PLAIN) == RowSplit(1, (20,))
+    assert split(TransformerConfig(**GPT), name, (20, 16), SPLIT) == RowSplit(1, (20,)), "no gate in this model"
+
+
+def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
+    """Gate | up of the first rank, then of the next: their blocks gather the gates of all."""
+    parameter = torch.nn.Parameter(torch.zeros(24, 16))
+    parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # one of three ranks' part
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
+    assert mp.block_split(parameter, SPLIT) == RowSplit(3, (4, 4))
+    assert mp.block_split(parameter, SPLIT, over_tp=False) == RowSplit(1, (4, 4))
+
+
+def test_a_part_without_whole_query_groups_is_one_block() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(32, 16))
+    parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # half a group
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
+    assert mp.block_split(parameter, PLAIN) == RowSplit(2, (8, 4, 4))
+    assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (8,))
+
+
+def test_interleaved_gates() -> None:
+    fused = Fused(gated=True, interleave=2)
+    assert fused.split(16, SPLIT, tensor_parallel=1) == RowSplit(4, (2, 2))
+    assert fused.fits(16)
+    assert not fused.fits(18)
+    config = TransformerConfig(**GPT, **GATED)
+    config.moe_mlp_glu_interleave_size = 4
+    assert fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config) == Fused(gated=True, interleave=4)
+    assert fused_rows(FC1, config) == Fused(gated=True)
+
+
+MLA = {
+    "linear_q_proj": (24, {PLAIN: (1, (24,)), HEADS: (1, (6,) * 4), WHOLE: (1, (24,))}),
+    "linear_q_up_proj": (24, {PLAIN: (1, (24,)), HEADS: (1, (6,) * 4), WHOLE: (1, (24,))}),
+    "linear_q_down_proj": (5, {PLAIN: (1, (5,)), HEADS: (1, (5,)), WHOLE: (1, (5,))}),
+    "linear_kv_down_proj": (8, {PLAIN: (1, (6, 2)), HEADS: (1, (6, 2)), WHOLE: (1, (8,))}),
+    "linear_qkv_down_proj": (13, {PLAIN: (1, (5, 6, 2)), HEADS: (1, (5, 6, 2)), WHOLE: (1, (13,))}),
+    "linear_kv_up_proj": (28, {PLAIN: (4, (4, 3)), HEADS: (1, (4, 3) * 4), WHOLE: (1, (28,))}),
+}
+
+
+@pytest.mark.parametrize("projection", MLA)
+@pytest.mark.parametrize("settings", [PLAIN, HEADS, WHOLE])
+def test_latent_attention(projection: str, settings: BlockSettings) -> None:
+    rows, expected = MLA[projection]
+    found = split(MLATransformerConfig(**LATENT), f"{LAYER}self_attention.{projection}.weight", (rows, 16), settings)
+    assert found == RowSplit(*expected[settings])
+
+
+def test_rows_that_do_not_fit_are_one_block_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"linear_qkv\.weight: 30 rows are no multiple of 16"):
+        assert split(TransformerConfig(**GPT), QKV, (30, 16), PLAIN) == RowSplit(1, (30,))
+
+
+@pytest.mark.parametrize(("settings", "parts"), [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)])
+def test_a_stack_has_a_block_for_each_expert(settings: BlockSettings, parts: tuple[int, ...]) -> None:
+    config = TransformerConfig(**GPT, **GATED)
+    assert split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), settings) == RowSplit(1, parts)
+
+
+def test_only_experts_are_stacks() -> None:
+    """A convolution's weight is 3D too."""
+    assert split(TransformerConfig(**GPT), f"{LAYER}mixer.conv1d.weight", (3, 8, 5), PLAIN) is None
+
+
+def test_a_stack_cannot_be_split_into_rows_that_are_apart() -> None:
+    config = TransformerConfig(**GPT, **GATED)
+    config.moe_mlp_glu_interleave_size = 2
+    with pytest.raises(ValueError, match="stacked experts need blocks of consecutive rows, got 2 groups"):
+        split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), SPLIT)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_experts_fused_into_a_matrix_are_refused(number: int) -> None:
+    """One matrix over stacked experts would mix their singular vectors."""
+    name = f"{LAYER}mlp.experts.weight{number}"
+    with pytest.raises(UserError, match=r"experts fused into one 2D parameter .* --muon-exclude experts\.weight"):
+        split(TransformerConfig(**GPT), name, (16, 48), PLAIN)
+    parameter = torch.nn.Parameter(torch.zeros(16, 48))
+    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), name, parameter)], exclude=["experts.weight"])
+    assert not mp.is_muon_matrix(parameter)
+
+
+def test_excluded_and_frozen_parameters() -> None:
+    config = TransformerConfig(**GPT)
+    qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
+    mp.tag_for_muon(chunks)
+    assert mp.is_muon_matrix(qkv)
+    with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
+        mp.tag_for_muon(chunks, exclude=["router"])
+    mp.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
+    assert not mp.is_muon_matrix(qkv)
