@@ -80,12 +80,14 @@ class Group:
     Attributes:
         name: "dense", "experts", or "layout" for one that was captured.
         blocked: its layout.
-        stride: distance in the world between neighbours of the group.
+        stride: so many groups lie side by side in the world.
+        together: so many neighbours of a group lie together before the next group's come.
     """
 
     name: str
     blocked: BlockedLayout
     stride: int = 1
+    together: int = 1
 
 
 @dataclass(frozen=True)
@@ -240,7 +242,12 @@ def _spread(item: GroupPlan, world_size: int, parallel: ParallelSizes | None) ->
     Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
     """
     ranks = np.arange(world_size)
-    return ranks if parallel is None else ranks // item.group.stride % item.plan.layout.world_size
+    if parallel is None:
+        return ranks
+    group = item.group
+    return (ranks // (group.stride * group.together) * group.together + ranks % group.together) % (
+        item.plan.layout.world_size
+    )
 
 
 def _flops(blocked: BlockedLayout, settings: Settings) -> list[float]:
@@ -283,10 +290,12 @@ def _groups(args: argparse.Namespace) -> tuple[Flags | None, list[Group], int, P
         parallel,
         strategy=plan_flags.sharding_strategy(flags),
         bucket_size=plan_flags.bucket_size(flags, parallel.dense_ranks),
+        over_tp=(over_tp := plan_flags.whole_over_tp(flags)),
     )
-    groups = [Group("dense", dense, parallel.tensor)]
+    groups = [Group("dense", dense, *((1, parallel.tensor) if over_tp else (parallel.tensor, 1)))]
     if experts is not None:
-        groups.append(Group("experts", experts, parallel.expert * parallel.expert_tensor))
+        expert, tensor = parallel.expert, parallel.expert_tensor
+        groups.append(Group("experts", experts, *((expert, tensor) if over_tp else (expert * tensor, 1))))
     return flags, groups, args.world_size, parallel
 
 

@@ -160,6 +160,18 @@ def parallel_sizes(flags: Flags, world_size: int) -> ParallelSizes:
     )
 
 
+def whole_over_tp(flags: Flags) -> bool:
+    """Whether owners put matrices together over tensor-parallel ranks.
+
+    Raises:
+        UserError: a `--muon-tp-mode` that does not exist.
+    """
+    mode = flags.text("--muon-tp-mode", "blockwise")
+    if mode not in ("blockwise", "duplicated", "distributed"):
+        raise UserError(f"{flags.path}: --muon-tp-mode {mode} does not exist; use blockwise, duplicated or distributed")
+    return mode != "blockwise"
+
+
 def sharding_strategy(flags: Flags) -> str:
     """The data-parallel sharding strategy."""
     return flags.text("--data-parallel-sharding-strategy", UNITS)

@@ -147,18 +147,25 @@ class Parameter:
 
 
 def model_layouts(
-    model: ModelSizes, parallel: ParallelSizes, *, strategy: str = UNITS, bucket_size: int | None = None
+    model: ModelSizes,
+    parallel: ParallelSizes,
+    *,
+    strategy: str = UNITS,
+    bucket_size: int | None = None,
+    over_tp: bool = False,
 ) -> tuple[BlockedLayout, BlockedLayout | None]:
     """Layouts of the dense matrices over dp_cp ranks, and of the experts' over expt_dp ranks (None without experts).
 
-    With tensor parallelism every tensor-parallel rank's part is a matrix of its own; all such groups are alike, and so
-    are the groups of the expert-parallel ranks.
+    All instances of the distributed optimizer belong to a group, as replicas. The groups of the expert-parallel ranks
+    are all alike, and without `over_tp` so are those of the tensor-parallel ranks.
 
     Args:
         model: the model's sizes.
         parallel: the world and how it is divided.
         strategy: one of `STRATEGIES`.
         bucket_size: elements after which a bucket that is cut by size ends; None for no such cut.
+        over_tp: matrices are whole over tensor-parallel ranks, which belong to the group then. Otherwise the part of
+            each tensor-parallel rank is a matrix of its own.
 
     Raises:
         UserError: the parallel sizes do not divide the model, the strategy does not shard, or a pattern of `exclude`
@@ -173,8 +180,50 @@ def model_layouts(
     dense = _layout(
         [parameter for parameter in listed if not parameter.is_expert], parallel.dense_ranks, strategy, bucket_size
     )
-    experts = [parameter for parameter in listed if parameter.is_expert]
-    return dense, _layout(experts, parallel.expert_ranks, strategy, bucket_size) if experts else None
+    listed_experts = [parameter for parameter in listed if parameter.is_expert]
+    experts = _layout(listed_experts, parallel.expert_ranks, strategy, bucket_size) if listed_experts else None
+    uncut = replace(parallel, tensor=1, expert_tensor=1) if over_tp else parallel
+    whole = {parameter.name: parameter for parameter in model_parameters(model, uncut)}
+    return (
+        _over_replicas(dense, whole, parallel.tensor if over_tp else 1, parallel.instances),
+        None
+        if experts is None
+        else _over_replicas(experts, whole, parallel.expert_tensor if over_tp else 1, parallel.instances),
+    )
+
+
+def _over_replicas(blocked: BlockedLayout, whole: dict[str, Parameter], tensor: int, instances: int) -> BlockedLayout:
+    """The layout of one tensor-parallel rank's parts, in one instance, as that of whole matrices over all of them.
+
+    Ranks are ordered as Megatron orders them: tensor-parallel ones lie together, instances lie apart.
+
+    Args:
+        blocked: the parts over data-parallel ranks.
+        whole: the whole matrices.
+        tensor: parts of a matrix; one that is not cut has as many replicas.
+        instances: instances of the distributed optimizer.
+    """
+    size = blocked.layout.world_size
+    if tensor == instances == 1:
+        return blocked
+    matrices = []
+    for matrix in blocked.layout.matrices:
+        rows, cols = whole[matrix.name].shape
+        shards = []
+        for shard in matrix.shards:
+            places = [
+                [(instance * size + shard.rank) * tensor + part for instance in range(instances)]
+                for part in range(tensor)
+            ]
+            if (rows, cols) == matrix.shape:  # not cut
+                places = [sorted(rank for ranks in places for rank in ranks)]
+            for part, (first, *others) in enumerate(places):
+                row_start = shard.row_start + (part * matrix.shape[0] if rows != matrix.shape[0] else 0)
+                col_start = part * matrix.shape[1] if cols != matrix.shape[1] else 0
+                shards.append(Shard(first, row_start, shard.rows, col_start, shard.cols, replicas=tuple(others)))
+        matrices.append(Matrix(matrix.name, (rows, cols), tuple(sorted(shards, key=lambda shard: shard.rank))))
+    blocks = tuple(whole[matrix.name].blocks for matrix in matrices)
+    return BlockedLayout(Layout(size * tensor * instances, tuple(matrices)), blocks)
 
 
 def _without_excluded(model: ModelSizes, listed: Sequence[Parameter]) -> list[Parameter]:

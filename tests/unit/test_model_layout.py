@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -140,13 +141,44 @@ def test_a_tensor_parallel_rank_has_matrices_of_its_own() -> None:
     assert shapes(dense)["decoder.layers.0.mlp.linear_fc2.weight"] == (8, 8)
 
 
+def test_owners_put_matrices_together_over_tensor_parallel_ranks() -> None:
+    """Ranks 0 and 1 are tensor-parallel peers, 0 and 2 data-parallel ones; Layout checks that the shards tile."""
+    parts, _ = model_layouts(ModelSizes(**TINY), ParallelSizes(world_size=4, tensor=2))
+    whole, _ = model_layouts(ModelSizes(**TINY), ParallelSizes(world_size=4, tensor=2), over_tp=True)
+    one, _ = model_layouts(ModelSizes(**TINY), ParallelSizes(world_size=1))
+    assert whole.layout.world_size == 4
+    assert shapes(whole) == shapes(one)
+    assert whole.blocks == one.blocks
+    for matrix, part in zip(whole.layout.matrices, parts.layout.matrices, strict=True):
+        down = matrix.shape[0] != part.shape[0]  # cut along rows
+        for shard in part.shards:
+            for peer in (0, 1):
+                found = matrix.shard_of(2 * shard.rank + peer)
+                assert found == replace(
+                    shard,
+                    rank=2 * shard.rank + peer,
+                    row_start=shard.row_start + down * peer * part.shape[0],
+                    col_start=(not down) * peer * part.shape[1],
+                )
+
+
+def test_instances_and_uncut_matrices_are_replicas() -> None:
+    parallel = ParallelSizes(world_size=16, tensor=2, expert=2, expert_tensor=2, instances=2)
+    dense, experts = model_layouts(ModelSizes(**MOE), parallel, over_tp=True)
+    assert (dense.layout.world_size, experts.layout.world_size) == (16, 8)
+    of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.layout.matrices}
+    assert of_dense["decoder.layers.0.self_attention.linear_qkv.weight"] == (0, 8)
+    assert of_dense["decoder.layers.1.mlp.router.weight"] == (0, 1, 8, 9)
+    assert {shard.holders for matrix in experts.layout.matrices for shard in matrix.shards} >= {(0, 4), (1, 5)}
+
+
 def test_latent_experts_work_in_their_width() -> None:
     dense, experts = model_layouts(ModelSizes(**MOE, moe_latent_size=2), ParallelSizes(world_size=1))
     assert shapes(dense)["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)
     assert shapes(experts)["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
 
 
-def test_instances_share_nothing() -> None:
+def test_an_instance_has_its_share_of_the_ranks() -> None:
     parallel = ParallelSizes(world_size=16, expert=2, instances=2, context=2)
     assert (parallel.dense_ranks, parallel.expert_ranks) == (8, 4)
 
