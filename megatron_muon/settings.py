@@ -103,6 +103,15 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
             "shard with --data-parallel-sharding-strategy no_shard; leave it at 1, or use optim, optim_grads or "
             "optim_grads_params"
         )
+    model_config = model_chunks[0].config
+    groups = model_config.num_query_groups
+    in_parts = strategy == "no_shard" or config.muon_tp_mode == "blockwise"
+    if in_parts and config.muon_split_qkv and groups < tensor_parallel and not model_config.multi_latent_attention:
+        raise UserError(
+            f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tensor_parallel}: no rank's part "
+            "of the QKV matrix holds a whole group to split; use --muon-tp-mode duplicated with optim, optim_grads or "
+            "optim_grads_params, or --muon-no-split-qkv"
+        )
     if config.muon_exchange not in ("owner", "allgather"):
         raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
     if config.muon_exchange_buffer_mb <= 0:

@@ -70,6 +70,27 @@ def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
             assert (other[name] - expected).abs().max() <= 2e-6, name
 
 
+def refusal(rank: int, world_size: int, *, case: Case) -> str:
+    """In a worker: what the optimizer says to a case."""
+    from megatron_muon.errors import UserError
+
+    with pytest.raises(UserError) as caught:
+        Trainer(case)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (TP.but(query_groups=1, strategy="no_shard"), "--num-query-groups 1 is less than --tensor-model-parallel-size"),
+        (TP.but(query_groups=1, optimizer={"muon_tp_mode": "blockwise"}), "no rank's part of the QKV matrix"),
+        (HSDP.but(strategy="no_shard"), "--num-distributed-optimizer-instances 2 has nothing to shard"),
+    ],
+)
+def test_what_a_layout_cannot_do_is_refused(ranks: Pool, case: Case, message: str) -> None:
+    assert message in ranks(2, refusal, case=case)[0]
+
+
 def blocks_done(rank: int, world_size: int, *, case: Case) -> int:
     """In a worker: blocks that this rank orthogonalises in one step."""
     from megatron_muon.optim.orthogonalize import Orthogonalizer
