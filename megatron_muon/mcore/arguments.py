@@ -100,6 +100,11 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts "
         "also to NAME.experts.SUFFIX",
     )
+    group.add_argument(
+        "--muon-allow-missing-state",
+        action="store_true",
+        help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
+    )
     allow_full_precision(parser)
     return parser
 

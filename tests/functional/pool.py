@@ -191,12 +191,14 @@ def _work(index: int, descriptor: int) -> None:
     torch.set_num_threads(1)
     cpu.install()
 
-    import megatron_muon.factory  # noqa: F401
+    import megatron_muon.factory
     from megatron_muon.mcore.patches import average_lone_gradients_once, reduce_without_frozen
     from megatron_muon.patching import Patches
 
-    reduce_without_frozen(Patches())  # the patches of a run that do not concern megatron.training
-    average_lone_gradients_once(Patches())
+    global installed  # a task that is a whole training run takes them back and installs its own
+    installed = Patches()  # the patches of a run that do not concern megatron.training
+    reduce_without_frozen(installed)
+    average_lone_gradients_once(installed)
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:
