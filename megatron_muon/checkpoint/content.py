@@ -6,6 +6,7 @@ Works on the index that torch's distributed checkpointing writes (`.metadata`). 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."
 _WEIGHTS = "model."
+_OF_THE_LAYOUT = ("is_expert_parallel",)
 
 Slots = dict[str, frozenset[str]]
 """The slots of each parameter's optimizer state."""
@@ -23,29 +25,35 @@ Slots = dict[str, frozenset[str]]
 
 def read_entries(folder: Path) -> dict[str, Any]:
     """Every entry of a checkpoint: its name, and torch's description of it."""
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     return dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
 
 
+def _load(state: dict[str, Any], folder: Path) -> None:
+    """Fill a state dict from a checkpoint, in this process alone."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
+        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+
+
 def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
     """Whole tensors of a checkpoint by name, all by default. In one process, whatever layout wrote them."""
-    import torch.distributed.checkpoint as dcp
-
     entries = read_entries(folder)
     wanted = [name for name in (entries if names is None else names) if hasattr(entries[name], "size")]
     tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in wanted}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    _load(tensors, folder)
     return tensors
 
 
 def read_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     """Entries of a checkpoint that are no tensors: `args`, `iteration`, a learning rate. Missing names are left out."""
-    import torch.distributed.checkpoint as dcp
-
     entries = read_entries(folder)
     objects: dict[str, Any] = {name: None for name in names if name in entries}
-    dcp.load(objects, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+    _load(objects, folder)
     return objects
 
 
@@ -59,7 +67,7 @@ def optimizer_slots(entries: Iterable[str]) -> Slots:
     return {parameter: frozenset(slots) for parameter, slots in found.items()}
 
 
-def weights(entries: Iterable[str]) -> list[str]:
+def weight_names(entries: Iterable[str]) -> list[str]:
     """The names of the model's tensors."""
     return [name for name in entries if name.startswith(_WEIGHTS)]
 
@@ -132,14 +140,16 @@ def without_fresh(optimizer: Mapping[str, Any], fresh: set[str], entries: Mappin
     """The part of an optimizer's state dict to ask a checkpoint for: without parameters that start afresh.
 
     Settings of a parameter's group that the checkpoint does not hold, or that belong to another optimizer, stay as the
-    run has them.
+    run has them; so does what is the layout's and not the training's.
     """
     afresh = fresh | {name[:-2] for name in fresh if name.endswith(("_w", "_v"))}
     metas = {}
     for parameter, meta in optimizer["param_to_group_meta"].items():
         if parameter not in afresh:
             metas[parameter] = {
-                key: value for key, value in meta.items() if _held(f"{_META}{parameter}.{key}", value, entries)
+                key: value
+                for key, value in meta.items()
+                if key not in _OF_THE_LAYOUT and _held(f"{_META}{parameter}.{key}", value, entries)
             }
     state = {parameter: slots for parameter, slots in optimizer["state"].items() if parameter not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}

@@ -89,7 +89,7 @@ def problems(folder: Path) -> list[str]:
 
     Compares the files with the sizes that the checkpoint's index gives; it reads no tensor.
     """
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     if not folder.is_dir():
         return [f"{folder} does not exist"]

@@ -21,6 +21,7 @@ from megatron_muon.errors import SaveError, UserError
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches, versions
 
+_FLOPS = "num_floating_point_operations_so_far"
 _SHOWN = 5
 """Names listed in a message; the rest is counted."""
 
@@ -105,18 +106,20 @@ def save_beside_and_rename(patches: Patches) -> None:
     that repeats an iteration writes over the files of a checkpoint that `latest` may name.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     def around(save: Callable[..., Any]) -> Callable[..., Any]:
         def save_beside(state_dict: Any, *args: Any, storage_writer: Any = None, **kwargs: Any) -> Any:
             folder = Path(getattr(storage_writer, "path", "."))
-            if not isinstance(storage_writer, dcp.FileSystemWriter) or files.iteration_of(folder) is None:
+            if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
                 return save(state_dict, *args, storage_writer=storage_writer, **kwargs)
             try:
                 _on_first_rank(lambda: files.begin(folder))
                 storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
                 result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
                 _on_first_rank(lambda: files.finish(folder))
-            except (Exception, dcp.CheckpointException) as error:
+            except (Exception, CheckpointException) as error:
                 raise SaveError(
                     f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
                     f"({_reason(error)}); {files.resume_hint(folder.parent)}"
@@ -196,7 +199,8 @@ def load_what_is_there(patches: Patches) -> None:
 
     0.19 fails in the middle of a damaged checkpoint. Entries that it lacks are either all fatal, with a name of torch's
     inner workings, or all passed over in silence (--no-strict-fsdp-dtensor-load). Random-number states are stored for
-    each tensor-parallel rank, so more ranks than before find none.
+    each tensor-parallel rank, so more ranks than before find none. The count of floating-point operations is stored and
+    never asked for.
     """
     import megatron.training.checkpointing as checkpointing
 
@@ -229,6 +233,8 @@ def load_what_is_there(patches: Patches) -> None:
             entries = content.read_entries(asked["folder"])
             allow = getattr(args, "muon_allow_missing_state", False)
             state = _ask_for_what_is_there(state, entries, asked["folder"], allow_missing=allow)
+            if _FLOPS in entries:
+                state[_FLOPS] = 0
             if "rng_state" in state and not _holds_rng(state["rng_state"], entries):
                 asked["rng_state"] = state.pop("rng_state")
                 _tell("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
@@ -254,12 +260,13 @@ def explain_load_refusals(patches: Patches) -> None:
             try:
                 return load(*args, **kwargs)
             except AssertionError as refusal:
-                if "OptimizerParamScheduler" not in str(refusal) and "from checkpoint" not in str(refusal):
+                schedule = "OptimizerParamScheduler" in str(refusal)
+                if not schedule and "from checkpoint" not in str(refusal):
                     raise
                 remedy = (
-                    "use --override-opt-param-scheduler for this run's schedule, --use-checkpoint-opt-param-scheduler for "
-                    "the checkpoint's"
-                    if "OptimizerParamScheduler" in str(refusal)
+                    "use --override-opt-param-scheduler for this run's schedule, --use-checkpoint-opt-param-scheduler "
+                    "for that of the checkpoint"
+                    if schedule
                     else "give this run the flags that wrote it"
                 )
                 raise UserError(f"megatron-core refuses this checkpoint: {refusal}; {remedy}") from refusal

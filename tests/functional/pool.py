@@ -191,7 +191,7 @@ def _work(index: int, descriptor: int) -> None:
     torch.set_num_threads(1)
     cpu.install()
 
-    import megatron_muon.factory
+    import megatron_muon.factory  # noqa: F401
     from megatron_muon.mcore.patches import average_lone_gradients_once, reduce_without_frozen
     from megatron_muon.patching import Patches
 

@@ -1,7 +1,7 @@
 """Whole training runs in the pool's workers: `launch.main`, which is what pretrain_gpt.py calls, without its imports.
 
-A run through torchrun spends nearly all of its time on imports. Here a worker that has imported everything forks a child
-for each run, so that many layouts can be tried in the time of one.
+A run through torchrun spends nearly all of its time on imports. Here a worker that has imported everything forks a
+child for each run, so that many layouts can be tried in the time of one.
 """
 
 from __future__ import annotations
