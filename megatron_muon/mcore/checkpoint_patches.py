@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def install(patches: Patches, *, adam: bool) -> None:
     split_swiglu_of_replicas(patches)
     save_beside_and_rename(patches)
     write_tracker_at_once(patches)
+    explain_failed_saves(patches)
     load_what_is_there(patches)
     explain_load_refusals(patches)
     remember_signals(patches)
@@ -122,7 +124,7 @@ def save_beside_and_rename(patches: Patches) -> None:
             except (Exception, CheckpointException) as error:
                 raise SaveError(
                     f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
-                    f"({_reason(error)}); {files.resume_hint(folder.parent)}"
+                    f"({_reason(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
                 ) from error
             return result
 
@@ -155,7 +157,16 @@ def _reason(error: BaseException) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
+    return "a file could not be written in full" if "unexpected pos" in line else line
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f", {shutil.disk_usage(folder).free / 2**30:.1f} GiB free there"
+    except OSError:
+        return ""
 
 
 def write_tracker_at_once(patches: Patches) -> None:
@@ -192,6 +203,28 @@ def _tracker(file: Path) -> Iterator[Any]:
             yield stream
     except OSError as error:
         raise SaveError(f"{file} could not be written ({error}); {files.resume_hint(file.parent)}") from error
+
+
+def explain_failed_saves(patches: Patches) -> None:
+    """Say which checkpoint to resume from where a save fails outside of torch's part, as in making its folder."""
+    import megatron.training.training as training
+
+    def around(save: Callable[..., None]) -> Callable[..., None]:
+        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> None:
+            try:
+                save(iteration, *args, **kwargs)
+            except OSError as error:
+                from megatron.training import get_args
+
+                save_dir = Path(get_args().save)
+                raise SaveError(
+                    f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({error}); "
+                    f"{files.resume_hint(save_dir)}"
+                ) from error
+
+        return save_checkpoint
+
+    patches.wrap(training, "save_checkpoint", around, takes=["iteration"])
 
 
 def load_what_is_there(patches: Patches) -> None:

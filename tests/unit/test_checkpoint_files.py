@@ -135,11 +135,10 @@ def test_a_file_appears_whole_or_not_at_all(save_dir: Path) -> None:
 
 
 def test_what_is_missing() -> None:
-    entries = dict.fromkeys(
-        ["optimizer.state.a.momentum_buffer", "optimizer.state.b.exp_avg", "optimizer.state.b.exp_avg_sq"]
-        + ["optimizer.state.b.step", "optimizer.state.d.exp_avg", "optimizer.param_to_group_meta.a.lr"]
-    )
-    wanted = {name: {"momentum_buffer": 0} for name in "abc"} | {"d": dict.fromkeys(["exp_avg", "exp_avg_sq", "step"])}
+    state = ("a.momentum_buffer", "b.exp_avg", "b.exp_avg_sq", "b.step", "d.exp_avg")
+    entries = dict.fromkeys([*(f"optimizer.state.{name}" for name in state), "optimizer.param_to_group_meta.a.lr"])
+    wanted = {name: {"momentum_buffer": 0} for name in "abc"}
+    wanted["d"] = dict.fromkeys(["exp_avg", "exp_avg_sq", "step"], 0)
     missing, fresh = content.compare(wanted, entries)
     assert missing.replaced == {"b.momentum_buffer"}
     assert missing.absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
