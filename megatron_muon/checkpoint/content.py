@@ -72,6 +72,11 @@ def weight_names(entries: Iterable[str]) -> list[str]:
     return [name for name in entries if name.startswith(_WEIGHTS)]
 
 
+def optimized(entries: Iterable[str]) -> set[str]:
+    """The parameters whose optimizer's settings a checkpoint holds; a SwiGLU projection is one of them."""
+    return {name.removeprefix(_META).rsplit(".", 1)[0] for name in entries if name.startswith(_META)}
+
+
 def optimizer_of(slots: frozenset[str]) -> str:
     """The optimizer that keeps such slots."""
     if "momentum_buffer" in slots:

@@ -139,13 +139,13 @@ def test_damaged_and_vanished(training: Trainings) -> None:
     (here / "away").symlink_to("disk")
 
     def unmount(until: Callable[[Callable[[], Any]], Any]) -> None:
-        if until((here / "disk" / "iter_0000002" / ".metadata").exists):
+        if until((here / "disk" / files.TRACKER).exists):
             (here / "disk").rename(here / "unmounted")
 
     with watching(unmount), pytest.raises(RankError):  # rank 0 says it and ends, under torchrun all with it
         training("--save", "away", "--train-iters", "2000")
     logs = [log.read_text() for log in here.glob("run-*.log")]
-    assert [log for log in logs if "could not be written to away" in log and "no complete checkpoint" in log]
+    assert [log for log in logs if "could not be written" in log and "away holds no complete checkpoint" in log]
     saved = files.iterations(here / "unmounted")
     assert saved[0] == 2
     assert files.newest_complete(here / "unmounted") == files.latest(here / "unmounted") == saved[-1]
