@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_dump, check_share
+from megatron_muon.mcore.refusals import check_async_save, check_dump, check_share
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -234,6 +234,8 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
             "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
+    if args.async_save:
+        check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
     _check_data(args)
     if args.save:
         _check_writable(Path(args.save), "--save")

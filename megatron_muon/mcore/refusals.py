@@ -49,3 +49,22 @@ def check_dump(strategy: str) -> None:
             "--muon-dump-layout has nothing to write with --data-parallel-sharding-strategy no_shard: every rank holds "
             "whole matrices; use optim, optim_grads or optim_grads_params, or leave the flag out"
         )
+
+
+def check_async_save(*, device: str, persistent_worker: bool) -> None:
+    """Check that `--async-save` would do what it says.
+
+    Raises:
+        UserError: on a CPU the worker would share the tensors that training changes; without the worker megatron-core
+            0.19 saves in the foreground after a warning.
+    """
+    if device == "cpu":
+        raise UserError(
+            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
+            "changes; leave it out, and --use-persistent-ckpt-worker too"
+        )
+    if not persistent_worker:
+        raise UserError(
+            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
+            "foreground; add that flag, or leave --async-save out"
+        )
