@@ -232,8 +232,8 @@ def load_what_is_there(patches: Patches) -> None:
 
     0.19 fails in the middle of a damaged checkpoint. Entries that it lacks are either all fatal, with a name of torch's
     inner workings, or all passed over in silence (--no-strict-fsdp-dtensor-load). Random-number states are stored for
-    each tensor-parallel rank, so more ranks than before find none. The count of floating-point operations is stored and
-    never asked for.
+    each data-parallel rank with --data-parallel-random-init, so more ranks than before find none; tensor-parallel ranks
+    share theirs under Megatron-FSDP. The count of floating-point operations is stored and never asked for.
     """
     import megatron.training.checkpointing as checkpointing
 
@@ -252,6 +252,8 @@ def load_what_is_there(patches: Patches) -> None:
                 state, *others = load(load_dir, args, rank0, *rest, **kwargs)
                 if state is not None and "rng_state" in asked:
                     state["rng_state"] = asked["rng_state"]
+                for parameter, settings in asked.get("settings", {}).items():
+                    state["optimizer"]["param_to_group_meta"][parameter].update(settings)
             finally:
                 asked.clear()
             return state, *others
@@ -266,9 +268,11 @@ def load_what_is_there(patches: Patches) -> None:
             entries = content.read_entries(asked["folder"])
             allow = getattr(args, "muon_allow_missing_state", False)
             state = _ask_for_what_is_there(state, entries, asked["folder"], allow_missing=allow)
+            if "optimizer" in state:
+                asked["settings"] = state["optimizer"]["param_to_group_meta"]
             if _FLOPS in entries:
                 state[_FLOPS] = 0
-            if "rng_state" in state and not _holds_rng(state["rng_state"], entries):
+            if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
                 asked["rng_state"] = state.pop("rng_state")
                 _tell("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
             return state

@@ -28,6 +28,13 @@ OF_THE_RUN = ("args",)
 """Entries that tell how the checkpoint was written; which groups are expert-parallel is left out too."""
 
 
+DIVISIBLE = ("--hidden-size", "44", "--ffn-hidden-size", "104", "--num-attention-heads", "4")
+TENSOR_PARALLEL = (
+    *("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise"),
+    *("--make-vocab-size-divisible-by", "2"),  # 260 ids, as four on one rank
+)
+
+
 def strategy(name: str) -> tuple[str, ...]:
     return ("--data-parallel-sharding-strategy", name)
 
@@ -82,6 +89,7 @@ MODELS = {
     "swiglu under no_shard": (*cli.MUON, *EXACT, *strategy("no_shard"), *SWIGLU),
     "experts": (*FULL, *EXPERTS),
     "adam": (*ADAM, *strategy("optim_grads_params"), *SWIGLU),
+    "tensor parallel": (*FULL, *SWIGLU, *DIVISIBLE, *TENSOR_PARALLEL),
 }
 
 
@@ -162,6 +170,27 @@ def test_experts_move_to_other_ranks(training: Trainings) -> None:
         before = name
 
 
+def test_tensor_parallel_sizes_change(training: Trainings) -> None:
+    """1, 2, 2 by 2, and 1 again: SwiGLU's halves find their rows. Tensor-parallel ranks share their random numbers."""
+    flags = (*EXACT, *SWIGLU, *DIVISIBLE, "--make-vocab-size-divisible-by", "4")
+    training(*FULL, *flags, "--save", "whole").checked()
+    expected = saved(training, "whole")
+    before = "whole"
+    chain = ((2, "optim_grads_params", 2), (4, "optim", 2), (2, "no_shard", 2), (3, "optim_grads", 1))
+    for ranks, sharding, tensor_parallel in chain:
+        name = f"{ranks}-{sharding}"
+        layout = (*cli.MUON, *strategy(sharding), *(TENSOR_PARALLEL if tensor_parallel == 2 else ()))
+        again = ("--load", before, "--save", name, "--save-interval", "4")
+        run = training(*flags, *layout, *again, ranks=ranks).checked()
+        assert warnings(run) == [], name
+        found = saved(training, name)
+        second = {entry: found.pop(entry) for entry in list(found) if entry.startswith("rng_state.(0, 1)")}
+        assert bool(second) == (tensor_parallel == 2)
+        assert differences({entry.replace("(0, 1)", "(0, 0)"): v for entry, v in second.items()} | found, found) == []
+        assert differences(found, expected) == [], name
+        before = name
+
+
 def remove_entries(folder: Path, *parts: str) -> int:
     """Take the entries with all these parts in their name out of a checkpoint's index; their number."""
     index = folder / ".metadata"
@@ -214,7 +243,10 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     assert run.returncode == 2
     assert "lacks 1 entries of optimizer state: " in run.output
     assert "--muon-allow-missing-state" in run.output
-    run = training(*muon, *flags, "--load", "muon", "--save", "allowed", "--muon-allow-missing-state").checked()
+    momentum_flag = ("--muon-momentum", "0.8")
+    again = ("--load", "muon", "--save", "allowed", "--muon-allow-missing-state")
+    run = training(*muon, *flags, *momentum_flag, *again).checked()
+    assert "the checkpoint's momentum 0.9 goes on, not --muon-momentum 0.8" in warnings(run)[1]
     assert "1 entries of optimizer state start at zero, because it lacks them" in warnings(run)[0]
     assert differences(saved(training, "allowed"), found) == []  # it was zero before, too
 
