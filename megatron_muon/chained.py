@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.optim.sharded_muon import local_rows
@@ -111,6 +112,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
             if optimizer.is_stub_optimizer:
                 continue
             names = {optimizer._param_name(parameter) for parameter in optimizer.get_parameters()}
+            self._tell_of_other_momentum(optimizer, state_dict["param_to_group_meta"])
             optimizer.load_state_dict(
                 {
                     "state": {name: value for name, value in state_dict["state"].items() if name in names},
@@ -119,3 +121,16 @@ class MuonChainedOptimizer(ChainedOptimizer):
                     },
                 }
             )
+
+    @staticmethod
+    def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
+        """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
+        for group in optimizer.optimizer.param_groups:
+            stored = settings[optimizer._param_name(group["params"][0])].get("momentum") if group["params"] else None
+            if stored is not None and stored != group["momentum"] and dist.get_rank() == 0:
+                print(
+                    f"megatron-muon: warning: the checkpoint's momentum {stored:g} goes on, not --muon-momentum "
+                    f"{group['momentum']:g}; --no-load-optim starts afresh with it",
+                    flush=True,
+                )
+                return

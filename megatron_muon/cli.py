@@ -40,6 +40,7 @@ class Command:
 COMMANDS = {
     "bench": Command("megatron_muon.experiment.bench_command", "measure optimizer steps and training steps"),
     "data": Command("megatron_muon.data.command", "prepare text for training"),
+    "doctor": Command("megatron_muon.experiment.doctor_command", "check this environment, and a checkpoint"),
     "plan": Command("megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
 }
@@ -51,6 +52,7 @@ examples:
   megatron-muon data prepare --stdlib --output data/stdlib
   megatron-muon summary runs/quickstart
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
+  megatron-muon doctor --checkpoint runs/quickstart/checkpoints
   megatron-muon COMMAND --help
 """
 

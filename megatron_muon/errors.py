@@ -7,3 +7,7 @@ is.
 
 class UserError(ValueError):
     """A mistake in what the user gave; the message says what was given, what would be right, what to type."""
+
+
+class SaveError(RuntimeError):
+    """A checkpoint that could not be written; the message says why, and from which one to resume."""

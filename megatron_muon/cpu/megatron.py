@@ -1,7 +1,8 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices and collectives.
 
-Counts of tokens that collectives can read, norms that know sequence parallelism, and no saving in the background, which
-would write what training is changing meanwhile. None of it touches numerics. Needed with megatron-core 0.19.x.
+Counts of tokens that collectives can read, norms that know sequence parallelism, random numbers that resume where they
+stopped, and no saving in the background, which would write what training is changing meanwhile. None of it touches
+numerics. Needed with megatron-core 0.19.x.
 """
 
 import copy
@@ -14,15 +15,17 @@ from megatron_muon.patching import Patches
 
 
 def install(patches: Patches) -> None:
-    """Patches the mixture-of-experts token counts, torch's norms and the checkpoint worker."""
+    """Patches the mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker."""
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from torch.utils.data import dataloader
 
     for module in (moe_utils, token_dispatcher):  # the second imports it by name
         patches.wrap(module, "maybe_move_tensor_to_cpu", _as_numpy_here_too, takes=("tensor", "as_numpy"))
 
     patches.wrap(WrappedTorchNorm, "__new__", _norm_over_sequence, takes=("config",))
+    patches.wrap(dataloader._BaseDataLoaderIter, "__init__", _leaving_random_numbers_alone, takes=("loader",))
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
 
 
@@ -51,6 +54,21 @@ def _norm_over_sequence(make: Callable[..., Any]) -> Callable[..., Any]:
         return norm
 
     return new
+
+
+def _leaving_random_numbers_alone(init: Callable[..., None]) -> Callable[..., None]:
+    """A loader's iterator draws a seed for its workers from the CPU's generator, which here is dropout's too.
+
+    A resumed run makes its iterators after the generator's state was restored, so every dropout after it would differ
+    from the uninterrupted run's.
+    """
+
+    def made(self: Any, loader: Any) -> None:
+        state = torch.get_rng_state()
+        init(self, loader)
+        torch.set_rng_state(state)
+
+    return made
 
 
 def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:

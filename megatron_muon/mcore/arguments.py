@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
+from megatron_muon.mcore.refusals import (
+    check_adaptive,
+    check_async_save,
+    check_blocks,
+    check_dump,
+    check_share,
+    refuse_layer_wise,
+)
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -143,6 +150,11 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         metavar="FILE",
         help="write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts "
         "also to NAME.experts.SUFFIX",
+    )
+    group.add_argument(
+        "--muon-allow-missing-state",
+        action="store_true",
+        help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
     )
     allow_full_precision(parser)
     return parser
@@ -275,6 +287,8 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
             "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
             "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
         )
+    if args.async_save:
+        check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
     _check_data(args)
     if args.save:
         _check_writable(Path(args.save), "--save")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_muon.data import ensure_stdlib_corpus
-from megatron_muon.errors import UserError
+from megatron_muon.errors import SaveError, UserError
 from megatron_muon.mcore import config_file
 from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser
 from megatron_muon.mcore.version import check_versions
@@ -23,6 +23,8 @@ from megatron_muon.quiet import quiet_imports
 
 QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
+EXIT_TEMPFAIL = 75
+"""Status of a run that a signal ended and that is to be started again: EX_TEMPFAIL of sysexits.h."""
 _SECONDS_FOR_FIRST_RANK = 30.0
 
 
@@ -94,7 +96,11 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
     if args.data_path == [str(QUICKSTART_CORPUS)]:
         ensure_stdlib_corpus(QUICKSTART_CORPUS)
     arguments.check_settings(args, device=device)
-    patches.install(Patches(), muon_under_fsdp=args.optimizer in arguments.MUONS and args.use_megatron_fsdp)
+    patches.install(
+        Patches(),
+        muon_under_fsdp=args.optimizer in arguments.MUONS and args.use_megatron_fsdp,
+        megatron_fsdp=args.use_megatron_fsdp,
+    )
     sys.argv = [sys.argv[0], *full]
     return Launch(argv=full, args=args, device=device, notes=tuple(notes))
 
@@ -131,7 +137,8 @@ def _relative(path: Path) -> Path:
 def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     """Train a GPT as the command line says; the exit status.
 
-    A user's mistake is one line on the first rank of each node and status 2.
+    A user's mistake is one line on the first rank of each node and status 2, a checkpoint that cannot be written one
+    line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
     """
     try:
         launch = prepare(sys.argv[1:] if argv is None else argv, root=root)
@@ -142,11 +149,26 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     except UserError as error:
         _tell(error)
         return 2
+    except SaveError as error:
+        _tell(error)
+        return 1
+    except SystemExit as end:
+        if end.code in (None, 0) and _ended_by_signal():
+            return EXIT_TEMPFAIL
+        raise
     return 0
 
 
-def _tell(error: UserError) -> None:
-    """Print a user's mistake once per node.
+def _ended_by_signal() -> bool:
+    """Whether a signal reached a rank of a run with --exit-signal-handler."""
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_signal_handler
+
+    return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
+
+
+def _tell(error: UserError | SaveError) -> None:
+    """Print a user's mistake, or a failed save, once per node.
 
     All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
     the others wait for their end. One that waits in vain found a mistake that the first did not, and speaks then.

@@ -16,15 +16,17 @@ from typing import Any
 import torch
 
 from megatron_muon.errors import UserError
+from megatron_muon.mcore import checkpoint_patches
 from megatron_muon.patching import Patches, versions
 
 
-def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
+def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False) -> None:
     """Install what a run needs.
 
     Args:
         patches: records what is replaced, so that it can be undone.
         muon_under_fsdp: the run has `--optimizer muon --use-megatron-fsdp`.
+        megatron_fsdp: the run has `--use-megatron-fsdp`, with any optimizer.
     """
     use_shipped_dataset_helper(patches)
     explain_refusals(patches)
@@ -36,7 +38,9 @@ def install(patches: Patches, *, muon_under_fsdp: bool) -> None:
         average_over_sharing_instances(patches)
         average_lone_gradients_once(patches)  # sees the factors that the one before sets
         reduce_over_instances(patches)
+    if muon_under_fsdp or megatron_fsdp:
         split_momentum_of_swiglu(patches)
+        checkpoint_patches.install(patches, adam=not muon_under_fsdp)
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:

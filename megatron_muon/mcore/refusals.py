@@ -131,3 +131,22 @@ def check_adaptive(method: str, *, beta2: float, eps: float, tensor_parallel: in
         raise UserError(f"--adaptive-muon-beta2 {beta2:g} is out of range; choose at least 0 and less than 1")
     if not eps > 0.0:
         raise UserError(f"--adaptive-muon-eps {eps:g} is out of range; choose a positive number (1e-8 is usual)")
+
+
+def check_async_save(*, device: str, persistent_worker: bool) -> None:
+    """Check that `--async-save` would do what it says.
+
+    Raises:
+        UserError: on a CPU the worker would share the tensors that training changes; without the worker megatron-core
+            0.19 saves in the foreground after a warning.
+    """
+    if device == "cpu":
+        raise UserError(
+            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
+            "changes; leave it out, and --use-persistent-ckpt-worker too"
+        )
+    if not persistent_worker:
+        raise UserError(
+            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
+            "foreground; add that flag, or leave --async-save out"
+        )

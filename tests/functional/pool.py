@@ -195,11 +195,12 @@ def _work(index: int, descriptor: int) -> None:
     from megatron_muon.mcore import patches
     from megatron_muon.patching import Patches
 
-    # The patches of a run that do not concern megatron.training.
-    patches.reduce_without_frozen(Patches())
-    patches.average_over_sharing_instances(Patches())
-    patches.average_lone_gradients_once(Patches())
-    patches.reduce_over_instances(Patches())
+    global installed  # a task that is a whole training run takes them back and installs its own
+    installed = Patches()  # the patches of a run that do not concern megatron.training
+    patches.reduce_without_frozen(installed)
+    patches.average_over_sharing_instances(installed)
+    patches.average_lone_gradients_once(installed)
+    patches.reduce_over_instances(installed)
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:

@@ -33,7 +33,9 @@ def test_help_is_complete_and_imports_nothing_heavy():
     assert "examples:" in done.stdout
 
 
-@pytest.mark.parametrize("argv", [["data", "prepare", "--help"], ["data", "--help"], ["summary", "--help"]])
+@pytest.mark.parametrize(
+    "argv", [["data", "prepare", "--help"], ["data", "--help"], ["summary", "--help"], ["doctor", "--help"]]
+)
 def test_every_subcommand_shows_an_example(argv, capsys):
     assert cli.main(argv) == cli.EXIT_OK
     assert f"megatron-muon {argv[0]}" in capsys.readouterr().out.split("examples:")[1]

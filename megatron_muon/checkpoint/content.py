@@ -1,0 +1,176 @@
+"""What a checkpoint holds: weights, each parameter's optimizer state, and what of a run's state is missing in it.
+
+Works on the index that torch's distributed checkpointing writes (`.metadata`). Names are those of the checkpoint:
+`optimizer.state.<parameter>.<slot>`, with the two halves of a SwiGLU projection as parameters ending in `_w` and `_v`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_STATE = "optimizer.state."
+_META = "optimizer.param_to_group_meta."
+_WEIGHTS = "model."
+_OF_THE_LAYOUT = ("is_expert_parallel",)
+
+Slots = dict[str, frozenset[str]]
+"""The slots of each parameter's optimizer state."""
+
+
+def read_entries(folder: Path) -> dict[str, Any]:
+    """Every entry of a checkpoint: its name, and torch's description of it."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    return dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
+
+
+def _load(state: dict[str, Any], folder: Path) -> None:
+    """Fill a state dict from a checkpoint, in this process alone."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
+        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+
+
+def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
+    """Whole tensors of a checkpoint by name, all by default. In one process, whatever layout wrote them."""
+    entries = read_entries(folder)
+    wanted = [name for name in (entries if names is None else names) if hasattr(entries[name], "size")]
+    tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in wanted}
+    _load(tensors, folder)
+    return tensors
+
+
+def read_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
+    """Entries of a checkpoint that are no tensors: `args`, `iteration`, a learning rate. Missing names are left out."""
+    entries = read_entries(folder)
+    objects: dict[str, Any] = {name: None for name in names if name in entries}
+    _load(objects, folder)
+    return objects
+
+
+def optimizer_slots(entries: Iterable[str]) -> Slots:
+    """The slots that a checkpoint holds for each parameter."""
+    found: dict[str, set[str]] = {}
+    for name in entries:
+        if name.startswith(_STATE):
+            parameter, slot = name.removeprefix(_STATE).rsplit(".", 1)
+            found.setdefault(parameter, set()).add(slot)
+    return {parameter: frozenset(slots) for parameter, slots in found.items()}
+
+
+def weight_names(entries: Iterable[str]) -> list[str]:
+    """The names of the model's tensors."""
+    return [name for name in entries if name.startswith(_WEIGHTS)]
+
+
+def optimized(entries: Iterable[str]) -> set[str]:
+    """The parameters whose optimizer's settings a checkpoint holds; a SwiGLU projection is one of them."""
+    return {name.removeprefix(_META).rsplit(".", 1)[0] for name in entries if name.startswith(_META)}
+
+
+def optimizer_of(slots: frozenset[str]) -> str:
+    """The optimizer that keeps such slots."""
+    if "momentum_buffer" in slots:
+        return "muon"
+    if "exp_avg_sq" in slots:
+        return "adam"
+    return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
+
+
+@dataclass
+class Missing:
+    """State that a run wants and a checkpoint lacks. Entries are named `<parameter>.<slot>`.
+
+    Attributes:
+        replaced: entries of parameters that another optimizer kept when the checkpoint was written.
+        absent: entries of parameters whose state should be there and is not.
+        misfits: tensors of another shape, a line each.
+    """
+
+    replaced: set[str] = field(default_factory=set)
+    absent: set[str] = field(default_factory=set)
+    misfits: set[str] = field(default_factory=set)
+
+    def add(self, other: Missing) -> None:
+        """Take in what another rank misses."""
+        self.replaced |= other.replaced
+        self.absent |= other.absent
+        self.misfits |= other.misfits
+
+
+def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[Missing, set[str]]:
+    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks.
+
+    A parameter whose slots are not all there starts afresh as a whole: half a state is none.
+
+    Returns:
+        What is missing, and the parameters that start afresh.
+    """
+    slots, missing, fresh = optimizer_slots(entries), Missing(), set()
+    for parameter, state in wanted.items():
+        held = slots.get(parameter, frozenset())
+        if not state.keys() <= held:
+            fresh.add(parameter)
+            lost = missing.replaced if held - state.keys() else missing.absent
+            lost.update(f"{parameter}.{slot}" for slot in state)
+    return missing, fresh
+
+
+def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
+    """Tensors whose whole shape differs between a run and a checkpoint, a line each.
+
+    Args:
+        prefix: the part of the checkpoint's names that `wanted` leaves out.
+        wanted: the run's tensors.
+        entries: the checkpoint's.
+    """
+    found = set()
+    for name, tensor in wanted.items():
+        stored = getattr(entries.get(prefix + name), "size", None)
+        if isinstance(tensor, torch.Tensor) and stored is not None and tuple(stored) != tuple(tensor.shape):
+            found.add(f"{plain(name)} is {_shape(stored)} in the checkpoint and {_shape(tensor.shape)} in this model")
+    return found
+
+
+def without_fresh(optimizer: Mapping[str, Any], fresh: set[str], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of an optimizer's state dict to ask a checkpoint for: without parameters that start afresh.
+
+    Settings of a parameter's group that the checkpoint does not hold, or that belong to another optimizer, stay as the
+    run has them; so does what is the layout's and not the training's.
+    """
+    afresh = fresh | {name[:-2] for name in fresh if name.endswith(("_w", "_v"))}
+    metas = {}
+    for parameter, meta in optimizer["param_to_group_meta"].items():
+        if parameter not in afresh:
+            metas[parameter] = {
+                key: value
+                for key, value in meta.items()
+                if key not in _OF_THE_LAYOUT and _held(f"{_META}{parameter}.{key}", value, entries)
+            }
+    state = {parameter: slots for parameter, slots in optimizer["state"].items() if parameter not in fresh}
+    return {**optimizer, "state": state, "param_to_group_meta": metas}
+
+
+def _held(name: str, value: Any, entries: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint holds this entry; lists and dicts are stored item by item."""
+    return name in entries or (isinstance(value, (list, dict)) and any(key.startswith(f"{name}.") for key in entries))
+
+
+def plain(name: str) -> str:
+    """A parameter's name without the wrappers' prefixes."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def _shape(size: Iterable[int]) -> str:
+    return " x ".join(str(length) for length in size)

@@ -1,0 +1,169 @@
+"""The folders of a run's checkpoints: which are complete, which one `latest` names, how one is written safely.
+
+    SAVE_DIR/latest_checkpointed_iteration.txt     "8"
+    SAVE_DIR/iter_0000008/.metadata                written last by torch's distributed checkpointing
+    SAVE_DIR/iter_0000008/__0_0.distcp, ...        one file for each rank
+    SAVE_DIR/iter_0000012.saving/                  a save that has not finished
+
+A checkpoint is written under its name with `.saving` and renamed when every file is there, so a folder without that
+ending is complete unless somebody damaged it. No collectives here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from megatron_muon.errors import UserError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+UNFINISHED = ".saving"
+_REPLACED = ".replaced"
+_ITERATION = re.compile(r"iter_(\d{7,})$")
+
+
+def iteration_folder(save_dir: Path, iteration: int) -> Path:
+    """The folder of an iteration's checkpoint, as megatron-core names it."""
+    return save_dir / f"iter_{iteration:07d}"
+
+
+def iteration_of(folder: Path) -> int | None:
+    """The iteration that a checkpoint's folder is named after; None for any other name."""
+    match = _ITERATION.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def iterations(save_dir: Path) -> list[int]:
+    """The iterations that have a folder in `save_dir`, oldest first, complete or not."""
+    if not save_dir.is_dir():
+        return []
+    return sorted(found for entry in save_dir.iterdir() if (found := iteration_of(entry)) is not None)
+
+
+def unfinished(save_dir: Path) -> list[Path]:
+    """Folders of saves that did not finish."""
+    return sorted(save_dir.glob(f"iter_*{UNFINISHED}"))
+
+
+def newest_complete(save_dir: Path, *, but: int | None = None) -> int | None:
+    """The newest iteration whose checkpoint is complete, leaving out the iteration `but`."""
+    for iteration in reversed(iterations(save_dir)):
+        if iteration != but and not problems(iteration_folder(save_dir, iteration)):
+            return iteration
+    return None
+
+
+def latest(save_dir: Path) -> int | str | None:
+    """What the tracker file names: an iteration, or "release"; None where there is no tracker.
+
+    Raises:
+        UserError: the file holds something else.
+    """
+    file = save_dir / TRACKER
+    try:
+        text = file.read_text("utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    if text == "release":
+        return text
+    if not text.isdecimal():
+        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {resume_hint(save_dir)}")
+    return int(text)
+
+
+def resume_hint(save_dir: Path, *, but: int | None = None) -> str:
+    """What to type to go on from the newest complete checkpoint."""
+    found = newest_complete(save_dir, but=but)
+    if found is None:
+        return f"{save_dir} holds no complete checkpoint to resume from"
+    return f"the newest complete checkpoint is iteration {found}: resume with --load {save_dir} --ckpt-step {found}"
+
+
+def problems(folder: Path) -> list[str]:
+    """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
+
+    Compares the files with the sizes that the checkpoint's index gives; it reads no tensor.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not folder.is_dir():
+        return [f"{folder} does not exist"]
+    if not (folder / ".metadata").is_file():
+        return [f"{folder} has no .metadata: its save did not finish"]
+    try:
+        stored = FileSystemReader(folder).read_metadata().storage_data
+        ends: dict[str, int] = {}
+        for place in stored.values():
+            ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
+        return [f"{folder}/.metadata cannot be read ({type(error).__name__}: {error})"]
+    found = []
+    for name, end in sorted(ends.items()):
+        try:
+            size = (folder / name).stat().st_size
+        except OSError as error:
+            found.append(f"{folder / name} cannot be read ({error.strerror})")
+            continue
+        if size < end:
+            found.append(f"{folder / name} is cut short: {size:,} of {end:,} bytes")
+    return found
+
+
+def begin(folder: Path) -> Path:
+    """Make room for a checkpoint: the folder to write it in, fresh; an empty `folder` is removed."""
+    aside = folder.with_name(folder.name + UNFINISHED)
+    if aside.exists():
+        shutil.rmtree(aside)
+    aside.mkdir(parents=True)
+    with contextlib.suppress(OSError):  # it is not there, or holds an earlier save of this iteration
+        folder.rmdir()
+    return aside
+
+
+def finish(folder: Path) -> None:
+    """Give a finished save its name, in place of an earlier one of the same iteration.
+
+    Raises:
+        OSError: a file of it is missing or cut short; nothing is renamed then.
+    """
+    aside = folder.with_name(folder.name + UNFINISHED)
+    if found := problems(aside):
+        raise OSError("; ".join(found))
+    replaced = folder.with_name(folder.name + _REPLACED)
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        folder.rename(replaced)
+    aside.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def written_at_once(file: Path) -> Iterator[IO[Any]]:
+    """Open a text file for writing that appears whole or not at all: readers see the old one until then."""
+    aside = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with aside.open("w", encoding="utf-8") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        aside.replace(file)
+        _sync(file.parent)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()
+
+
+def _sync(folder: Path) -> None:
+    """Bring renames in a folder to the disk; not every file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,200 @@
+"""What happens to checkpoints when a rank is killed, the disk is full, a file is cut short, a folder vanishes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_muon.checkpoint import files
+from tests.functional import cli
+from tests.functional.model import Case, Trainer, batches
+from tests.functional.pool import Pool, RankError
+from tests.functional.training import Trainings
+
+pytestmark = pytest.mark.timeout(450)
+
+FLAGS = (
+    *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
+    *("--global-batch-size", "4", "--train-iters", "6", "--save", "ck", "--save-interval", "2"),
+)
+LARGE = ("--ffn-hidden-size", "8192")
+"""Shards of some megabytes, so that a save takes long enough to be met in the middle, and a log is smaller."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FLAGS))
+
+
+@contextlib.contextmanager
+def watching(act: Callable[[Callable[[Callable[[], Any]], Any]], None]) -> Iterator[None]:
+    """Do something beside the body, in a thread: `act(until)`, where `until(f)` waits for f() to be true."""
+    over = threading.Event()
+
+    def until(condition: Callable[[], Any]) -> Any:
+        while not over.is_set():
+            if found := condition():
+                return found
+            time.sleep(0.001)
+        return None
+
+    thread = threading.Thread(target=act, args=(until,))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def rank_in(folder: Path, rank: int) -> psutil.Process | None:
+    """The process of a rank of a run in `folder`."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.cwd() == str(folder) and process.environ().get("RANK") == str(rank):
+                return process
+    return None
+
+
+def latest(folder: Path) -> Any:
+    return files.latest(folder / "ck")
+
+
+def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings) -> None:
+    """The checkpoint before it stays the latest, and the next run goes on from there."""
+    here = training.folder
+
+    def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
+        if victim := until(lambda: latest(here) == 2 and rank_in(here, 1)):
+            until((here / "ck" / "iter_0000004.saving").exists)
+            victim.kill()
+
+    with watching(kill):
+        run = cli.torchrun(here, *training.flags, *LARGE)
+    assert run.returncode != 0, "the kill came too late"
+    assert latest(here) == 2
+    assert files.problems(here / "ck" / "iter_0000002") == []
+    assert files.iterations(here / "ck") == [2]
+    (left,) = files.unfinished(here / "ck")
+
+    run = training(*LARGE, "--load", "ck").checked()
+    assert [iteration.number for iteration in run.iterations] == [3, 4, 5, 6]
+    assert f"warning: ck/{left.name} is a save that did not finish" in run.output
+    assert latest(here) == 6
+    assert files.unfinished(here / "ck") == []  # iteration 4 was saved in its place
+
+
+def test_a_full_disk(training: Trainings) -> None:
+    """A limit on the size of files stands in for it: the write fails in the same place, in the same way."""
+    here = training.folder
+    training(*LARGE, "--train-iters", "2").checked()
+    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(cli.ROOT / "pretrain_gpt.py"))
+    schedule = ("--load", "ck", "--override-opt-param-scheduler")
+    limited = 'ulimit -f 2000; exec "$0" "$@"'
+    run = cli.run(["bash", "-c", limited, sys.executable, *module, *training.flags, *LARGE, *schedule], here)
+    assert run.returncode == 1
+    errors = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+    assert len(errors) == 1, run.tail
+    assert "the checkpoint of iteration 4 could not be written to ck (rank " in errors[0]
+    assert "a file could not be written in full" in errors[0]
+    assert "GiB free there" in errors[0]
+    assert "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2" in errors[0]
+    assert latest(here) == 2
+    assert files.iterations(here / "ck") == [2]
+    assert training(*LARGE, *schedule).checked().iterations[0].number == 3
+
+
+def test_damaged_and_vanished(training: Trainings) -> None:
+    here = training.folder
+    training().checked()
+    shard = here / "ck" / "iter_0000006" / "__1_0.distcp"
+    os.truncate(shard, shard.stat().st_size - 1)
+    run = training("--load", "ck")
+    assert run.returncode == 2
+    assert "__1_0.distcp is cut short" in run.output
+    assert "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4" in run.output
+    assert training("--load", "ck", "--ckpt-step", "4", "--save", "ck2").checked().iterations[0].number == 5
+
+    (here / "ck" / files.TRACKER).write_text("")
+    run = training("--load", "ck")
+    assert run.returncode == 2
+    assert "instead of an iteration; the newest complete checkpoint is iteration 4" in run.output
+
+    (here / "disk").mkdir()
+    (here / "away").symlink_to("disk")
+
+    def unmount(until: Callable[[Callable[[], Any]], Any]) -> None:
+        if until((here / "disk" / files.TRACKER).exists):
+            (here / "disk").rename(here / "unmounted")
+
+    with watching(unmount):
+        run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000")
+    assert run.returncode == 1
+    (error,) = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+    assert "could not be written" in error
+    assert "away holds no complete checkpoint to resume from" in error
+    saved = files.iterations(here / "unmounted")
+    assert saved[0] == 2
+    assert files.newest_complete(here / "unmounted") == files.latest(here / "unmounted") == saved[-1]
+
+
+def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Trainings) -> None:
+    """It reaches one rank; both save, and both end with 75, "try again", which torchrun reports."""
+    here = training.folder
+
+    def terminate(until: Callable[[Callable[[], Any]], Any]) -> None:
+        if until(lambda: latest(here) == 2) and (process := rank_in(here, 1)):
+            process.send_signal(signal.SIGTERM)
+
+    with watching(terminate):
+        run = cli.torchrun(here, *training.flags, "--exit-signal-handler", "--train-iters", "100000")
+    assert run.returncode != 0
+    assert "exiting program after receiving SIGTERM" in run.output
+    assert run.output.count("exitcode  : 75") >= 1
+    assert "exitcode  : 0" not in run.output
+    last = run.iterations[-1].number
+    assert latest(here) == last
+    assert files.problems(files.iteration_folder(here / "ck", last)) == []
+
+
+def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
+    """In a worker: rank 1 dies in the middle of the second step's exchange; how long the others take to notice."""
+    trainer = Trainer(Case(optimizer={"muon_exchange": exchange}))
+    tokens = iter(batches(2))
+    trainer.train(next(tokens))
+    if rank == 1:
+        muon = trainer.optimizer.chained_optimizers[0].optimizer
+        muon._apply = muon._advance = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        trainer.train(next(tokens))
+    except Exception as error:
+        raise RuntimeError(f"stopped after {time.monotonic() - started:.0f} s: {type(error).__name__}") from error
+    return time.monotonic() - started
+
+
+@pytest.mark.parametrize("exchange", ["owner", "allgather"])
+def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> None:
+    """The others stop with an error and do not wait for it: the answers below come within the pool's grace."""
+    with pytest.raises(RankError) as failure:
+        ranks(3, step_with_a_death, exchange=exchange)
+    said = str(failure.value)
+    assert "rank 1 of 3: died" in said
+    for survivor in (0, 2):
+        assert f"rank {survivor} of 3: raised" in said
+    assert said.count("stopped after") >= 2

@@ -1,0 +1,260 @@
+"""Checkpoints that survive: save and go on, on the same layout and on any other, with the same or another optimizer.
+
+The runs are whole training runs in the pool's workers; what they saved is read back entry by entry.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint import content, files
+from tests.functional import cli
+from tests.functional.pool import Pool
+from tests.functional.training import Trainings
+
+pytestmark = pytest.mark.timeout(450)
+
+SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
+EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2")
+ADAM = ("--optimizer", "adam", "--use-megatron-fsdp")
+DROPOUT = ("--attention-dropout", "0.1", "--hidden-dropout", "0.1")
+EXACT = ("--muon-fp32-matmul-prec", "highest")
+OF_THE_RUN = ("args",)
+"""Entries that tell how the checkpoint was written; which groups are expert-parallel is left out too."""
+
+
+DIVISIBLE = ("--hidden-size", "44", "--ffn-hidden-size", "104", "--num-attention-heads", "4")
+TENSOR_PARALLEL = (
+    *("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise"),
+    *("--make-vocab-size-divisible-by", "2"),  # 260 ids, as four on one rank
+)
+
+
+def strategy(name: str) -> tuple[str, ...]:
+    return ("--data-parallel-sharding-strategy", name)
+
+
+FULL = (*cli.MUON, *EXACT, *strategy("optim_grads_params"))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
+    """Six steps of twelve sequences, which 1, 2, 3 and 4 ranks can share, saved every two."""
+    batches = ("--micro-batch-size", "1", "--global-batch-size", "12", "--train-iters", "6", "--save-interval", "2")
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *batches))
+
+
+def saved(training: Trainings, name: str, iteration: int = 6) -> dict[str, Any]:
+    """Every entry of a checkpoint, but for the arguments of the run that wrote it."""
+    folder = files.iteration_folder(training.folder / name, iteration)
+    assert files.problems(folder) == []
+    entries = content.read_entries(folder)
+    names = [entry for entry in entries if entry not in OF_THE_RUN and not entry.endswith(".is_expert_parallel")]
+    tensors = content.read_tensors(folder, names)
+    objects = content.read_objects(folder, [entry for entry in names if entry not in tensors])
+    return {**tensors, **objects, "consumed": arguments(training, name, iteration).consumed_train_samples}
+
+
+def arguments(training: Trainings, name: str, iteration: int = 6) -> Any:
+    return content.read_objects(files.iteration_folder(training.folder / name, iteration), ["args"])["args"]
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any]) -> list[str]:
+    """Names of entries that are not the same to the last bit, or not in both."""
+    names = found.keys() ^ expected.keys()
+    for name in found.keys() & expected.keys():
+        one, other = found[name], expected[name]
+        same = torch.equal(one, other) if isinstance(one, torch.Tensor) else repr(one) == repr(other)
+        names |= set() if same else {name}
+    return sorted(names)
+
+
+def warnings(run: cli.Run) -> list[str]:
+    return [line for line in run.output.splitlines() if line.startswith("megatron-muon: warning: ")]
+
+
+MODELS = {
+    "dense": FULL,
+    "swiglu under optim, in bf16": (*cli.MUON, *strategy("optim"), *SWIGLU, "--bf16"),
+    "swiglu under no_shard": (*cli.MUON, *EXACT, *strategy("no_shard"), *SWIGLU),
+    "experts": (*FULL, *EXPERTS),
+    "adam": (*ADAM, *strategy("optim_grads_params"), *SWIGLU),
+    "tensor parallel": (*FULL, *SWIGLU, *DIVISIBLE, *TENSOR_PARALLEL),
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str) -> None:
+    """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
+
+    Story: a handler that knew exp_avg alone lost momentum; under no_shard it asked for an attribute that is not there;
+    AdamW's ranks saved different keys and never came back.
+    """
+    flags = (*MODELS[model], *DROPOUT)
+    training(*flags, "--save", "whole").checked()
+    assert files.iterations(training.folder / "whole") == [2, 4, 6]
+    assert files.latest(training.folder / "whole") == 6
+    run = training(*flags, "--load", "whole", "--ckpt-step", "2", "--save", "resumed").checked()
+    assert [iteration.number for iteration in run.iterations] == [3, 4, 5, 6]
+    assert warnings(run) == []
+    expected = saved(training, "whole")
+    assert differences(saved(training, "resumed"), expected) == []
+
+    momentum = [name for name in expected if name.endswith("momentum_buffer")]
+    moments = [name for name in expected if name.endswith(("exp_avg", "exp_avg_sq"))]
+    layers = 3
+    muon = {"adam": 0, "experts": layers * (2 + 1 + 4 * 3), "dense": layers * 4}.get(model, layers * 5)  # halves apart
+    assert len(momentum) == muon
+    assert moments
+    assert all(expected[name].dtype == torch.float32 and expected[name].any() for name in (*momentum, *moments))
+    assert {float(value) for name, value in expected.items() if name.endswith(".step")} == {6.0}
+    assert expected["consumed"] == 6 * 12
+    changed = differences(saved(training, "whole", 4), expected)
+    assert set(momentum) | set(moments) <= set(changed)  # the comparison can fail
+
+
+LAYOUTS = {
+    "3 ranks, optim": (3, (*cli.MUON, *strategy("optim"))),
+    "1 rank": (1, (*cli.MUON, *strategy("optim_grads"))),
+    "4 ranks": (4, (*cli.MUON, *strategy("optim_grads_params"))),
+    "2 ranks, no_shard": (2, (*cli.MUON, *strategy("no_shard"))),
+    "3 ranks, shared": (3, (*cli.MUON, *strategy("no_shard"), "--muon-share-replicated")),
+    "2 ranks, all-gather": (2, (*cli.MUON, *strategy("optim_grads_params"), "--muon-exchange", "allgather")),
+}
+
+
+def test_any_layout_loads_what_any_other_saved(training: Trainings) -> None:
+    """A chain of layouts, each loading what the one before saved: nothing changes by a bit. Then each can go on."""
+    flags = (*EXACT, *SWIGLU)
+    whole = training(*FULL, *flags, "--save", "whole").checked()
+    expected = saved(training, "whole")
+    before = "whole"
+    for name, (ranks, layout) in LAYOUTS.items():
+        # The last iteration is done: a run that loads it saves again, since 4 does not divide 6, and ends.
+        run = training(*layout, *flags, "--load", before, "--save", name, "--save-interval", "4", ranks=ranks).checked()
+        assert warnings(run) == [], name
+        assert run.iterations == []
+        assert differences(saved(training, name), expected) == [], name
+        assert arguments(training, name).world_size == ranks
+        before = name
+    for name in ("3 ranks, optim", "3 ranks, shared"):
+        ranks, layout = LAYOUTS[name]
+        run = training(*layout, *flags, "--load", "whole", "--ckpt-step", "2", ranks=ranks).checked()
+        # The second line of a start averages over its first step too, so only the first tells a single step's loss.
+        assert run.losses[0] == pytest.approx(whole.losses[2], abs=1e-5)
+        assert run.iterations[-1].grad_norm == pytest.approx(whole.iterations[-1].grad_norm, rel=1e-3)
+
+
+def test_experts_move_to_other_ranks(training: Trainings) -> None:
+    """Four experts over two ranks, then all on each of three, then over two by two."""
+    flags = (*EXACT, *EXPERTS)
+    training(*FULL, *flags, "--save", "whole").checked()
+    expected = saved(training, "whole")
+    before = "whole"
+    for ranks, parallel in ((3, "1"), (4, "2"), (2, "2")):
+        layout = (*cli.MUON, *strategy("optim_grads"), "--expert-model-parallel-size", parallel)
+        name = f"{ranks}-{parallel}"
+        again = ("--load", before, "--save", name, "--save-interval", "4")
+        training(*flags, *layout, *again, ranks=ranks).checked()
+        assert differences(saved(training, name), expected) == [], name
+        before = name
+
+
+def test_tensor_parallel_sizes_change(training: Trainings) -> None:
+    """1, 2, 2 by 2, and 1 again: SwiGLU's halves find their rows. Tensor-parallel ranks share their random numbers."""
+    flags = (*EXACT, *SWIGLU, *DIVISIBLE, "--make-vocab-size-divisible-by", "4")
+    training(*FULL, *flags, "--save", "whole").checked()
+    expected = saved(training, "whole")
+    before = "whole"
+    chain = ((2, "optim_grads_params", 2), (4, "optim", 2), (2, "no_shard", 2), (3, "optim_grads", 1))
+    for ranks, sharding, tensor_parallel in chain:
+        name = f"{ranks}-{sharding}"
+        layout = (*cli.MUON, *strategy(sharding), *(TENSOR_PARALLEL if tensor_parallel == 2 else ()))
+        again = ("--load", before, "--save", name, "--save-interval", "4")
+        run = training(*flags, *layout, *again, ranks=ranks).checked()
+        assert warnings(run) == [], name
+        found = saved(training, name)
+        second = {entry: found.pop(entry) for entry in list(found) if entry.startswith("rng_state.(0, 1)")}
+        assert bool(second) == (tensor_parallel == 2)
+        assert differences({entry.replace("(0, 1)", "(0, 0)"): v for entry, v in second.items()} | found, found) == []
+        assert differences(found, expected) == [], name
+        before = name
+
+
+def remove_entries(folder: Path, *parts: str) -> int:
+    """Take the entries with all these parts in their name out of a checkpoint's index; their number."""
+    index = folder / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    gone = [name for name in metadata.state_dict_metadata if all(part in name for part in parts)]
+    for name in gone:
+        del metadata.state_dict_metadata[name]
+    metadata.storage_data = {key: value for key, value in metadata.storage_data.items() if key.fqn not in gone}
+    index.write_bytes(pickle.dumps(metadata))
+    return len(gone)
+
+
+def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training: Trainings) -> None:
+    """Adam's checkpoint into Muon and Muon's into Adam: weights and what both keep are loaded, the rest is counted.
+
+    Story: with --no-strict-fsdp-dtensor-load upstream passes over missing momentum in silence.
+    """
+    flags = (*EXACT, *SWIGLU, "--save-interval", "4")
+    adam, muon = (*ADAM, *strategy("optim_grads")), (*FULL, "--muon-lr", "0.003")
+    training(*adam, *flags, "--save", "adam", ranks=3).checked()
+    expected = saved(training, "adam")
+
+    run = training(*muon, *flags, "--load", "adam", "--save", "muon").checked()
+    (warning,) = warnings(run)
+    assert "15 entries of optimizer state start at zero, because another optimizer wrote this checkpoint" in warning
+    assert "decoder.layers.0.mlp.linear_fc1.weight_v.momentum_buffer" in warning
+    found = saved(training, "muon")
+    momentum = {name for name in found if name.endswith("momentum_buffer")}
+    assert len(momentum) == 15
+    assert not any(found[name].any() for name in momentum)
+    both = [name for name in found.keys() & expected.keys() if not name.startswith("optimizer.param_to_group_meta.")]
+    assert sum(name.startswith("model.") for name in both) == len(content.weight_names(found))
+    assert any(name.endswith("exp_avg") for name in both)
+    assert [name for name in differences(found, expected) if name in both] == []
+    rates = {value for name, value in found.items() if "linear_proj" in name and name.endswith(".max_lr")}
+    assert rates == {0.003}  # Muon's own, not what Adam had for these matrices
+
+    run = training(*adam, *flags, "--load", "muon", "--save", "back", ranks=3).checked()
+    (warning,) = warnings(run)
+    assert "45 entries of optimizer state start at zero" in warning
+    again = saved(training, "back")
+    fresh = {name.removesuffix("momentum_buffer") + slot for name in momentum for slot in ("exp_avg", "exp_avg_sq")}
+    assert not any(again[name].any() for name in fresh)
+    assert {float(again[name.removesuffix("momentum_buffer") + "step"]) for name in momentum} == {0.0}
+    assert [name for name in differences(again, expected) if name.startswith("model.")] == []
+
+    broken = files.iteration_folder(training.folder / "muon", 6)
+    assert remove_entries(broken, "momentum_buffer", "layers.1.", "fc2") == 1
+    run = training(*muon, *flags, "--load", "muon")
+    assert run.returncode == 2
+    assert "lacks 1 entries of optimizer state: " in run.output
+    assert "--muon-allow-missing-state" in run.output
+    momentum_flag = ("--muon-momentum", "0.8")
+    again = ("--load", "muon", "--save", "allowed", "--muon-allow-missing-state")
+    run = training(*muon, *flags, *momentum_flag, *again).checked()
+    assert "the checkpoint's momentum 0.9 goes on, not --muon-momentum 0.8" in warnings(run)[1]
+    assert "1 entries of optimizer state start at zero, because it lacks them" in warnings(run)[0]
+    assert differences(saved(training, "allowed"), found) == []  # it was zero before, too
+
+    assert remove_entries(broken, "model.", "final_layernorm") == 1
+    run = training(*muon, *flags, "--load", "muon", "--muon-allow-missing-state")
+    assert run.returncode == 2
+    assert "is of another model: decoder.final_layernorm.weight is not in it" in run.output
+    for other, message in (("--hidden-size=42", "39 in the checkpoint"), ("--train-iters=9", "total number of iter")):
+        run = training(*muon, *flags, other, "--load", "adam")
+        assert run.returncode == 2, other
+        assert message in run.output

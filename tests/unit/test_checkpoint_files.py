@@ -1,0 +1,150 @@
+"""Which checkpoints are complete, and how one takes its place."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_muon.checkpoint import content, files
+from megatron_muon.errors import UserError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def write(folder: Path) -> Path:
+    """A complete checkpoint of one tensor and one object."""
+    state = {"model": {"w": torch.arange(1000.0)}, "iteration": 8}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return folder
+
+
+@pytest.fixture
+def save_dir(tmp_path: Path) -> Path:
+    for iteration in (4, 8):
+        write(files.iteration_folder(tmp_path, iteration))
+    (tmp_path / files.TRACKER).write_text("8")
+    return tmp_path
+
+
+def test_complete_checkpoints(save_dir: Path) -> None:
+    assert files.iterations(save_dir) == [4, 8]
+    assert files.latest(save_dir) == 8
+    assert files.newest_complete(save_dir) == 8
+    assert files.newest_complete(save_dir, but=8) == 4
+    assert files.problems(save_dir / "iter_0000008") == []
+    assert content.read_tensors(save_dir / "iter_0000008")["model.w"].tolist() == list(range(1000))
+    assert content.read_objects(save_dir / "iter_0000008", ["iteration", "none"]) == {"iteration": 8}
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda folder: os.truncate(folder / "__0_0.distcp", 1000), "__0_0.distcp is cut short: 1,000 of "),
+        (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
+        (lambda folder: (folder / ".metadata").unlink(), "has no .metadata: its save did not finish"),
+        (lambda folder: os.truncate(folder / ".metadata", 100), ".metadata cannot be read"),
+        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(7)), ".metadata cannot be read"),
+        (lambda folder: folder.rename(folder.parent / "elsewhere"), "does not exist"),
+    ],
+)
+def test_damage(save_dir: Path, damage, says: str) -> None:
+    damage(save_dir / "iter_0000008")
+    (found,) = files.problems(save_dir / "iter_0000008")
+    assert says in found
+    assert files.newest_complete(save_dir) == 4
+    assert "resume with --load" in files.resume_hint(save_dir)
+    assert "--ckpt-step 4" in files.resume_hint(save_dir)
+
+
+def test_nothing_to_resume_from(tmp_path: Path) -> None:
+    assert files.latest(tmp_path) is None
+    assert files.iterations(tmp_path / "none") == []
+    assert "no complete checkpoint" in files.resume_hint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "8x", "iter_8"])
+def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
+    """Killed between opening and writing it: 0.19 ended the next run here, with exit status 0."""
+    (save_dir / files.TRACKER).write_text(text)
+    with pytest.raises(UserError, match=r"instead of an iteration; the newest complete checkpoint is iteration 8"):
+        files.latest(save_dir)
+
+
+def test_a_release(save_dir: Path) -> None:
+    (save_dir / files.TRACKER).write_text("release\n")
+    assert files.latest(save_dir) == "release"
+
+
+def test_a_save_takes_its_place_when_it_is_whole(save_dir: Path) -> None:
+    folder = files.iteration_folder(save_dir, 12)
+    folder.mkdir()  # megatron-core makes it first
+    aside = files.begin(folder)
+    assert files.iterations(save_dir) == [4, 8]
+    assert files.unfinished(save_dir) == [aside]
+    write(aside)
+    files.finish(folder)
+    assert files.problems(folder) == []
+    assert files.unfinished(save_dir) == []
+
+
+def test_a_save_that_is_cut_short_replaces_nothing(save_dir: Path) -> None:
+    folder = files.iteration_folder(save_dir, 8)
+    write(files.begin(folder))
+    os.truncate(save_dir / "iter_0000008.saving" / "__0_0.distcp", 10)
+    with pytest.raises(OSError, match=r"cut short: 10 of"):
+        files.finish(folder)
+    assert files.problems(folder) == []
+
+
+def test_the_same_iteration_again(save_dir: Path) -> None:
+    """A save used to write over the files of the checkpoint that latest names."""
+    folder = files.iteration_folder(save_dir, 8)
+    before = (folder / ".metadata").stat().st_ino
+    stale = files.begin(folder)
+    (stale / "__9_0.distcp").write_text("of a run with more ranks")
+    write(files.begin(folder))
+    assert (folder / ".metadata").stat().st_ino == before
+    files.finish(folder)
+    assert (folder / ".metadata").stat().st_ino != before
+    assert sorted(entry.name for entry in folder.iterdir()) == [".metadata", "__0_0.distcp"]
+    assert sorted(entry.name for entry in save_dir.iterdir()) == ["iter_0000004", "iter_0000008", files.TRACKER]
+
+
+def test_a_file_appears_whole_or_not_at_all(save_dir: Path) -> None:
+    tracker = save_dir / files.TRACKER
+
+    def fail() -> None:
+        with files.written_at_once(tracker) as stream:
+            stream.write("12")
+            stream.flush()
+            assert tracker.read_text() == "8"
+            raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        fail()
+    assert tracker.read_text() == "8"
+    with files.written_at_once(tracker) as stream:
+        stream.write("12")
+    assert tracker.read_text() == "12"
+    assert not [entry for entry in save_dir.iterdir() if entry.name.startswith(".")]
+
+
+def test_what_is_missing() -> None:
+    state = ("a.momentum_buffer", "b.exp_avg", "b.exp_avg_sq", "b.step", "d.exp_avg")
+    entries = dict.fromkeys([*(f"optimizer.state.{name}" for name in state), "optimizer.param_to_group_meta.a.lr"])
+    wanted = {name: {"momentum_buffer": 0} for name in "abc"}
+    wanted["d"] = dict.fromkeys(["exp_avg", "exp_avg_sq", "step"], 0)
+    missing, fresh = content.compare(wanted, entries)
+    assert missing.replaced == {"b.momentum_buffer"}
+    assert missing.absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
+    assert fresh == {"b", "c", "d"}
+    meta = {name: {"lr": 1.0, "momentum": 0.9, "is_expert_parallel": True} for name in "abcd"}
+    asked = content.without_fresh({"state": wanted, "param_to_group_meta": meta}, fresh, entries)
+    assert asked == {"state": {"a": {"momentum_buffer": 0}}, "param_to_group_meta": {"a": {"lr": 1.0}}}
+    slots = content.optimizer_slots(entries)
+    assert [content.optimizer_of(slots[name]) for name in "abd"] == ["muon", "adam", "lion"]

@@ -1,0 +1,184 @@
+"""The patches of checkpointing fail loudly where upstream has changed, and can be undone; ranks show what they do."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+
+import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training import checkpointing, training
+from megatron.training.dist_signal_handler import DistributedSignalHandler
+
+from megatron_muon.checkpoint import files
+from megatron_muon.errors import SaveError, UserError
+from megatron_muon.mcore import checkpoint_patches
+from megatron_muon.mcore.refusals import check_async_save
+from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
+from megatron_muon.patching import Patches
+
+PATCHED = [
+    (checkpointing, "handle_swiglu_in_state_dict"),
+    (checkpointing, "maybe_msc"),
+    (checkpointing, "_load_base_checkpoint"),
+    (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
+    (dcp, "save"),
+    (training, "save_checkpoint"),
+    (training, "load_checkpoint"),
+    (DistributedSignalHandler, "signals_received"),
+]
+OF_ADAM = [(training, "get_megatron_optimizer"), (DistributedOptimizer, "_init_optimizer_states_with_dummy_values")]
+
+
+@pytest.fixture
+def patches():
+    patches = Patches()
+    yield patches
+    patches.undo()
+
+
+@pytest.mark.parametrize("adam", [False, True])
+def test_install_and_undo(patches, adam):
+    everything = [*PATCHED, *OF_ADAM]
+    before = [getattr(owner, name) for owner, name in everything]
+    checkpoint_patches.install(patches, adam=adam)
+    after = [getattr(owner, name) for owner, name in everything]
+    changed = [place for place, now, then in zip(everything, after, before, strict=True) if now is not then]
+    assert changed == (everything if adam else PATCHED)
+    patches.undo()
+    assert [getattr(owner, name) for owner, name in everything] == before
+
+
+def other(*_args: object) -> None:
+    """A function that takes nothing by the names that patches rely on."""
+
+
+@pytest.mark.parametrize(
+    ("patch", "owner", "name"),
+    [
+        (checkpoint_patches.split_swiglu_of_replicas, checkpointing, "handle_swiglu_in_state_dict"),
+        (checkpoint_patches.split_swiglu_of_replicas, handlers, "make_fsdp_dtensor"),
+        (checkpoint_patches.save_beside_and_rename, dcp, "save"),
+        (checkpoint_patches.write_tracker_at_once, checkpointing, "save_checkpoint"),
+        (checkpoint_patches.explain_failed_saves, training, "save_checkpoint"),
+        (checkpoint_patches.load_what_is_there, checkpointing, "_load_base_checkpoint"),
+        (checkpoint_patches.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
+    ],
+)
+def test_another_shape(patches, monkeypatch, patch, owner, name):
+    monkeypatch.setattr(owner, name, other)
+    with pytest.raises(RuntimeError, match=rf"{name}.*megatron-core 0\.19"):
+        patch(patches)
+    assert getattr(owner, name) is other
+
+
+def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
+    checkpoint_patches.write_tracker_at_once(patches)
+    client = checkpointing.maybe_msc
+    tracker = tmp_path / files.TRACKER
+    with client.open(str(tracker), "w") as stream:
+        stream.write("12")
+        assert not tracker.exists()
+    assert tracker.read_text() == "12"
+    with client.open(str(tracker), "r") as stream:
+        assert stream.read() == "12"
+    with client.open(str(tmp_path / "notes"), "w") as stream:
+        stream.write("in place")
+        stream.flush()
+        assert (tmp_path / "notes").read_text() == "in place"
+    assert client.os.path.isfile(str(tracker))
+    with (
+        pytest.raises(SaveError, match=r"could not be written .*no complete checkpoint"),
+        client.open(str(tmp_path / "gone" / files.TRACKER), "w") as stream,
+    ):
+        stream.write("12")
+
+
+def test_other_saves_of_torch_are_left_alone(patches, tmp_path):
+    checkpoint_patches.save_beside_and_rename(patches)
+    folder = tmp_path / "anything"
+    dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    assert files.problems(folder) == []
+    assert [entry.name for entry in tmp_path.iterdir()] == ["anything"]
+
+
+def test_a_save_that_fails_names_the_one_before(patches, tmp_path):
+    checkpoint_patches.save_beside_and_rename(patches)
+    for iteration in (2, 4):
+        writer = dcp.FileSystemWriter(files.iteration_folder(tmp_path, iteration))
+        dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000002", "iter_0000004"]
+    writer = dcp.FileSystemWriter(files.iteration_folder(tmp_path, 6))
+    with pytest.raises(SaveError, match=r"iteration 6 could not be written .*resume with .* --ckpt-step 4"):
+        dcp.save({"a": lambda: None}, storage_writer=writer, no_dist=True)  # cannot be pickled
+    assert files.iterations(tmp_path) == [2, 4]
+
+
+def arguments(**given: object) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
+        **{"ckpt_format": "fsdp_dtensor", "non_persistent_ckpt_type": None, "ckpt_step": None, **given}
+    )
+
+
+def test_the_folder_that_will_be_loaded(tmp_path):
+    folder = checkpoint_patches._folder_to_load
+    assert folder(str(tmp_path), arguments()) is None
+    (tmp_path / files.TRACKER).write_text("8")
+    assert folder(str(tmp_path), arguments()) == tmp_path / "iter_0000008"
+    assert folder(str(tmp_path), arguments(ckpt_step=4)) == tmp_path / "iter_0000004"
+    assert folder(str(tmp_path), arguments(ckpt_format="torch_dist")) is None
+    assert folder(None, arguments()) is None
+    (tmp_path / files.TRACKER).write_text("release")
+    assert folder(str(tmp_path), arguments()) == Path(tmp_path / "release")
+    with pytest.raises(UserError, match=r"iter_0000004 does not exist; .*no complete checkpoint"):
+        checkpoint_patches._require_complete(tmp_path / "iter_0000004")
+
+
+def test_a_signal_of_any_rank_is_remembered(patches, monkeypatch):
+    monkeypatch.setattr(DistributedSignalHandler, "signals_received", lambda self: [0, 1])
+    checkpoint_patches.remember_signals(patches)
+    handler = DistributedSignalHandler()
+    assert handler.signals_received() == [0, 1]
+    assert handler.any_received is True
+
+
+def test_empty_shards_are_stepped_over_in_step():
+    """torch's AdamW counted no step for a shard without rows, whose rank may be the one that writes the counter."""
+    full, empty = torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(0, 3))
+    adam = torch.optim.AdamW([full, empty])
+    wrapped = types.SimpleNamespace(optimizer=adam, config=None, init_state_fn=lambda *_: None)
+    for parameter in (full, empty):
+        adam.state[parameter] |= {"exp_avg": torch.zeros_like(parameter), "exp_avg_sq": torch.zeros_like(parameter)}
+    initialize_scalar_state(wrapped)
+    step_over_empty_shards(adam)
+    full.grad = torch.ones(2, 3)
+    adam.step()
+    assert [float(adam.state[parameter]["step"]) for parameter in (full, empty)] == [1.0, 1.0]
+
+
+class FusedAdam(torch.optim.SGD):
+    """Keeps its step counter in the group, as those of Transformer Engine and Apex do; neither runs on a CPU."""
+
+    capturable = False
+
+
+@pytest.mark.parametrize(("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))])
+def test_a_counter_in_the_group_is_there_to_be_loaded(capturable, counter):
+    """It came with the first step: a resumed run did not ask the checkpoint for it, and counted from 0 again."""
+    inner = FusedAdam([torch.nn.Parameter(torch.ones(2))], lr=0.1)
+    inner.capturable = capturable
+    initialize_scalar_state(types.SimpleNamespace(optimizer=inner, config=None, init_state_fn=lambda *_: None))
+    assert inner.param_groups[0]["step"] == counter
+    assert type(inner.param_groups[0]["step"]) is type(counter)
+
+
+def test_async_save():
+    """megatron-core turned it off with a warning."""
+    check_async_save(device="cuda", persistent_worker=True)
+    with pytest.raises(UserError, match="does nothing without --use-persistent-ckpt-worker"):
+        check_async_save(device="cuda", persistent_worker=False)
+    with pytest.raises(UserError, match="does not work on the CPU"):
+        check_async_save(device="cpu", persistent_worker=True)
