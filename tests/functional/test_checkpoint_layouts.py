@@ -1,0 +1,83 @@
+"""Checkpoints of every parallel layout: what one rank saved is loaded, a resumed run is the uninterrupted one, and one
+rank loads what the layout saved, to the last bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.functional import cli
+from tests.functional.cells import Cells
+from tests.functional.pool import Pool
+from tests.functional.test_checkpoints import DIVISIBLE, EXACT, FULL, SWIGLU, differences, saved, strategy, warnings
+from tests.functional.training import Trainings
+
+pytestmark = pytest.mark.timeout(450)
+
+TP = ("--tensor-model-parallel-size", "2", "--muon-tp-mode", "duplicated")
+SEQUENCE = (*TP, "--sequence-parallel")
+HSDP = ("--num-distributed-optimizer-instances", "2")
+OUTER = ("--outer-dp-sharding-strategy", "optim")
+EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
+MODELS = {
+    "dense": SWIGLU,
+    "experts": (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"),
+}
+LAYOUTS = [
+    ("dense", "TP 2 x DP 2", "optim", TP),
+    ("dense", "TP 2 x DP 2, sequence parallel", "optim_grads_params", SEQUENCE),
+    ("dense", "HSDP 2 x DP 2", "optim_grads", HSDP),
+    ("dense", "HSDP 2 x DP 2", "optim_grads_params, outer optim", (*HSDP, *OUTER)),
+    ("dense", "HSDP 2 x TP 2", "optim_grads_params", (*HSDP, *TP)),
+    ("experts", "EP 2 x DP 2", "optim_grads_params", EP2),
+    ("experts", "EP 4", "optim", EP4),
+    ("experts", "EP 2 x HSDP 2", "optim_grads_params", (*EP2, *HSDP)),
+    ("experts", "EP 2 x TP 2, sequence parallel", "optim", (*EP2, *SEQUENCE, "--expert-tensor-parallel-size", "1")),
+    ("experts", "expert TP 2, dense TP 2", "optim_grads", (*SEQUENCE, "--expert-tensor-parallel-size", "2")),
+]
+
+
+@pytest.fixture(scope="module")
+def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, dict[str, cli.Run]]:
+    """Runs of four steps, and those of one rank, which saved the second and the fourth: in `one-MODEL`."""
+    folder = tmp_path_factory.mktemp("layouts")
+    corpus = cli.make_corpus(tmp_path_factory.mktemp("corpus"))
+    batches = ("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4")
+    sizes = (*DIVISIBLE, "--make-vocab-size-divisible-by", "132")
+    training = Trainings(ranks, folder, (*cli.TINY, *corpus, *batches, *sizes, *EXACT))
+    one = {}
+    for model, flags in MODELS.items():
+        save = ("--save", f"one-{model}", "--save-interval", "2")
+        one[model] = training(*FULL, *flags, *save, ranks=1).checked()
+    return training, one
+
+
+@pytest.mark.parametrize(("model", "layout", "sharding", "flags"), LAYOUTS, ids=[f"{x[1]}, {x[2]}" for x in LAYOUTS])
+def test_layouts_save_resume_and_reshard(
+    trainings: Any, cells: Cells, model: str, layout: str, sharding: str, flags: tuple[str, ...]
+) -> None:
+    training, one = trainings
+    args = (*cli.MUON, *strategy(sharding.split(", ")[0]), *MODELS[model], *flags)
+    whole, resumed, back = (f"{name}, {layout}, {sharding}" for name in ("whole", "resumed", "back"))
+    first = ("--load", f"one-{model}", "--ckpt-step", "2", "--save", whole, "--save-interval", "1")
+    run = training(*args, *first, ranks=4).checked()
+    assert warnings(run) == []
+    # The second line of a start averages over its first step too, so only the first tells a single step's loss.
+    assert run.losses[0] == pytest.approx(one[model].losses[2], abs=1e-5)
+    assert run.iterations[0].grad_norm == pytest.approx(one[model].iterations[2].grad_norm, rel=1e-3)
+
+    training(*args, "--load", whole, "--ckpt-step", "3", "--save", resumed, ranks=4).checked()
+    expected = saved(training, whole, 4)
+    assert any(name.endswith("momentum_buffer") for name in expected)
+    assert differences(saved(training, whole, 3), expected), "the comparison can fail"
+    assert differences(saved(training, resumed, 4), expected) == []
+
+    # The last iteration is done: the run saves again and ends.
+    again = ("--load", whole, "--save", back, "--save-interval", "3")
+    assert warnings(training(*FULL, *MODELS[model], *again, ranks=1).checked()) == []
+    found = saved(training, back, 4)
+    of_peers = [name for name in expected if name.startswith("rng_state.(0, 1)")]  # of the other tensor-parallel rank
+    assert [name for name in differences(found, expected) if name not in of_peers] == []
+    cells.add(layout, sharding, "save", "resume", "reshard")
