@@ -68,7 +68,7 @@ def test_layouts_save_resume_and_reshard(
     assert run.losses[0] == pytest.approx(one[model].losses[2], abs=1e-5)
     assert run.iterations[0].grad_norm == pytest.approx(one[model].iterations[2].grad_norm, rel=1e-3)
 
-    training(*args, "--load", whole, "--ckpt-step", "3", "--save", resumed, ranks=4).checked()
+    training(*args, "--load", whole, "--ckpt-step", "3", "--save", resumed, "--save-interval", "3", ranks=4).checked()
     expected = saved(training, whole, 4)
     assert any(name.endswith("momentum_buffer") for name in expected)
     assert differences(saved(training, whole, 3), expected), "the comparison can fail"

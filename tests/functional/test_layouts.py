@@ -128,7 +128,7 @@ TRAINED: dict[str, tuple[Case, dict[str, Case]]] = {
     "dense": (
         DENSE,
         {
-            "DP 4": DENSE,
+            "DP": DENSE,
             "TP 2 x DP 2": DENSE.but(tensor=2),
             "TP 2 x DP 2, sequence parallel": DENSE.but(tensor=2, sequence=True),
             "HSDP 2 x DP 2": DENSE.but(instances=2),
@@ -138,7 +138,7 @@ TRAINED: dict[str, tuple[Case, dict[str, Case]]] = {
     "experts": (
         EXPERTS,
         {
-            "EP 1 x DP 4": EXPERTS,
+            "experts, DP": EXPERTS,
             "EP 2 x DP 2": EXPERTS.but(expert_parallel=2),
             "EP 4": EXPERTS.but(expert_parallel=4),
             "EP 2 x HSDP 2": EXPERTS.but(expert_parallel=2, instances=2),

@@ -7,7 +7,7 @@ import pytest
 from tests.functional.cells import Cells, claimed
 from tests.functional.cli import ROOT
 
-SHOWN_BY = {"test_checkpoints", "test_layouts"}
+SHOWN_BY = {"test_checkpoint_layouts", "test_checkpoints", "test_layouts"}
 
 
 def test_every_cell_was_shown(request: pytest.FixtureRequest, cells: Cells) -> None:
