@@ -80,7 +80,7 @@ def optimized(entries: Iterable[str]) -> set[str]:
 def optimizer_of(slots: frozenset[str]) -> str:
     """The optimizer that keeps such slots."""
     if "momentum_buffer" in slots:
-        return "muon"
+        return "adaptive_muon" if "moment2_buffer" in slots else "muon"
     if "exp_avg_sq" in slots:
         return "adam"
     return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
@@ -120,7 +120,8 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
         held = slots.get(parameter, frozenset())
         if not state.keys() <= held:
             fresh.add(parameter)
-            lost = missing.replaced if held - state.keys() else missing.absent
+            kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
+            lost = missing.replaced if held - state.keys() or kinds == ("muon", "adaptive_muon") else missing.absent
             lost.update(f"{parameter}.{slot}" for slot in state)
     return missing, fresh
 

@@ -139,6 +139,8 @@ def test_what_is_missing() -> None:
     entries = dict.fromkeys([*(f"optimizer.state.{name}" for name in state), "optimizer.param_to_group_meta.a.lr"])
     wanted = {name: {"momentum_buffer": 0} for name in "abc"}
     wanted["d"] = dict.fromkeys(["exp_avg", "exp_avg_sq", "step"], 0)
+    adaptive = content.compare({"a": {"momentum_buffer": 0, "moment2_buffer": 0}}, entries)
+    assert (adaptive[0].replaced, adaptive[0].absent) == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
     missing, fresh = content.compare(wanted, entries)
     assert missing.replaced == {"b.momentum_buffer"}
     assert missing.absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
