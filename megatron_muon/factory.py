@@ -155,7 +155,9 @@ def _muon(
     kind: type[ShardedMuon] = ShardedMuon
     neurons: NeuronMoments | None = None
     if adaptive:
-        kind, second = _second_moment(config, matrices, layout, splits, orthogonalizer, group, replicated=replicated)
+        kind, second = _second_moment(
+            config, matrices, layout, splits, orthogonalizer, group, replicated=replicated, over_tp=over_tp
+        )
         neurons = second.get("neurons")
         settings |= second
 
@@ -195,6 +197,7 @@ def _second_moment(
     group: dist.ProcessGroup,
     *,
     replicated: bool,
+    over_tp: bool,
 ) -> tuple[type[ShardedMuon], dict[str, Any]]:
     """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
     device = matrices[0].device
@@ -213,7 +216,7 @@ def _second_moment(
             everywhere=not config.muon_share_replicated if replicated else config.muon_exchange == "allgather",
             device=device,
         )
-        return NorMuon, settings
+        return NorMuon, {**settings, "over_tp": over_tp}
     if not replicated:
         shards = [matrix.shard_of(group.rank()) for matrix in layout.matrices]
         scales = [

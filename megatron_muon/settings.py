@@ -83,6 +83,7 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
             config.adaptive_muon_moment2_method,
             beta2=config.adaptive_muon_beta2,
             eps=config.adaptive_muon_eps,
+            strategy=ddp_config.data_parallel_sharding_strategy,
             tensor_parallel=max(
                 model_chunks[0].config.tensor_model_parallel_size,
                 model_chunks[0].config.expert_tensor_parallel_size or 1,

@@ -310,6 +310,7 @@ def _check_adaptive(args: argparse.Namespace) -> None:
         args.adaptive_muon_moment2_method,
         beta2=args.adaptive_muon_beta2,
         eps=args.adaptive_muon_eps,
+        strategy=args.data_parallel_sharding_strategy,
         tensor_parallel=max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1),
         tp_mode=args.muon_tp_mode,
     )

@@ -104,24 +104,25 @@ def check_blocks(strategy: str, *, split_qkv: bool, split_heads: bool, tensor_pa
         )
 
 
-def check_adaptive(method: str, *, beta2: float, eps: float, tensor_parallel: int, tp_mode: str) -> None:
+def check_adaptive(method: str, *, beta2: float, eps: float, strategy: str, tensor_parallel: int, tp_mode: str) -> None:
     """Check the settings of `--optimizer adaptive_muon`.
 
     Args:
         method: `--adaptive-muon-moment2-method`.
         beta2: `--adaptive-muon-beta2`.
         eps: `--adaptive-muon-eps`.
+        strategy: `--data-parallel-sharding-strategy`.
         tensor_parallel: the largest tensor parallel size, that of experts included.
         tp_mode: `--muon-tp-mode`.
 
     Raises:
-        UserError: a second moment that is not sharded here, a value out of range, or a mode in which tensor-parallel
-            ranks orthogonalise together.
+        UserError: a second moment that is not sharded here, a value out of range, or replicas whose tensor-parallel
+            ranks would have to orthogonalise together.
     """
-    if tensor_parallel > 1 and tp_mode != "blockwise":
+    if strategy == "no_shard" and tensor_parallel > 1 and tp_mode != "blockwise":
         raise UserError(
-            f"--muon-tp-mode {tp_mode} is not supported with --optimizer adaptive_muon and tensor parallel size "
-            f"{tensor_parallel}; use --muon-tp-mode blockwise"
+            f"--muon-tp-mode {tp_mode} is not supported with --optimizer adaptive_muon, no_shard and tensor parallel "
+            f"size {tensor_parallel}; use --muon-tp-mode blockwise, or optim, optim_grads or optim_grads_params"
         )
     if method not in ("adamuon", "normuon"):
         raise UserError(

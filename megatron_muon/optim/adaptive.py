@@ -112,11 +112,13 @@ class NorMuon(AdaptiveMuon):
 
     Args:
         neurons: normalises whole updates within the exchange.
+        over_tp: matrices are whole over tensor-parallel ranks.
         settings: as for AdaptiveMuon.
     """
 
-    def __init__(self, *args: Any, neurons: NeuronMoments, **settings: Any) -> None:
+    def __init__(self, *args: Any, neurons: NeuronMoments, over_tp: bool = False, **settings: Any) -> None:
         self._neurons = neurons
+        self._over_tp = over_tp
         super().__init__(*args, **settings)
 
     @torch.no_grad()
@@ -130,14 +132,14 @@ class NorMuon(AdaptiveMuon):
 
     def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
         index = next(i for i, other in enumerate(self._parameters()) if other is parameter)
-        return neuron_moment(parameter, by_row=self._neurons.by_row(index))
+        return neuron_moment(parameter, by_row=self._neurons.by_row(index), over_tp=self._over_tp)
 
 
-def neuron_moment(parameter: torch.Tensor, *, by_row: bool) -> torch.Tensor:
+def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:
     """Zeros for one number for each row (or column) of `parameter`, fp32, a DTensor as `parameter` is.
 
-    The dimension that is averaged over has size 1. Ranks that shard it hold the same numbers; tensor-parallel ranks,
-    whose parts are matrices of their own, hold one each.
+    The dimension that is averaged over has size 1. Ranks that shard it hold the same numbers; so do tensor-parallel
+    ranks with `over_tp`, and otherwise, their parts being matrices of their own, they hold one each.
     """
     gone = parameter.ndim - 1 if by_row else parameter.ndim - 2
     if not isinstance(parameter, DTensor):
@@ -146,7 +148,7 @@ def neuron_moment(parameter: torch.Tensor, *, by_row: bool) -> torch.Tensor:
     names = mesh.mesh_dim_names or ("",) * len(placements)
     for place, placement in enumerate(placements):
         if getattr(placement, "dim", None) == gone:  # a Shard or _StridedShard
-            if "tp" in names[place]:
+            if "tp" in names[place] and not over_tp:
                 size *= mesh.size(place)
             else:
                 placements[place] = Replicate()

@@ -57,8 +57,8 @@ def forms(trainer: Trainer) -> dict[str, Any]:
 
 
 def whole_moments(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Second moments, whole: those that every rank holds are taken from this one. Without experts over ranks."""
-    if trainer.case.expert_parallel > 1:
+    """Second moments, whole: those that every rank holds are taken from this one. Without experts over ranks, or TP."""
+    if trainer.case.expert_parallel > 1 or trainer.case.tensor > 1:
         return {}
     moments = {name: state["moment2_buffer"] for name, state in trainer.states().items() if "moment2_buffer" in state}
     columns = {
@@ -158,9 +158,13 @@ def test_the_number_of_ranks_changes_no_bit(ranks: Pool, method: str, precision:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_instances_and_experts_over_ranks(ranks: Pool, method: str) -> None:
+def test_instances_experts_and_tensor_parallel_ranks(ranks: Pool, method: str) -> None:
     """Replicas of a shard count once where second moments are collected."""
+    tensor = Case(layers=1, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer={"muon_tp_mode": "duplicated"})
     cases = {
+        "tp2": adaptive(method, tensor),
+        "tp2, wide and tall": adaptive(method, tensor.but(ffn=8, hidden=36)),
+        "tp2 hsdp": adaptive(method, tensor.but(instances=2)),
         "hsdp": adaptive(method, Case(layers=1, ffn=7, instances=2)),
         "hsdp, outer optim": adaptive(method, Case(layers=1, ffn=7, instances=2, outer="optim")),
         "ep2": adaptive(method, Case(layers=1, ffn=46, experts=4, expert_parallel=2)),

@@ -423,8 +423,10 @@ def test_settings_of_adaptive_muon(parser):
         parse(parser, ["--adaptive-muon-moment2-method", "namo"])
     with pytest.raises(UserError, match=r"--muon-momentum 1 is out of range"):
         check(parser, *ADAPTIVE, "--muon-momentum", "1")
+    duplicated = ("--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2")
+    check(parser, *ADAPTIVE, *duplicated, ranks=2)
     with pytest.raises(UserError, match="--muon-tp-mode duplicated is not supported with --optimizer adaptive_muon"):
-        check(parser, *ADAPTIVE, "--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2")
+        check(parser, *ADAPTIVE, *duplicated, "--data-parallel-sharding-strategy", "no_shard")
     with pytest.raises(UserError, match="--optimizer adaptive_muon needs --use-megatron-fsdp"):
         check(parser, "--optimizer", "adaptive_muon")
 
