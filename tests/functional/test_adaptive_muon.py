@@ -115,7 +115,12 @@ VARIANTS = {
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))],
+    [
+        ("no_shard", 2),
+        ("optim_grads_params", 3),
+        *(pytest.param(strategy, 2, marks=pytest.mark.wide) for strategy in STRATEGIES[1:]),
+        *(pytest.param("optim_grads_params", size, marks=pytest.mark.wide) for size in (1, 4)),
+    ],
 )
 def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int, method: str) -> None:
     cases = {label: adaptive(method, case.but(strategy=strategy, layers=1)) for label, case in VARIANTS.items()}

@@ -54,7 +54,14 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
     return training, one
 
 
-@pytest.mark.parametrize(("model", "layout", "sharding", "flags"), LAYOUTS, ids=[f"{x[1]}, {x[2]}" for x in LAYOUTS])
+OFTEN = {("TP 2 x DP 2", "optim"), ("HSDP 2 x TP 2", "optim_grads_params"), ("EP 2 x HSDP 2", "optim_grads_params")}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "sharding", "flags"),
+    [pytest.param(*case, marks=() if case[1:3] in OFTEN else pytest.mark.wide) for case in LAYOUTS],
+    ids=[f"{layout}, {sharding}" for _, layout, sharding, _ in LAYOUTS],
+)
 def test_layouts_save_resume_and_reshard(
     trainings: Any, cells: Cells, model: str, layout: str, sharding: str, flags: tuple[str, ...]
 ) -> None:

@@ -41,7 +41,12 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+OFTEN = {"tp2 dp2", "tp2, one query group", "hsdp tp2", "ep2", "expert tp2"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.wide) for name in LAYOUTS]
+)
 def test_updates_equal_the_reference(ranks: Pool, name: str) -> None:
     world_size, case = LAYOUTS[name]
     cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED}
@@ -186,7 +191,17 @@ def alone(ranks: Pool) -> dict[str, list[tuple[float, float, float]]]:
     return seen
 
 
-@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model in TRAINED for layout in TRAINED[model][1]])
+TRAINED_OFTEN = {"TP 2 x DP 2, sequence parallel", "HSDP 2 x DP 2", "EP 2 x HSDP 2", "expert TP 2, dense TP 1"}
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param(model, layout, marks=() if layout in TRAINED_OFTEN else pytest.mark.wide)
+        for model in TRAINED
+        for layout in TRAINED[model][1]
+    ],
+)
 def test_training_equals_that_of_one_rank(ranks: Pool, cells: Cells, alone: Any, model: str, layout: str) -> None:
     cases = of_all_strategies(TRAINED[model][1][layout])
     found = ranks(4, curves, cases=cases, micro_batches=3)[0]
