@@ -207,7 +207,7 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     assert table(run)["muon"] == (12, 3 * 44 * (132 + 44 + 102 + 102), pytest.approx(80, abs=10))
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", [pytest.param("optim", marks=pytest.mark.wide), "optim_grads_params"])
 def test_optimizer_instances_train_like_one_rank(tmp_path, corpus, strategy):
     """HSDP without overlap flags, where 0.19 by itself never reduces gradients over the instances."""
     steps = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4")

@@ -213,7 +213,12 @@ BLOCKS = {
 }
 
 
-SPREAD = [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))]
+SPREAD = [
+    ("no_shard", 2),
+    ("optim_grads_params", 3),
+    *(pytest.param(strategy, 2, marks=pytest.mark.wide) for strategy in STRATEGIES[1:]),
+    *(pytest.param("optim_grads_params", size, marks=pytest.mark.wide) for size in (1, 4)),
+]
 """Strategies and numbers of ranks for tests of many cases."""
 
 

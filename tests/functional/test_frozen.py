@@ -57,7 +57,7 @@ def test_frozen_parameters(ranks: Pool, strategy: str) -> None:
         for name, expected in reference.whole().items():
             if name in whole:
                 torch.testing.assert_close(whole[name], expected, rtol=0.0, atol=1e-6, msg=f"{label}: {name}")
-        assert with_momentum == {n for n in shapes if is_matrix(n, shapes[n]) and case.trains(n)}, label
+        assert with_momentum == {n for n in shapes if is_matrix(case, n, shapes[n]) and case.trains(n)}, label
         assert loss < 10.0, label
 
 
