@@ -14,8 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-from megatron_muon.optim.sharded_muon import local_rows
-
 
 class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
@@ -27,7 +25,6 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def __init__(self, chained_optimizers: list[MegatronOptimizer]) -> None:
         super().__init__(chained_optimizers)
         self._grad_norm: float | torch.Tensor = 0.0
-        self._no_rows: dict[torch.Tensor, torch.Tensor] = {}
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
@@ -60,7 +57,6 @@ class MuonChainedOptimizer(ChainedOptimizer):
         timers = self.config.timers
         if timers is not None:
             timers("optimizer-inner-step", log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        self._give_empty_shards_gradients()
         for optimizer in self.chained_optimizers:
             if not optimizer.is_stub_optimizer:
                 optimizer.optimizer.step()
@@ -77,18 +73,6 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if timers is not None:
             timers("params-all-gather").stop()
         return True
-
-    def _give_empty_shards_gradients(self) -> None:
-        """Let scalar optimizers step over shards without rows too, so that their step counters agree on every rank.
-
-        Megatron-FSDP sets no gradient there. A checkpoint keeps one counter for a parameter, and the rank that writes
-        it may well be one without rows.
-        """
-        for parameter in self.get_parameters():
-            if parameter.grad is None and local_rows(parameter).numel() == 0:
-                if parameter not in self._no_rows:
-                    self._no_rows[parameter] = torch.zeros_like(parameter.detach())
-                parameter.grad = self._no_rows[parameter]
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ from megatron_muon.exchange.owner import Batch, BatchMaker
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.mcore import parameters as mp
 from megatron_muon.mcore.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
-from megatron_muon.mcore.scalar_state import initialize_scalar_state
+from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.mcore.table import parameter_table
 from megatron_muon.optim.adaptive import AdaMuon, NorMuon
 from megatron_muon.optim.blocks import RowSplit
@@ -129,10 +129,12 @@ def _muon(
     over_tp = not replicated and config.muon_tp_mode != "blockwise"
     if over_tp:
         group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
+    rectangles: dict[torch.Tensor, tuple[int, int, int, int]] = {}
     if replicated:
         layout = mp.replicated_layout(matrices, names, group)
     else:
-        layout = mp.layout_of(matrices, names, mp.local_rectangles(model_chunks), group, over_tp=over_tp)
+        rectangles = mp.local_rectangles(model_chunks)
+        layout = mp.layout_of(matrices, names, rectangles, group, over_tp=over_tp)
     splits = [mp.block_split(parameter, block_settings(config), over_tp=over_tp) for parameter in matrices]
     orthogonalizer = Orthogonalizer(
         coefficient_type=config.muon_coefficient_type,
@@ -156,7 +158,15 @@ def _muon(
     neurons: NeuronMoments | None = None
     if adaptive:
         kind, second = _second_moment(
-            config, matrices, layout, splits, orthogonalizer, group, replicated=replicated, over_tp=over_tp
+            config,
+            matrices,
+            layout,
+            splits,
+            orthogonalizer,
+            group,
+            replicated=replicated,
+            over_tp=over_tp,
+            rectangles=rectangles,
         )
         neurons = second.get("neurons")
         settings |= second
@@ -198,6 +208,7 @@ def _second_moment(
     *,
     replicated: bool,
     over_tp: bool,
+    rectangles: Mapping[torch.Tensor, tuple[int, int, int, int]],
 ) -> tuple[type[ShardedMuon], dict[str, Any]]:
     """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
     device = matrices[0].device
@@ -212,6 +223,10 @@ def _second_moment(
             [mp.experts_in(parameter) for parameter in matrices],
             group,
             scales,
+            columns=[
+                (0, matrix.shape[1]) if replicated else (rectangles[p][2] % matrix.shape[1], rectangles[p][3])
+                for p, matrix in zip(matrices, layout.matrices, strict=True)
+            ],
             replicated=replicated,
             everywhere=not config.muon_share_replicated if replicated else config.muon_exchange == "allgather",
             device=device,
@@ -331,6 +346,7 @@ def _scalar(
     )
     wrapped.config = config  # a chain's members share one config
     initialize_scalar_state(wrapped)
+    step_over_empty_shards(wrapped.optimizer)
     return wrapped
 
 

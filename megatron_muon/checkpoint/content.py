@@ -110,7 +110,7 @@ class Missing:
 def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[Missing, set[str]]:
     """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks.
 
-    A parameter whose slots are not all there starts afresh as a whole: half a state is none.
+    A parameter whose slots are not all there, or not of the same size, starts afresh as a whole: half a state is none.
 
     Returns:
         What is missing, and the parameters that start afresh.
@@ -123,7 +123,24 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
             kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
             lost = missing.replaced if held - state.keys() or kinds == ("muon", "adaptive_muon") else missing.absent
             lost.update(f"{parameter}.{slot}" for slot in state)
+        elif other_shapes(f"{_STATE}{parameter}.", state, entries):  # as of another kind of second moment
+            fresh.add(parameter)
+            missing.replaced.update(f"{parameter}.{slot}" for slot in state)
     return missing, fresh
+
+
+def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Parameters with state whose order depends on the tensor parallel size, both halves of each.
+
+    A SwiGLU's weight and momentum are stored as gate and up. A second moment with one number for each of their rows is
+    stored as it is: gate and up of one tensor-parallel rank after the other.
+    """
+    found = set()
+    for parameter, state in wanted.items():
+        moment = state.get("moment2_buffer")
+        if parameter.endswith("_w") and moment is not None and moment.shape != state["momentum_buffer"].shape:
+            found |= {parameter, parameter[:-2] + "_v"} & wanted.keys()
+    return found
 
 
 def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
@@ -142,11 +159,13 @@ def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, A
     return found
 
 
-def without_fresh(optimizer: Mapping[str, Any], fresh: set[str], entries: Mapping[str, Any]) -> dict[str, Any]:
+def without_fresh(
+    optimizer: Mapping[str, Any], fresh: set[str], entries: Mapping[str, Any], *, keep: Iterable[str] = ()
+) -> dict[str, Any]:
     """The part of an optimizer's state dict to ask a checkpoint for: without parameters that start afresh.
 
     Settings of a parameter's group that the checkpoint does not hold, or that belong to another optimizer, stay as the
-    run has them; so does what is the layout's and not the training's.
+    run has them; so does what is the layout's and not the training's, and the settings named in `keep`.
     """
     afresh = fresh | {name[:-2] for name in fresh if name.endswith(("_w", "_v"))}
     metas = {}
@@ -155,7 +174,7 @@ def without_fresh(optimizer: Mapping[str, Any], fresh: set[str], entries: Mappin
             metas[parameter] = {
                 key: value
                 for key, value in meta.items()
-                if key not in _OF_THE_LAYOUT and _held(f"{_META}{parameter}.{key}", value, entries)
+                if key not in (*_OF_THE_LAYOUT, *keep) and _held(f"{_META}{parameter}.{key}", value, entries)
             }
     state = {parameter: slots for parameter, slots in optimizer["state"].items() if parameter not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}

@@ -143,6 +143,15 @@ def finish(folder: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def recover(save_dir: Path) -> None:
+    """Finish what a kill between the two renames of `finish` left: one of the two checkpoints gets its name back."""
+    for replaced in save_dir.glob(f"iter_*{_REPLACED}"):
+        folder = replaced.with_name(replaced.name.removesuffix(_REPLACED))
+        aside = folder.with_name(folder.name + UNFINISHED)
+        if not folder.exists():
+            (replaced if problems(aside) else aside).rename(folder)
+
+
 @contextlib.contextmanager
 def written_at_once(file: Path) -> Iterator[IO[Any]]:
     """Open a text file for writing that appears whole or not at all: readers see the old one until then."""

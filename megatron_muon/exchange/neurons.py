@@ -52,6 +52,7 @@ class NeuronMoments:
         experts: how many matrices each of the layout's matrices stacks.
         group: the process group of the layout.
         scales: for each matrix its factors `(rows, 1)` fp32, applied last.
+        columns: of each matrix, the first column that this rank's shards have and their number, for empty ones too.
         replicated: every rank holds whole matrices and all their numbers.
         everywhere: every rank normalises every matrix, so that nothing is left to spread.
         device: where the rows lie.
@@ -64,6 +65,7 @@ class NeuronMoments:
         group: dist.ProcessGroup,
         scales: Sequence[torch.Tensor],
         *,
+        columns: Sequence[tuple[int, int]],
         replicated: bool,
         everywhere: bool,
         device: torch.device,
@@ -71,6 +73,7 @@ class NeuronMoments:
         self._group = group
         self._rank = group.rank()
         self._scales = scales
+        self._columns = columns
         self._replicated = replicated
         self._everywhere = everywhere
         self._places: list[_Place] = []
@@ -137,7 +140,7 @@ class NeuronMoments:
             self._sum()
         for index, moment in enumerate(moments):
             part = self._part(index, sending=False)
-            if part is not None:
+            if part is not None and moment.numel():
                 moment.copy_(part.view(moment.shape))
 
     def _sum(self) -> None:
@@ -165,9 +168,8 @@ class NeuronMoments:
             ].view(-1)
         if sending and (shard is None or shard.row_start or shard.rank != self._rank):
             return None
-        if shard is None:
-            return whole
-        return whole[shard.col_start : shard.col_start + shard.cols]
+        first, count = self._columns[index]
+        return whole[first : first + count]
 
 
 class NormalizedBatch:

@@ -43,6 +43,9 @@ MUONS = ("muon", "adaptive_muon")
 ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
 """Defaults of the fields `adaptive_muon_*` of megatron-core's OptimizerConfig, which have no flags in 0.19."""
 
+BUFFER_MB = 256.0
+"""Default of --muon-exchange-buffer-mb."""
+
 _INDEX_HEADER = struct.Struct("<9sQBQ")
 """How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
 
@@ -79,7 +82,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     group.add_argument(
         "--muon-exchange-buffer-mb",
         type=float,
-        default=256.0,
+        default=BUFFER_MB,
         metavar="MIB",
         help="what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time",
     )
@@ -319,6 +322,14 @@ def _check_adaptive(args: argparse.Namespace) -> None:
 def _refuse_without_muon(args: argparse.Namespace) -> None:
     """Refuse flags that only this package's Muon heeds in a run of another optimizer."""
     given = {
+        "--muon-lr": args.muon_lr is not None,
+        "--muon-min-lr": args.muon_min_lr is not None,
+        "--muon-ns": args.muon_ns != "auto",
+        "--muon-exchange": args.muon_exchange != "owner",
+        "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
+        "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != BUFFER_MB,
+        "--muon-log-params": args.muon_log_params,
+        "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,
         "--muon-share-replicated": args.muon_share_replicated,
         "--muon-dump-layout": args.muon_dump_layout is not None,
         "--muon-split-gated-mlp": args.muon_split_gated_mlp,
@@ -329,11 +340,42 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
 
 
+def _refuse_unheeded(args: argparse.Namespace) -> None:
+    """Refuse Muon's flags that this run's strategy, exchange or model would pass over."""
+    plain = args.data_parallel_sharding_strategy == "no_shard" and not args.muon_share_replicated
+    if plain:
+        why = (
+            "--data-parallel-sharding-strategy no_shard exchanges nothing, and plain Muon is megatron-core's own there"
+        )
+        unheeded = {
+            "--muon-ns": args.muon_ns != "auto" and args.optimizer == "muon",
+            "--muon-exchange": args.muon_exchange != "owner",
+            "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
+        }
+    else:
+        why = "--muon-exchange allgather gathers fp32, matrix by matrix"
+        gathers = args.muon_exchange == "allgather" and not args.muon_share_replicated
+        unheeded = {
+            "--muon-exchange-dtype": gathers and args.muon_exchange_dtype == "bf16",
+            "--muon-exchange-buffer-mb": gathers and args.muon_exchange_buffer_mb != BUFFER_MB,
+        }
+    if flag := next((flag for flag, is_given in unheeded.items() if is_given), None):
+        raise UserError(f"{flag} has no effect here: {why}; leave it out")
+    if args.muon_split_gated_mlp and not args.swiglu:
+        raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
+
+
 def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
     if args.use_precision_aware_optimizer:
         raise UserError(
             f"--use-precision-aware-optimizer is not supported with --optimizer {args.optimizer}; leave it out"
         )
+    if args.megatron_fsdp_main_params_dtype != "fp32":
+        raise UserError(
+            f"--megatron-fsdp-main-params-dtype {args.megatron_fsdp_main_params_dtype} is not supported with "
+            f"--optimizer {args.optimizer}, whose momentum and main weights are fp32; leave it out"
+        )
+    _refuse_unheeded(args)
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
     if args.muon_num_ns_steps < 1:

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from megatron_muon.errors import SaveError, UserError
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches, versions
 
+_RATES = ("max_lr", "min_lr")
 _FLOPS = "num_floating_point_operations_so_far"
 _SHOWN = 5
 """Names listed in a message; the rest is counted."""
@@ -245,6 +246,7 @@ def load_what_is_there(patches: Patches) -> None:
             if folder is None:
                 return load(load_dir, args, rank0, *rest, **kwargs)
             if rank0:
+                _on_first_rank(lambda: files.recover(folder.parent))
                 _require_complete(folder)
                 return load(load_dir, args, rank0, *rest, **kwargs)
             asked.update(folder=folder)
@@ -252,6 +254,7 @@ def load_what_is_there(patches: Patches) -> None:
                 state, *others = load(load_dir, args, rank0, *rest, **kwargs)
                 if state is not None and "rng_state" in asked:
                     state["rng_state"] = asked["rng_state"]
+                _require_same_rates(asked.get("rates", {}), asked.get("settings", {}))
                 for parameter, settings in asked.get("settings", {}).items():
                     state["optimizer"]["param_to_group_meta"][parameter].update(settings)
             finally:
@@ -267,9 +270,16 @@ def load_what_is_there(patches: Patches) -> None:
                 return state
             entries = content.read_entries(asked["folder"])
             allow = getattr(args, "muon_allow_missing_state", False)
-            state = _ask_for_what_is_there(state, entries, asked["folder"], allow_missing=allow)
+            keep = _RATES if args.override_opt_param_scheduler else ()
+            tensor_parallel = args.tensor_model_parallel_size
+            state = _ask_for_what_is_there(
+                state, entries, asked["folder"], allow_missing=allow, keep=keep, tensor_parallel=tensor_parallel
+            )
             if "optimizer" in state:
-                asked["settings"] = state["optimizer"]["param_to_group_meta"]
+                settings = state["optimizer"]["param_to_group_meta"]
+                asked["settings"] = settings
+                if not args.use_checkpoint_opt_param_scheduler:
+                    asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
             if _FLOPS in entries:
                 state[_FLOPS] = 0
             if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
@@ -347,7 +357,34 @@ def _require_complete(folder: Path) -> None:
         raise UserError(f"this checkpoint cannot be loaded: {found[0]}")
 
 
-def _ask_for_what_is_there(state: Any, entries: dict[str, Any], folder: Path, *, allow_missing: bool) -> Any:
+def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
+    """Check that a checkpoint's learning rates, which groups would take on, are those of the run.
+
+    megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where it is told to
+    override them.
+
+    Raises:
+        UserError: the first that differs.
+    """
+    for parameter, rates in run.items():
+        for name, rate in rates.items():
+            if stored[parameter][name] != rate:
+                raise UserError(
+                    f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
+                    f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
+                    "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+                )
+
+
+def _ask_for_what_is_there(
+    state: Any,
+    entries: dict[str, Any],
+    folder: Path,
+    *,
+    allow_missing: bool,
+    keep: Sequence[str] = (),
+    tensor_parallel: int = 1,
+) -> Any:
     """The part of a state dict that a checkpoint can fill; what it cannot starts afresh, or is an error.
 
     Args:
@@ -355,12 +392,19 @@ def _ask_for_what_is_there(state: Any, entries: dict[str, Any], folder: Path, *,
         entries: what the checkpoint holds.
         folder: the checkpoint, for messages.
         allow_missing: `--muon-allow-missing-state`.
+        keep: settings of parameter groups that stay the run's.
+        tensor_parallel: the run's tensor parallel size.
 
     Raises:
         UserError: a weight is missing or of another shape, or state is missing that should be there.
     """
     optimizer = state.get("optimizer")
     missing, fresh = content.compare(optimizer["state"], entries) if optimizer else (content.Missing(), set())
+    if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
+        stored = content.read_objects(folder, ["args"]).get("args")
+        if getattr(stored, "tensor_model_parallel_size", tensor_parallel) != tensor_parallel:
+            fresh |= moved
+            missing.replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
     weights = state.get("model", {})
     missing.misfits |= {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
     missing.misfits |= content.other_shapes("model.", weights, entries)
@@ -379,13 +423,13 @@ def _ask_for_what_is_there(state: Any, entries: dict[str, Any], folder: Path, *,
             "use --muon-allow-missing-state to start them at zero, or --no-load-optim to load no optimizer state at all"
         )
     if lost := missing.absent | missing.replaced:
-        by = "another optimizer wrote this checkpoint" if missing.replaced else "it lacks them"
+        by = "another optimizer or layout wrote this checkpoint" if missing.replaced else "it lacks them"
         _tell(
             f"{len(lost)} entries of optimizer state start at zero, because {by}: "
             f"{_some(sorted(content.plain(name) for name in lost))}"
         )
     if optimizer:
-        state["optimizer"] = content.without_fresh(optimizer, fresh, entries)
+        state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=keep)
     return state
 
 

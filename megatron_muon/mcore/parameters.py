@@ -6,6 +6,7 @@ restores them and describes matrices as plain layouts. It chooses no optimizer.
 
 from __future__ import annotations
 
+import datetime
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -139,9 +140,17 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
     mine = tuple(sorted({rank for ranks in peers for rank in ranks}))
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
-    made = {ranks: dist.new_group(list(ranks)) for ranks in sorted(set(everyone))}
+    timeout = _timeout(data_parallel)
+    made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(set(everyone))}
     group: dist.ProcessGroup = made[mine]
     return group
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long a group's collectives wait: what `--distributed-timeout-minutes` said when Megatron made it."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    timeout: datetime.timedelta = group._get_backend(device).options._timeout
+    return timeout
 
 
 def block_split(parameter: torch.Tensor, settings: BlockSettings, *, over_tp: bool = True) -> RowSplit:

@@ -43,8 +43,11 @@ def step_over_empty_shards(inner: torch.optim.Optimizer) -> None:
     """Let an optimizer step over shards without rows too, so that their step counters agree on every rank.
 
     Megatron-FSDP sets no gradient there. A checkpoint keeps one counter for a parameter, and the rank that writes it
-    may well be one without rows.
+    may well be one without rows. Only torch's optimizers count so; the FusedAdam of Transformer Engine and Apex counts
+    steps of groups, and its kernel is not launched for what precedes an empty tensor at a group's end.
     """
+    if not isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        return
 
     def give_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for group in optimizer.param_groups:

@@ -176,6 +176,11 @@ def model_layouts(
             f"--data-parallel-sharding-strategy {strategy} leaves nothing to plan; choose one of "
             f"{', '.join(STRATEGIES)}"
         )
+    if model.num_query_groups % parallel.tensor and not over_tp:
+        raise UserError(
+            f"--num-query-groups {model.num_query_groups} must be a multiple of --tensor-model-parallel-size "
+            f"{parallel.tensor}, or --muon-tp-mode duplicated"
+        )
     listed = _without_excluded(model, list(model_parameters(model, parallel)))
     dense = _layout(
         [parameter for parameter in listed if not parameter.is_expert], parallel.dense_ranks, strategy, bucket_size
@@ -264,7 +269,7 @@ def model_parameters(model: ModelSizes, parallel: ParallelSizes) -> Iterator[Par
 
 def _check_divides(model: ModelSizes, parallel: ParallelSizes) -> None:
     for what, size, divisor, flag in (
-        ("--num-query-groups", model.num_query_groups, parallel.tensor, "--tensor-model-parallel-size"),
+        ("--num-attention-heads", model.num_attention_heads, parallel.tensor, "--tensor-model-parallel-size"),
         ("--num-attention-heads", model.num_attention_heads, model.num_query_groups, "--num-query-groups"),
         ("--ffn-hidden-size", model.ffn_hidden_size, parallel.tensor, "--tensor-model-parallel-size"),
         (
@@ -294,14 +299,14 @@ def _norm(model: ModelSizes, name: str, layer: int, size: int = 0) -> Iterator[P
 def _attention(model: ModelSizes, parallel: ParallelSizes, name: str, layer: int) -> Iterator[Parameter]:
     """Source: megatron.core.transformer.attention.SelfAttention; the output projection is built first."""
     heads, groups = model.num_attention_heads // parallel.tensor, model.num_query_groups // parallel.tensor
-    query = heads // groups * model.kv_channels
+    query = model.num_attention_heads // model.num_query_groups * model.kv_channels
     parts = (query, *([query] if model.attention_output_gate else []), model.kv_channels, model.kv_channels)
-    rows = groups * sum(parts)
+    rows = model.num_query_groups * sum(parts) // parallel.tensor
     hidden = model.hidden_size
     yield Parameter(f"{name}.linear_proj.weight", (hidden, heads * model.kv_channels), layer, muon=True)
     if model.bias:
         yield Parameter(f"{name}.linear_proj.bias", (hidden,), layer)
-    blocks: Blocks | None = (groups, parts) if model.split_qkv else None
+    blocks: Blocks | None = (groups, parts) if model.split_qkv and groups else None
     if model.split_heads:
         blocks = (1, (model.kv_channels,) * (rows // model.kv_channels))
     yield Parameter(f"{name}.linear_qkv.weight", (rows, hidden), layer, True, blocks)

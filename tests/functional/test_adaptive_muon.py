@@ -169,6 +169,7 @@ def test_instances_experts_and_tensor_parallel_ranks(ranks: Pool, method: str) -
     cases = {
         "tp2": adaptive(method, tensor),
         "tp2, wide and tall": adaptive(method, tensor.but(ffn=8, hidden=36)),
+        "tp2, no row of a wide matrix cut by columns": adaptive(method, tensor.but(ffn=128, hidden=32, heads=4)),
         "tp2 hsdp": adaptive(method, tensor.but(instances=2)),
         "hsdp": adaptive(method, Case(layers=1, ffn=7, instances=2)),
         "hsdp, outer optim": adaptive(method, Case(layers=1, ffn=7, instances=2, outer="optim")),

@@ -242,6 +242,15 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
     assert {float(again[name.removesuffix("momentum_buffer") + "step"]) for name in momentum} == {0.0}
     assert [name for name in differences(again, expected) if name.startswith("model.")] == []
 
+    run = training(*muon, *flags, "--load", "muon", "--muon-lr", "0.004")
+    assert run.returncode == 2
+    assert "max_lr 0.003 for decoder." in run.output
+    assert "this run 0.004 (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler" in run.output
+    override = ("--load", "muon", "--muon-lr", "0.004", "--override-opt-param-scheduler", "--save", "overridden")
+    training(*muon, *flags, *override).checked()
+    overridden = saved(training, "overridden")
+    assert {v for name, v in overridden.items() if "linear_proj" in name and name.endswith(".max_lr")} == {0.004}
+
     broken = files.iteration_folder(training.folder / "muon", 6)
     assert remove_entries(broken, "momentum_buffer", "layers.1.", "fc2") == 1
     run = training(*muon, *flags, "--load", "muon")

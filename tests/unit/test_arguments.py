@@ -359,6 +359,30 @@ def test_sharing_is_for_replicas(parser):
         check(parser, *MUON, *share, "no_shard", "--muon-exchange", "allgather")
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--optimizer", "adam", "--muon-lr", "0.1"), "--muon-lr needs --optimizer muon --use-megatron-fsdp"),
+        (("--optimizer", "muon", "--muon-ns", "gram"), "--muon-ns needs --optimizer muon --use-megatron-fsdp"),
+        ((*MUON, "--data-parallel-sharding-strategy", "no_shard", "--muon-ns", "gram"), "--muon-ns has no effect here"),
+        ((*MUON, "--data-parallel-sharding-strategy", "no_shard", "--muon-exchange", "allgather"), "exchanges nothing"),
+        (
+            (*MUON, "--muon-exchange", "allgather", "--muon-exchange-dtype", "bf16"),
+            "--muon-exchange-dtype has no effect",
+        ),
+        ((*MUON, "--muon-exchange", "allgather", "--muon-exchange-buffer-mb", "8"), "gathers fp32, matrix by matrix"),
+        ((*MUON, "--muon-split-gated-mlp"), "no gate to split without --swiglu"),
+        (
+            (*MUON, "--megatron-fsdp-main-params-dtype", "bf16"),
+            "--megatron-fsdp-main-params-dtype bf16 is not supported",
+        ),
+    ],
+)
+def test_flags_that_would_be_passed_over_are_refused(parser, argv, message):
+    with pytest.raises(UserError, match=message):
+        check(parser, *argv)
+
+
 def test_layer_wise_muon_is_upstreams_and_not_for_shards(parser):
     check(parser, "--optimizer", "dist_muon")
     with pytest.raises(UserError, match=r"--optimizer dist_muon is .* layer-wise .* The owner scheme .* replaces it"):
@@ -378,7 +402,8 @@ ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp")
 
 
 @pytest.mark.parametrize(
-    "flags", [["--muon-split-gated-mlp"], ["--muon-split-heads"], ["--muon-exclude", "router", "linear_fc?"]]
+    "flags",
+    [["--muon-split-gated-mlp", "--swiglu"], ["--muon-split-heads"], ["--muon-exclude", "router", "linear_fc?"]],
 )
 def test_blocks_are_those_of_muon_under_fsdp(parser, flags):
     check(parser, *MUON, *flags)

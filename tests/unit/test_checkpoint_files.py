@@ -115,6 +115,21 @@ def test_the_same_iteration_again(save_dir: Path) -> None:
     assert sorted(entry.name for entry in save_dir.iterdir()) == ["iter_0000004", "iter_0000008", files.TRACKER]
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_kill_between_the_two_renames(save_dir: Path, is_whole: bool) -> None:
+    """One of the two is whole: it gets the name back, the new one if it can."""
+    folder = files.iteration_folder(save_dir, 8)
+    old = (folder / ".metadata").stat().st_ino
+    aside = write(files.begin(folder))
+    new = (aside / ".metadata").stat().st_ino
+    if not is_whole:
+        (aside / "__0_0.distcp").unlink()
+    folder.rename(folder.with_name(folder.name + ".replaced"))
+    files.recover(save_dir)
+    assert files.problems(folder) == []
+    assert (folder / ".metadata").stat().st_ino == (new if is_whole else old)
+
+
 def test_a_file_appears_whole_or_not_at_all(save_dir: Path) -> None:
     tracker = save_dir / files.TRACKER
 
@@ -150,3 +165,24 @@ def test_what_is_missing() -> None:
     assert asked == {"state": {"a": {"momentum_buffer": 0}}, "param_to_group_meta": {"a": {"lr": 1.0}}}
     slots = content.optimizer_slots(entries)
     assert [content.optimizer_of(slots[name]) for name in "abd"] == ["muon", "adam", "lion"]
+
+
+def test_state_of_another_size_starts_afresh() -> None:
+    """NorMuon keeps a number for each row, AdaMuon one for each element."""
+
+    class Stored:
+        def __init__(self, *size: int) -> None:
+            self.size = torch.Size(size)
+
+    entries = {"optimizer.state.a.momentum_buffer": Stored(4, 2), "optimizer.state.a.moment2_buffer": Stored(4, 2)}
+    whole, by_row = torch.zeros(4, 2), torch.zeros(4, 1)
+    same, fresh = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": whole}}, entries)
+    assert (same.replaced, fresh) == (set(), set())
+    other, fresh = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": by_row}}, entries)
+    assert other.replaced == {"a.momentum_buffer", "a.moment2_buffer"}
+    assert fresh == {"a"}
+    halves = {"b_w": {"momentum_buffer": whole, "moment2_buffer": torch.zeros(8, 1)}, "b_v": {"momentum_buffer": whole}}
+    assert content.laid_out_by_rank({"a": {"momentum_buffer": whole, "moment2_buffer": whole}, **halves}) == {
+        "b_w",
+        "b_v",
+    }

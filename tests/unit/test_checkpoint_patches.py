@@ -165,6 +165,15 @@ class FusedAdam(torch.optim.SGD):
     capturable = False
 
 
+def test_fused_adam_sees_no_gradient_of_an_empty_shard():
+    """Transformer Engine launches no kernel for what precedes an empty tensor at the end of a group."""
+    empty = torch.nn.Parameter(torch.ones(0, 3))
+    fused = FusedAdam([empty], lr=0.1)
+    step_over_empty_shards(fused)
+    fused.step()
+    assert empty.grad is None
+
+
 @pytest.mark.parametrize(("capturable", "counter"), [(False, 0), (True, torch.zeros(1, dtype=torch.int))])
 def test_a_counter_in_the_group_is_there_to_be_loaded(capturable, counter):
     """It came with the first step: a resumed run did not ask the checkpoint for it, and counted from 0 again."""
