@@ -152,7 +152,7 @@ def test_every_exchange_gives_the_same(ranks: Pool, method: str) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("precision", ["highest", "medium"])
+@pytest.mark.parametrize("precision", [pytest.param("highest", marks=pytest.mark.wide), "medium"])
 def test_the_number_of_ranks_changes_no_bit(ranks: Pool, method: str, precision: str) -> None:
     case = adaptive(method, Case(layers=1, ffn=47), muon_fp32_matmul_prec=precision)
     alone = ranks(1, run, cases={"": case})[0][""]

@@ -55,7 +55,8 @@ def test_a_pattern_that_matches_nothing_is_one_line(tmp_path, corpus):
     assert "Traceback" not in run.output.split("pretrain_gpt.py: error:")[0]
 
 
-@pytest.mark.parametrize("method", [pytest.param("adamuon", marks=pytest.mark.wide), "normuon"])
+@pytest.mark.wide
+@pytest.mark.parametrize("method", ["adamuon", "normuon"])
 def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, corpus, method):
     """A second moment that is lost, or stays on its old owner, is off from the first step on. Ranks may be others."""
     args = (*cli.TINY, *corpus, *ADAPTIVE, *SHARDED, *SWIGLU, "--adaptive-muon-moment2-method", method)

@@ -54,7 +54,7 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
     return training, one
 
 
-OFTEN = {("TP 2 x DP 2", "optim"), ("HSDP 2 x TP 2", "optim_grads_params"), ("EP 2 x HSDP 2", "optim_grads_params")}
+OFTEN = {("HSDP 2 x TP 2", "optim_grads_params"), ("EP 2 x HSDP 2", "optim_grads_params")}
 
 
 @pytest.mark.parametrize(

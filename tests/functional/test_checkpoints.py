@@ -94,7 +94,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+OFTEN = ("dense", "experts", "swiglu under no_shard")
+
+
+@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in OFTEN else pytest.mark.wide) for m in MODELS])
 def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, cells: Cells, model: str) -> None:
     """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
 
@@ -160,6 +163,7 @@ def test_any_layout_loads_what_any_other_saved(training: Trainings, cells: Cells
         cells.add("DP", layout[layout.index("--data-parallel-sharding-strategy") + 1], "save", "reshard")
 
 
+@pytest.mark.wide
 def test_experts_move_to_other_ranks(training: Trainings) -> None:
     """Four experts over two ranks, then all on each of three, then over two by two."""
     flags = (*EXACT, *EXPERTS)
@@ -175,6 +179,7 @@ def test_experts_move_to_other_ranks(training: Trainings) -> None:
         before = name
 
 
+@pytest.mark.wide
 def test_tensor_parallel_sizes_change(training: Trainings) -> None:
     """1, 2, 2 by 2, and 1 again: SwiGLU's halves find their rows. Tensor-parallel ranks share their random numbers."""
     flags = (*EXACT, *SWIGLU, *DIVISIBLE, "--make-vocab-size-divisible-by", "4")

@@ -198,6 +198,7 @@ def test_adam_under_fsdp_is_upstreams(tmp_path, corpus):
     assert "optimizer     tensors" not in run.output
 
 
+@pytest.mark.wide
 def test_tensor_parallel_ranks(tmp_path, corpus):
     """Two by two ranks: data parallel over tensor parallel halves, each half orthogonalised by itself."""
     sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
@@ -207,7 +208,8 @@ def test_tensor_parallel_ranks(tmp_path, corpus):
     assert table(run)["muon"] == (12, 3 * 44 * (132 + 44 + 102 + 102), pytest.approx(80, abs=10))
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("optim", marks=pytest.mark.wide), "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.wide
 def test_optimizer_instances_train_like_one_rank(tmp_path, corpus, strategy):
     """HSDP without overlap flags, where 0.19 by itself never reduces gradients over the instances."""
     steps = ("--micro-batch-size", "1", "--global-batch-size", "8", "--train-iters", "4")
@@ -243,6 +245,7 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)
 
 
+@pytest.mark.wide
 def test_replicas_share_their_work_experts_too(tmp_path, corpus):
     """Nothing but the speed changes; experts are shared over their own group."""
     experts = (*SWIGLU, "--num-experts", "2", "--moe-router-topk", "2", "--muon-fp32-matmul-prec", "highest")

@@ -41,7 +41,7 @@ LAYOUTS = {
 }
 
 
-OFTEN = {"tp2 dp2", "tp2, one query group", "hsdp tp2", "ep2", "expert tp2"}
+OFTEN = {"tp2, one query group", "hsdp tp2", "ep2 hsdp", "expert tp2"}
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def alone(ranks: Pool) -> dict[str, list[tuple[float, float, float]]]:
     return seen
 
 
-TRAINED_OFTEN = {"TP 2 x DP 2, sequence parallel", "HSDP 2 x DP 2", "EP 2 x HSDP 2", "expert TP 2, dense TP 1"}
+TRAINED_OFTEN = {"HSDP 2 x TP 2", "EP 2 x TP 2, sequence parallel", "expert TP 2, dense TP 1"}
 
 
 @pytest.mark.parametrize(
