@@ -77,6 +77,7 @@ def test_a_continued_run_of_adaptive_muon_is_the_uninterrupted_one(tmp_path, cor
     assert found == pytest.approx({step: expected[step] for step in (4, 5, 6)}, abs=2e-3)
 
 
+@pytest.mark.wide
 def test_adaptive_muon_on_tensor_parallel_ranks(tmp_path, corpus):
     """Each tensor-parallel rank's part is a matrix with second moments of its own."""
     sizes = ("--hidden-size", "44", "--ffn-hidden-size", "102", "--num-attention-heads", "4")
