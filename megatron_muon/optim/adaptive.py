@@ -71,7 +71,7 @@ class AdaptiveMuon(ShardedMuon):
                 self.state[parameter][MOMENT2] = self._new_moment(parameter)
 
     def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        raise NotImplementedError  # the subclass says what its second moment is of
 
 
 class AdaMuon(AdaptiveMuon):

@@ -15,7 +15,7 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
-from megatron_muon.mcore import checkpoint_patches
+from megatron_muon.mcore import checkpoint_loading, checkpoint_patches
 from megatron_muon.mcore.refusals import check_async_save
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches
@@ -64,8 +64,8 @@ def other(*_args: object) -> None:
         (checkpoint_patches.save_beside_and_rename, dcp, "save"),
         (checkpoint_patches.write_tracker_at_once, checkpointing, "save_checkpoint"),
         (checkpoint_patches.explain_failed_saves, training, "save_checkpoint"),
-        (checkpoint_patches.load_what_is_there, checkpointing, "_load_base_checkpoint"),
-        (checkpoint_patches.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
+        (checkpoint_loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
+        (checkpoint_loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
     ],
 )
 def test_another_shape(patches, monkeypatch, patch, owner, name):
@@ -124,7 +124,7 @@ def arguments(**given: object) -> types.SimpleNamespace:
 
 
 def test_the_folder_that_will_be_loaded(tmp_path):
-    folder = checkpoint_patches._folder_to_load
+    folder = checkpoint_loading._folder_to_load
     assert folder(str(tmp_path), arguments()) is None
     (tmp_path / files.TRACKER).write_text("8")
     assert folder(str(tmp_path), arguments()) == tmp_path / "iter_0000008"
@@ -134,7 +134,7 @@ def test_the_folder_that_will_be_loaded(tmp_path):
     (tmp_path / files.TRACKER).write_text("release")
     assert folder(str(tmp_path), arguments()) == Path(tmp_path / "release")
     with pytest.raises(UserError, match=r"iter_0000004 does not exist; .*no complete checkpoint"):
-        checkpoint_patches._require_complete(tmp_path / "iter_0000004")
+        checkpoint_loading._require_complete(tmp_path / "iter_0000004")
 
 
 def test_a_signal_of_any_rank_is_remembered(patches, monkeypatch):

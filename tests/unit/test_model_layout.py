@@ -162,6 +162,18 @@ def test_owners_put_matrices_together_over_tensor_parallel_ranks() -> None:
                 )
 
 
+def test_fewer_query_groups_than_tensor_parallel_ranks() -> None:
+    """No part holds a whole group, but the matrix that owners put together does."""
+    sizes = ModelSizes(**{**TINY, "num_query_groups": 1})
+    with pytest.raises(
+        UserError, match=r"--num-query-groups 1 must be a multiple of .* 2, or --muon-tp-mode duplicated"
+    ):
+        model_layouts(sizes, ParallelSizes(world_size=4, tensor=2))
+    whole, _ = model_layouts(sizes, ParallelSizes(world_size=4, tensor=2), over_tp=True)
+    one, _ = model_layouts(sizes, ParallelSizes(world_size=1))
+    assert (shapes(whole), whole.blocks) == (shapes(one), one.blocks)
+
+
 def test_instances_and_uncut_matrices_are_replicas() -> None:
     parallel = ParallelSizes(world_size=16, tensor=2, expert=2, expert_tensor=2, instances=2)
     dense, experts = model_layouts(ModelSizes(**MOE), parallel, over_tp=True)

@@ -1,0 +1,21 @@
+"""What one rank does for all, with its failure raised on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+def on_first_rank(act: Callable[[], object]) -> None:
+    """Do something on rank 0; every rank raises what it raises there."""
+    failure: list[str | None] = [None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            act()
+        except Exception as error:
+            failure = [f"rank 0: {error}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise OSError(failure[0])
