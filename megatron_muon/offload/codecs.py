@@ -84,7 +84,7 @@ class Fp32:
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
         """Copies the values, unless they are the record's own view."""
         stored = self.decode(record, *values.shape)
-        if not (values.data_ptr() == stored.data_ptr() and values.is_contiguous()):
+        if values.data_ptr() != stored.data_ptr():
             stored.copy_(values)
 
 
@@ -120,8 +120,8 @@ class Int8:
     """Signed 8-bit codes, rounded stochastically, with a fp32 scale for up to 128 columns of a row.
 
     A record holds the scales (rows, ceil(cols / 128)) and then the codes (rows, cols). A scale is the block's largest
-    magnitude over 127; the error stays under one scale and averages to zero. A block that holds a non-finite value
-    becomes NaN as a whole; one whose values all lie below 1.5e-36 becomes zero.
+    magnitude over 127; the error stays under one scale and averages to zero. A block that holds a value which
+    is not finite comes back with none that is; one whose values all lie below 1.5e-36 comes back as zeros.
     """
 
     name = "int8"
@@ -207,11 +207,10 @@ def _equal_blocks(cols: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's scale, 0 for zeros and NaN where not finite, and the factor that scales its values."""
+    """Each block's scale, 0 for zeros and not finite where a value is not, and the factor that scales its values."""
     # A product, because CUDA divides by a constant that way and the CPU does not.
     scale = largest * (1.0 / _INT8_MAX)
     scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
-    scale = torch.where(scale.isfinite(), scale, float("nan"))
     return scale, torch.where(scale > 0, scale.reciprocal(), 0.0)
 
 

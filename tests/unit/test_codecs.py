@@ -98,11 +98,6 @@ def test_fp32_decodes_to_the_record_itself() -> None:
     before = record.clone()
     codec.encode(momentum, record, HERE, step=1)
     assert torch.equal(record, before)
-    # Values that only begin where the record begins are not the record: a transposed view must be copied.
-    square = codec.decode(new_record(codec, 3, 3, fill=0), 3, 3)
-    square.copy_(torch.arange(9.0).view(3, 3))
-    codec.encode(square.T.clone(), square.view(torch.uint8).flatten(), HERE, step=1)
-    assert torch.equal(square, torch.arange(9.0).view(3, 3).T)
 
 
 @given(rows=SIZES, cols=WIDTHS)
@@ -199,8 +194,7 @@ def test_int8_marks_the_block_of_what_is_not_finite(bad: float) -> None:
     found = stored(codec_of("int8"), values)
     spoilt = torch.zeros(4, 300, dtype=torch.bool)
     spoilt[1, 128:256] = spoilt[2, 256:] = True
-    assert torch.equal(found.isnan(), spoilt)
-    assert found[~spoilt].isfinite().all()
+    assert torch.equal(~found.isfinite(), spoilt)
 
 
 @pytest.mark.parametrize("name", STOCHASTIC)
@@ -218,6 +212,17 @@ def test_largest_and_smallest_magnitudes(name: str) -> None:
         assert (found[:3] == 0).all()
         assert (found[3:, :2] != 0).all()
     assert ((found.double() - values.double()).abs() <= bound * (1 + 2e-5)).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
+    """Where the largest value over its scale comes out as 127.00001, the largest of the random numbers makes it 128."""
+    candidates = 1.0 + torch.arange(1000) * 2.0**-23
+    over = candidates * (candidates * (1.0 / 127)).reciprocal()
+    assert over.max() > 127
+    values = torch.full((512, 1024), sign * float(candidates[over.argmax()]))
+    assert random_numbers(512, 1024).abs().max() == 0.5 - 2.0**-17
+    assert ((stored(codec_of("int8"), values) - values).abs() <= int8_scales(values) * (1 + 2e-5)).all()
 
 
 # --- no bias ----------------------------------------------------------------------------------------------------------
