@@ -184,6 +184,8 @@ def test_bf16_keeps_nan_and_infinities() -> None:
     values = torch.cat((nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0]))).expand(64, -1)
     found = stored(codec_of("bf16"), values)
     torch.testing.assert_close(found, values, rtol=0.0, atol=0.0, equal_nan=True)
+    many = torch.full((512, 512), math.inf)  # every one of the 2^16 random numbers about four times
+    assert torch.equal(stored(codec_of("bf16"), many), many)
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
