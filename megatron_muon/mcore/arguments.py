@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import itertools
 import os
 import struct
 import tempfile
@@ -245,7 +246,7 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
 def _last_value(argv: Sequence[str], flag: str) -> str | None:
     """The value that `argv` gives to a flag, the last one if several."""
     value = None
-    for token, following in zip(argv, (*argv[1:], ""), strict=True):
+    for token, following in itertools.pairwise((*argv, "")):
         if token == flag:
             value = following
         elif token.startswith(f"{flag}="):
