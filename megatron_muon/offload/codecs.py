@@ -27,9 +27,9 @@ BLOCK_COLS = 128
 """Columns of a row that share one scale in int8, counted from the rectangle's first column."""
 
 _INT8_MAX = 127
-# A scale below this would make its reciprocal overflow; such a block (all below 1.5e-36) is stored as zeros.
+# A scale below this would make its reciprocal overflow; such a block (all below 1.9e-34) is stored as zeros.
 _SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
-# Elements worked on at once: on a CPU the temporaries (12 bytes each) stay in cache, elsewhere launches stay few.
+# Elements worked on at once: on a CPU the temporaries (16 bytes each) stay in cache, elsewhere launches stay few.
 _CHUNK_CPU = 1 << 17
 _CHUNK_DEVICE = 1 << 22
 
@@ -117,11 +117,14 @@ class Bf16:
 
 
 class Int8:
-    """Signed 8-bit codes, rounded stochastically, with a fp32 scale for up to 128 columns of a row.
+    """Signed 8-bit codes whose squares count, rounded stochastically, with a fp32 scale for up to 128 columns of a row.
 
-    A record holds the scales (rows, ceil(cols / 128)) and then the codes (rows, cols). A scale is the block's largest
-    magnitude over 127; the error stays under one scale and averages to zero. A block that holds a value which
-    is not finite comes back with none that is; one whose values all lie below 1.5e-36 comes back as zeros.
+    A record holds the scales (rows, ceil(cols / 128)) and then the codes (rows, cols). A code c stands for sign(c) c^2
+    times the scale, which is the block's largest magnitude over 127^2. So the spacing shrinks with the value: where
+    some columns are much larger than others, evenly spaced values would drown the small ones, whose directions
+    orthogonalisation makes as large as any. The error stays under one spacing, at most 253 scales, and averages to
+    zero. A block that holds a value which is not finite comes back with none that is; one whose values all lie below
+    1.9e-34 comes back as zeros.
     """
 
     name = "int8"
@@ -131,33 +134,38 @@ class Int8:
         return rows * (cols + 4 * _blocks(cols))
 
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        """Codes times scales, as new (rows, cols) fp32."""
+        """Signed squares of the codes times scales, as new (rows, cols) fp32."""
         scales, codes = self._parts(record, rows, cols)
         values = torch.empty(rows, cols, dtype=torch.float32, device=record.device)
         for chunk in _chunks(rows, cols, record.device):
-            values[chunk].copy_(codes[chunk])
+            part = values[chunk].copy_(codes[chunk])
+            part.mul_(part.abs())
             for block_cols, blocks in _equal_blocks(cols):
-                block = values[chunk, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
+                block = part[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
                 block.mul_(scales[chunk, blocks, None])
         return values
 
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Scales each block to [-127, 127], adds noise in (-1/2, 1/2) and rounds to the nearest."""
+        """Scales each block to [0, 127^2] and rounds each magnitude to one of the two squares around it."""
         rows, cols = values.shape
         scales, codes = self._parts(record, rows, cols)
         for chunk, noise in _noise(values, place, step=step):
             scaled = values[chunk].abs()
             for block_cols, blocks in _equal_blocks(cols):
-                shape = (blocks.stop - blocks.start, -1)
-                largest = scaled[:, block_cols].unflatten(1, shape).amax(dim=-1)
-                scale, inverse = _scale_and_inverse(largest)
+                block = scaled[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
+                scale, inverse = _scale_and_inverse(block.amax(dim=-1))
                 scales[chunk, blocks] = scale
-                block = values[chunk, block_cols].unflatten(1, shape)
-                torch.mul(block, inverse[..., None], out=scaled[:, block_cols].unflatten(1, shape))
-            # (k + 1/2) / 2^16 for k in [-2^15, 2^15): its mean is zero, and a whole number plus it is exact in fp32
-            # and rounds back to that number.
-            scaled.add_(noise, alpha=2.0**-16).add_(2.0**-17).round_().clamp_(-_INT8_MAX, _INT8_MAX)
-            codes[chunk].copy_(scaled)
+                block.mul_(inverse[..., None])
+            # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of the way between the
+            # two squares, (scaled - c^2) / (2 c + 1).
+            root = scaled.sqrt().floor_()
+            scaled.addcmul_(root, root, value=-1.0)
+            scaled.div_(root.add_(0.5))
+            root.add_(scaled, alpha=0.5)
+            # (k + 1/2) / 2^16 for k in [-2^15, 2^15) lies in (-1/2, 1/2) and its mean is zero. It is exact in fp32 when
+            # added to c + 1/2, so that a square stays what it is.
+            root.add_(noise, alpha=2.0**-16).add_(2.0**-17).floor_().clamp_(max=_INT8_MAX)
+            codes[chunk].copy_(root.copysign_(values[chunk]))
 
     def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         body = _head(record, self.record_bytes(rows, cols))
@@ -209,7 +217,7 @@ def _equal_blocks(cols: int) -> Iterator[tuple[slice, slice]]:
 def _scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
     """Each block's scale, 0 for zeros and not finite where a value is not, and the factor that scales its values."""
     # A product, because CUDA divides by a constant that way and the CPU does not.
-    scale = largest * (1.0 / _INT8_MAX)
+    scale = largest * (1.0 / _INT8_MAX**2)
     scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
     return scale, torch.where(scale > 0, scale.reciprocal(), 0.0)
 

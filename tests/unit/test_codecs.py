@@ -52,16 +52,22 @@ def bf16_spacing(values: Tensor) -> Tensor:
 
 
 def int8_scales(values: Tensor) -> Tensor:
-    """Largest magnitude of each 128 columns of a row over 127, repeated to the shape of the values."""
+    """Largest magnitude of each 128 columns of a row over 127^2, repeated to the shape of the values."""
     scales = torch.zeros_like(values)
     for first in range(0, values.shape[1], BLOCK_COLS):
         block = values[:, first : first + BLOCK_COLS]
-        scales[:, first : first + BLOCK_COLS] = block.abs().amax(dim=1, keepdim=True) / 127
+        scales[:, first : first + BLOCK_COLS] = block.abs().amax(dim=1, keepdim=True) / 127**2
     return scales
 
 
+def int8_spacing(values: Tensor) -> Tensor:
+    """Distance of the two squares times scale around each value."""
+    scales = int8_scales(values)
+    return scales * (2 * (values / scales).abs().nan_to_num().sqrt().floor().clamp(max=126) + 1)
+
+
 def spacing_of(codec: Codec, values: Tensor) -> Tensor:
-    return bf16_spacing(values) if codec.name == "bf16" else int8_scales(values)
+    return bf16_spacing(values) if codec.name == "bf16" else int8_spacing(values)
 
 
 def to_nearest(codec: Codec, values: Tensor) -> Tensor:
@@ -69,7 +75,10 @@ def to_nearest(codec: Codec, values: Tensor) -> Tensor:
     if codec.name == "bf16":
         return values.bfloat16().float()
     scales = int8_scales(values)
-    return (values / scales).round() * scales
+    codes = torch.arange(128.0)
+    middles = (codes[:-1].square() + codes[1:].square()) / 2
+    nearest = torch.bucketize((values / scales).abs(), middles).float()
+    return nearest.square().copysign(values) * scales
 
 
 def random_numbers(rows: int, cols: int, *, step: int = 0, place: Place = HERE) -> Tensor:
@@ -124,7 +133,7 @@ def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) ->
 @given(rows=SIZES, cols=WIDTHS, seed=SEEDS, step=st.integers(0, 2**40), row=st.integers(0, 2**24))
 @example(rows=2, cols=129, seed=0, step=0, row=0)
 def test_error_is_under_one_spacing(name: str, rows: int, cols: int, seed: int, step: int, row: int) -> None:
-    """int8: plus 2e-5 scales for the rounding of the scale and of value / scale, each within 2^-23 of up to 127."""
+    """int8: plus 2e-5 spacings for the rounding of the scale and of value / scale, each within 2^-23 of up to 127^2."""
     codec, values = codec_of(name), random_values(rows, cols, seed)
     found = stored(codec, values, Place(key=seed, row=row, col=0), step=step)
     assert found.dtype == torch.float32
@@ -141,9 +150,19 @@ def test_what_the_format_holds_stays(name: str, rows: int, cols: int, seed: int)
     else:
         codes = torch.randint(-127, 128, (rows, cols), generator=torch.Generator().manual_seed(seed)).float()
         codes[:, ::BLOCK_COLS] = 127.0
-        values = codes * 2.0**-9  # a power of two: the scale is exact
+        values = codes * codes.abs() * 2.0**-9  # a power of two: the scale is exact
     for step in range(4):
         assert torch.equal(stored(codec, values, step=step), values)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_no_random_number_moves_what_the_format_holds(name: str, sign: float) -> None:
+    """Half a million values, so that the smallest and the largest of the 2^16 random numbers meet some of them."""
+    codec = codec_of(name)
+    values, _ = between(codec, 0.0, 512, 1024)
+    values[:, ::BLOCK_COLS] = values[0, 0] if name == "int8" else 1.0
+    assert torch.equal(stored(codec, sign * values), sign * values)
 
 
 @pytest.mark.parametrize("name", MOMENTUM_DTYPES)
@@ -202,7 +221,7 @@ def test_int8_marks_the_block_of_what_is_not_finite(bad: float) -> None:
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_largest_and_smallest_magnitudes(name: str) -> None:
     codec = codec_of(name)
-    magnitudes = torch.tensor([1e-45, 1e-39, 1e-37, 1.6e-36, 1e-30, 1e30, 3.3e38]).view(-1, 1)
+    magnitudes = torch.tensor([1e-45, 1e-39, 1e-37, 1.8e-34, 2e-34, 1e30, 3.3e38]).view(-1, 1)
     values = magnitudes * torch.tensor([1.0, -1.0, 0.5, 0.0])
     found = stored(codec, values)
     assert found.isfinite().all()
@@ -210,21 +229,35 @@ def test_largest_and_smallest_magnitudes(name: str) -> None:
     if name == "bf16":
         bound = bound.clamp(min=2.0**-133)  # the spacing of subnormal numbers
     else:
-        bound[:3] = 1.5e-36  # stored as zeros
-        assert (found[:3] == 0).all()
-        assert (found[3:, :2] != 0).all()
+        bound[:4] = 1.9e-34  # stored as zeros
+        assert (found[:4] == 0).all()
+        assert (found[4:, :2] != 0).all()
     assert ((found.double() - values.double()).abs() <= bound * (1 + 2e-5)).all()
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
-    """Where the largest value over its scale comes out as 127.00001, the largest of the random numbers makes it 128."""
+    """Where the largest value over its scale comes out above 127^2, the largest of the random numbers makes it 128."""
     candidates = 1.0 + torch.arange(1000) * 2.0**-23
-    over = candidates * (candidates * (1.0 / 127)).reciprocal()
-    assert over.max() > 127
+    over = candidates * (candidates * (1.0 / 127**2)).reciprocal()
+    assert over.max() > 127**2
     values = torch.full((512, 1024), sign * float(candidates[over.argmax()]))
     assert random_numbers(512, 1024).abs().max() == 0.5 - 2.0**-17
-    assert ((stored(codec_of("int8"), values) - values).abs() <= int8_scales(values) * (1 + 2e-5)).all()
+    assert ((stored(codec_of("int8"), values) - values).abs() <= int8_spacing(values) * (1 + 2e-5)).all()
+
+
+def test_int8_keeps_small_columns_beside_large_ones() -> None:
+    """Two columns of a block 60 times as large as the others: these keep a relative error under 6 %, where evenly
+    spaced codes leave more than 15 %.
+    """
+    values = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    values[:, ::64] = 60.0
+    small = torch.arange(512) % 64 != 0
+    found = stored(codec_of("int8"), values)
+    assert (found - values)[:, small].norm() < 0.06 * values[:, small].norm()
+    step = (int8_scales(values) * 127).double()  # what 127 even steps up to the largest magnitude would be
+    even = (values / step + random_numbers(256, 512)).round() * step
+    assert (even - values)[:, small].norm() > 0.15 * values[:, small].norm()
 
 
 # --- no bias ----------------------------------------------------------------------------------------------------------
@@ -233,11 +266,11 @@ def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
 def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple[Tensor, float]:
     """A matrix that holds one value `part` of a spacing above one that the format holds, and the spacing.
 
-    The first column holds the block's scale and lies on 127 of them.
+    The first column makes int8's scale 1, so that 10^2 is followed by 11^2.
     """
-    low, spacing = (1.0, 2.0**-7) if codec.name == "bf16" else (10.0, 1.0)
+    low, spacing = (1.0, 2.0**-7) if codec.name == "bf16" else (100.0, 21.0)
     values = torch.full((rows, cols), low + part * spacing)
-    values[:, 0] = 127.0
+    values[:, 0] = 127.0**2
     return values, spacing
 
 
@@ -298,7 +331,7 @@ def test_small_changes_of_a_moving_average_are_not_lost(name: str) -> None:
             kept = codec.decode(record, *start.shape)[:, 1:]
             assert abs((kept.double() - exact[:, 1:]).mean()) < 0.075 * spacing
     assert (exact[:, 1:] - start[:, 1:]).min() > 3.5 * spacing
-    assert torch.equal(plain, start)
+    assert torch.equal(plain[:, 1:], start[:, 1:])
 
 
 # --- the random bits --------------------------------------------------------------------------------------------------
