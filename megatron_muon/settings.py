@@ -42,6 +42,7 @@ class MuonOptimizerConfig(OptimizerConfig):
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.
         muon_ns_device: where momentum is offloaded: orthogonalise on the "accelerator", on the "cpu", or "auto".
         muon_momentum_dtype: the format of stored momentum: "fp32", "bf16" or "int8".
+        muon_metrics_interval: measure every so many steps (`megatron_muon.metrics`); 0 never.
         muon_exclude: patterns; parameters whose names match go to the scalar optimizer (`megatron_muon.names`).
     """
 
@@ -64,6 +65,7 @@ class MuonOptimizerConfig(OptimizerConfig):
     muon_offload_iteration: int = 0
     muon_ns_device: str = "auto"
     muon_momentum_dtype: str = "fp32"
+    muon_metrics_interval: int = 0
     muon_exclude: Sequence[str] = ()
 
 

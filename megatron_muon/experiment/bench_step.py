@@ -27,7 +27,7 @@ from megatron_muon.cpu.memory import keep_freed_memory
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.exchange.steps import Exchange
-from megatron_muon.experiment.bench_floor import Floor, synchronize
+from megatron_muon.experiment.bench_floor import Floor
 from megatron_muon.experiment.bench_fsdp2 import Fsdp2Muon, RowCounter
 from megatron_muon.experiment.bench_launch import StepSpec
 from megatron_muon.experiment.bench_offload import (
@@ -40,11 +40,11 @@ from megatron_muon.experiment.bench_offload import (
     transfer_ms,
 )
 from megatron_muon.experiment.bench_peers import NS_METHODS, DeepSpeedMuon, GatherCounter
-from megatron_muon.experiment.bench_phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
+from megatron_muon.phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes, synchronize
 from megatron_muon.sharding import Layout, Plan, make_plan, row_sharded
 
 Peer = DeepSpeedMuon | Fsdp2Muon

@@ -48,6 +48,9 @@ ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
 BUFFER_MB = 256.0
 """Default of --muon-exchange-buffer-mb."""
 
+METRICS_INTERVAL = 10
+"""Default of --muon-metrics-interval."""
+
 _INDEX_HEADER = struct.Struct("<9sQBQ")
 """How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
 
@@ -160,6 +163,14 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         "--muon-allow-missing-state",
         action="store_true",
         help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
+    )
+    group.add_argument(
+        "--muon-metrics-interval",
+        type=int,
+        default=METRICS_INTERVAL,
+        metavar="K",
+        help="with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of "
+        "every K-th step, and log them under muon/; 0 never",
     )
     add_offload_arguments(group)
     allow_full_precision(parser)
@@ -343,6 +354,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
         "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != BUFFER_MB,
         "--muon-log-params": args.muon_log_params,
+        "--muon-metrics-interval": args.muon_metrics_interval != METRICS_INTERVAL,
         "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,
         "--muon-share-replicated": args.muon_share_replicated,
         "--muon-dump-layout": args.muon_dump_layout is not None,
@@ -398,6 +410,8 @@ def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> N
         require_writable(Path(args.muon_offload_dir))
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
+    if args.muon_metrics_interval < 0:
+        raise UserError(f"--muon-metrics-interval {args.muon_metrics_interval} is negative; use 0 for no metrics")
     if args.muon_num_ns_steps < 1:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
     check_blocks(

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import OffloadError, UserError
 from megatron_muon.mcore import checkpoint_patches
+from megatron_muon.mcore.progress import show_progress
 from megatron_muon.patching import Patches, versions
 
 
@@ -43,6 +44,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         average_over_sharing_instances(patches)
         average_lone_gradients_once(patches)  # sees the factors that the one before sets
         reduce_over_instances(patches)
+    show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
         split_momentum_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
@@ -139,6 +141,7 @@ def accept_muon(patches: Patches) -> None:
 def use_factory(patches: Patches) -> None:
     """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
     import megatron.training.training as training
+    from megatron.training import get_args
 
     from megatron_muon.factory import get_megatron_muon_optimizer
     from megatron_muon.settings import MuonOptimizerConfig
@@ -151,6 +154,8 @@ def use_factory(patches: Patches) -> None:
         **_unused: Any,
     ) -> Any:
         config.muon_offload_iteration = _iteration_to_load()
+        if not (get_args().tensorboard_dir or get_args().wandb_project):
+            config.muon_metrics_interval = 0  # nobody would see them
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     patches.replace(
