@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Protocol, cast
 
-from megatron_muon.errors import UserError
+from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.version import __version__
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -43,9 +44,10 @@ COMMANDS = {
     "doctor": Command("megatron_muon.experiment.doctor_command", "check this environment, and a checkpoint"),
     "plan": Command("megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
+    "train": Command("megatron_muon.experiment.train_command", "train what an experiment file says"),
 }
 
-VERSIONED_PACKAGES = ("megatron-muon", "megatron-core", "torch", "emerging-optimizers", "transformer-engine")
+VERSIONED_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine")
 
 EXAMPLES = """\
 examples:
@@ -75,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else EXIT_FAILURE
     except UserError as error:
         print(f"megatron-muon: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except RunFailedError as error:
+        print(f"megatron-muon: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         print("megatron-muon: interrupted", file=sys.stderr)
@@ -86,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def versions() -> str:
     """Returns the versions that matter in a bug report, one a line. Imports none of the packages."""
-    lines = []
+    lines = [f"{'megatron-muon':<20} {__version__}"]
     for package in VERSIONED_PACKAGES:
         try:
             lines.append(f"{package:<20} {metadata.version(package)}")

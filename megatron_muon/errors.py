@@ -11,3 +11,7 @@ class UserError(ValueError):
 
 class SaveError(RuntimeError):
     """A checkpoint that could not be written; the message says why, and from which one to resume."""
+
+
+class RunFailedError(RuntimeError):
+    """A training or measurement that was started and failed; the message says how and where its output is."""

@@ -59,7 +59,7 @@ def test_user_errors_are_one_line(monkeypatch, capsys):
         raise UserError(f"--flag {args.flag} is wrong; type --flag right")
 
     install_command(monkeypatch, run)
-    assert cli.main(["probe", "--flag", "left"]) == cli.EXIT_FAILURE
+    assert cli.main(["probe", "--flag", "left"]) == cli.EXIT_USAGE
     assert capsys.readouterr().err == "megatron-muon: error: --flag left is wrong; type --flag right\n"
 
 
