@@ -280,6 +280,19 @@ def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]
             signal.signal(number, old)
 
 
+@contextlib.contextmanager
+def sigterm_unwinds() -> Iterator[None]:
+    """Lets SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, where no ranks are under way: helpers end with it."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    with _handled(end):
+        yield
+
+
 def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
     """Run a command to its end with all output in `log`; none of its processes outlives the call.
 

@@ -53,6 +53,7 @@ class Request:
         nodes: machines.
         out: the run's folder, where it is given.
         default_out: the run's folder where neither `out` nor the flags say.
+        keeps_places: whether `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold.
         writes: whether data and folders may be made.
     """
 
@@ -63,6 +64,7 @@ class Request:
     nodes: int = 1
     out: str | None = None
     default_out: str = "runs/run"
+    keeps_places: bool = False
     writes: bool = True
 
 
@@ -244,6 +246,8 @@ def _main(request: Request) -> dict[str, Any]:
         given.update({flag: FROM_LINE for flag in given_flags(rest)})
         values = {flag: " ".join(value) for flag, value in config.flags if flag not in unset}
         chosen = {flag: " ".join(value) for flag, value in pairs(typed, actions)}
+        if request.keeps_places:
+            chosen = {**values, **chosen}
         folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
         place["folder"] = folder
         given.update({flag: FROM_FOLDER for flag in flags})
@@ -251,7 +255,7 @@ def _main(request: Request) -> dict[str, Any]:
 
     argv = ["--config", request.config, *(["--device", devices[-1]] if devices else []), *request.flags]
     overridden = {f"--{_plain(key)}" for key, _ in sets} | {f"--{key.lstrip('-')}" for key, _ in sets}
-    if request.out is not None:
+    if request.out is not None and not request.keeps_places:
         overridden |= {"--tensorboard-dir"}
     settled = launch.prepare(argv, root=ROOT, writes=request.writes, amend=amend, overridden=overridden)
     actions = settled.parser._option_string_actions

@@ -143,11 +143,16 @@ def prepare(
     Raises:
         UserError: what the user got wrong, a folder that is taken included.
     """
+    is_first = nodes is None or nodes.rank == 0
+    if request.out is not None and is_first:  # told at once, where the flags have no say
+        run_folder.check_free(
+            run_folder.locate({}, {}, out=request.out, default="")[0], resume=resume, overwrite=overwrite
+        )
     resolved = resolve(request)
     experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
     if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
-    if experiment.is_first_node:
+    if is_first:
         run_folder.check_free(resolved.folder, resume=resume, overwrite=overwrite)
     return experiment
 

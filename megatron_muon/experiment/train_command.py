@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
-from megatron_muon.experiment.processes import Nodes
+from megatron_muon.experiment.processes import Nodes, sigterm_unwinds
 
 if TYPE_CHECKING:
     from megatron_muon.experiment.resolve import Request
@@ -85,14 +85,15 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.experiment.train import execute, prepare, settings_lines
 
     request, nodes = request_of(args)
-    experiment = prepare(
-        request,
-        nodes=nodes,
-        resume=args.resume,
-        overwrite=args.overwrite,
-        grace_s=args.grace,
-        command=shlex.join(("megatron-muon", *sys.argv[1:])),
-    )
+    with sigterm_unwinds():
+        experiment = prepare(
+            request,
+            nodes=nodes,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            grace_s=args.grace,
+            command=shlex.join(("megatron-muon", *sys.argv[1:])),
+        )
     for note in experiment.resolved.notes:
         print(f"megatron-muon: {note}")
     if not args.quiet:
@@ -146,6 +147,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, Nodes | None]:
         ranks=args.nproc,
         nodes=args.nnodes,
         out=str(args.out) if args.out else None,
+        keeps_places=args.config is None,
         default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
         writes=not args.dry_run,
     )

@@ -310,6 +310,8 @@ def check_settings(
         _check_data(args)
     if args.save and writes:
         _check_writable(Path(args.save), "--save")
+    if args.save and args.save_interval is None:
+        raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
 
 
 def _check_adaptive(args: argparse.Namespace) -> None:

@@ -103,7 +103,7 @@ def test_missing_peer_says_what_to_type(peer, monkeypatch):
 @pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
 def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_FAILURE
+    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_USAGE
     error = capsys.readouterr().err.strip()
     assert f"--peers {peer}: {peer} 0." in error
     assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
@@ -131,13 +131,13 @@ def test_peers_are_not_measured_on_cuda(monkeypatch):
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
-    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == cli.EXIT_FAILURE
+    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == cli.EXIT_USAGE
     assert "there is no directory" in capsys.readouterr().err
 
 
 def test_warmup_must_leave_steps(capsys):
     argv = ["bench", "train", "--config", "configs/quickstart.yaml", "--steps", "5", "--warmup", "5"]
-    assert cli.main(argv) == cli.EXIT_FAILURE
+    assert cli.main(argv) == cli.EXIT_USAGE
     assert "--warmup 5 leaves none of --steps 5" in capsys.readouterr().err
 
 
