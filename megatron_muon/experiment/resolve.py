@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
     raise UserError(f"--set {key}: there is no flag --{_plain(key)}{hint}")
 
 
-def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Iterable[str]) -> list[str]:
+def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Container[str]) -> list[str]:
     """The command line that a `--set KEY=VALUE` stands for.
 
     `true` gives a bare flag; `false` and `null` take a flag of the file away, or give its `--no-` twin.
@@ -197,7 +197,8 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
         twins += [twin for twin, other in actions.items() if other.dest == action.dest and twin == f"--no-{flag[2:]}"]
         if value.lower() == "false" and action.nargs == 0 and twins:
             return [twins[0]]
-        return ["--unset", flag] if flag in in_file else []
+        spellings = [spelling for spelling in action.option_strings if spelling in in_file]
+        return [token for spelling in spellings for token in ("--unset", spelling)]
     if action.nargs == 0:
         if value.lower() != "true":
             raise UserError(f"--set {key}={value}: {flag} takes no value; type {key}=true or {key}=false")
