@@ -78,7 +78,9 @@ def summary_of(
     text = output.decode("utf-8", "replace")
     figures = _figures(folder)
     skipped = {int(number): int(count) for number, count in _ITERATION.findall(text)}
-    parameters, muon = _PARAMETERS.findall(text), _MUON_ROW.findall(text)
+    # Which machine has the first rank, which tells these, is for torchrun to say.
+    everywhere = [text, *(file.read_text("utf-8", errors="replace") for file in folder.root.glob("train.node-*.log"))]
+    parameters, muon = (pattern.findall("\n".join(everywhere)) for pattern in (_PARAMETERS, _MUON_ROW))
     return {
         "name": run["name"],
         "outcome": _OUTCOMES.get(status, "failed"),
