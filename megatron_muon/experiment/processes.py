@@ -143,7 +143,7 @@ class Job:
             log: where stdout and stderr go.
             env: its environment.
             show: gets all text as it comes, in pieces.
-            on_line: gets every finished line, without its end.
+            on_line: gets every line, without its end.
             append: keep what the log holds.
         """
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
@@ -206,9 +206,13 @@ class Job:
                 except OSError:  # whoever read along has read enough; the log goes on
                     show = None
             *lines, rest = (rest + text).split("\n")
-            if self._on_line is not None:
-                for line in lines:
-                    self._on_line(line)
+            self._tell(lines)
+        self._tell([rest] if rest else [])
+
+    def _tell(self, lines: Sequence[str]) -> None:
+        if self._on_line is not None:
+            for line in lines:
+                self._on_line(line)
 
 
 def watch(

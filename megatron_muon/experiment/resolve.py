@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -176,7 +176,7 @@ def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
     raise UserError(f"--set {key}: there is no flag --{_plain(key)}{hint}")
 
 
-def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Container[str]) -> list[str]:
+def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Collection[str]) -> list[str]:
     """The command line that a `--set KEY=VALUE` stands for.
 
     `true` gives a bare flag; `false` and `null` take a flag of the file away, or give its `--no-` twin.
@@ -190,6 +190,8 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
     Raises:
         UserError: no such flag, or a value that cannot be.
     """
+    if value.lower() == "null" and (known := [flag for flag in in_file if _plain(flag) == _plain(key)]):
+        return [token for flag in known for token in ("--unset", flag)]  # one that no parser knows, too
     flag = flag_named(key, actions)
     action = actions[flag]
     if value.lower() in ("false", "null"):

@@ -198,7 +198,7 @@ def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, so
     if unknown:
         hint = _did_you_mean(unknown[0], actions) if len(unknown) == 1 else ""
         whose = f"{software} does not know " if software else "unknown flag" + "s" * (len(unknown) > 1) + " "
-        remedy = hint or (f"; leave out with {UNSET_FLAG} FLAG" if software else "")
+        remedy = hint or (f"; leave out what is not needed with {UNSET_FLAG} FLAG" if software else "")
         raise UserError(f"{config.origins.get(unknown[0], config.path)}: {whose}{', '.join(unknown)}{remedy}")
     for flag, values in config.flags:
         file = config.origins.get(flag, config.path)

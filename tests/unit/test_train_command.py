@@ -70,6 +70,10 @@ def test_a_setting_is_what_would_be_typed(actions, key, value, argv):
     assert set_flag(key, value, actions, in_file=["--lr", "--bf16", "--overlap"]) == argv
 
 
+def test_a_flag_that_megatron_does_not_know_can_be_taken_away(actions):
+    assert set_flag("brand_new", "null", actions, in_file=["--brand-new"]) == ["--unset", "--brand-new"]
+
+
 def test_a_value_for_a_bare_flag_is_refused(actions):
     with pytest.raises(UserError, match=r"--set bf16=1: --bf16 takes no value; type bf16=true or bf16=false"):
         set_flag("bf16", "1", actions, in_file=[])
