@@ -224,6 +224,7 @@ def watch(
     on_line: Callable[[str], object] | None = None,
     append: bool = False,
     grace_s: float = SECONDS_TO_END,
+    stop: threading.Event | None = None,
 ) -> Ended:
     """Runs a command to its end; SIGINT, SIGTERM and SIGHUP end it, and none of its processes outlives the call.
 
@@ -235,10 +236,12 @@ def watch(
         on_line: see `Job`.
         append: see `Job`.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
+        stop: when it is set, all goes as after Ctrl-C; for callers in other threads than the main one.
     """
     got: list[int] = []
     killer: list[threading.Timer] = []
     launched: list[Job] = []
+    done = threading.Event()
 
     def pass_on(number: int, _: FrameType | None) -> None:
         got.append(number)
@@ -251,14 +254,23 @@ def watch(
             else:
                 job.kill()
 
+    def pass_on_when(stop: threading.Event) -> None:
+        while not done.is_set():
+            if stop.wait(0.2):
+                pass_on(signal.SIGINT, None)
+                return
+
     with _handled(pass_on):
         try:
             job = Job(command, log, env=env, show=show, on_line=on_line, append=append)
             launched.append(job)
             if got:  # it came while the process was being started
                 job.ask_to_end()
+            if stop is not None:
+                threading.Thread(target=pass_on_when, args=(stop,), daemon=True).start()
             status = job.finish()
         finally:
+            done.set()
             for timer in killer:
                 timer.cancel()
             for job in launched:

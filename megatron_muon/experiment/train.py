@@ -12,6 +12,7 @@ import shlex
 import signal
 import socket
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -162,6 +163,7 @@ def execute(
     *,
     show: Callable[[str], object] | None = None,
     on_line: Callable[[str], object] | None = None,
+    stop: threading.Event | None = None,
 ) -> Outcome:
     """Runs an experiment to its end and writes its folder.
 
@@ -169,6 +171,7 @@ def execute(
         experiment: what `prepare` returned.
         show: gets the output as it comes, in pieces.
         on_line: gets every line of it.
+        stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
     """
     folder = experiment.folder
     if experiment.resume and (done := _finished(experiment)):
@@ -183,7 +186,7 @@ def execute(
         run_folder.write_json(folder.root / run_folder.RUN, run)
     append = experiment.checkpoint is not None
     began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
-    ended, status = _launch(experiment, show=show, on_line=on_line)
+    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop)
     status = _exit_status(ended, status)
     if not experiment.is_first_node:
         return Outcome(status, {})
@@ -200,7 +203,11 @@ def execute(
 
 
 def _launch(
-    experiment: Experiment, *, show: Callable[[str], object] | None, on_line: Callable[[str], object] | None
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None,
+    on_line: Callable[[str], object] | None,
+    stop: threading.Event | None,
 ) -> tuple[Ended, int | None]:
     """How torchrun ended, and what status the first rank left."""
     resolved = experiment.resolved
@@ -215,6 +222,7 @@ def _launch(
             on_line=on_line,
             append=experiment.checkpoint is not None,
             grace_s=experiment.grace_s,
+            stop=stop,
         )
         with contextlib.suppress(OSError, ValueError):
             return ended, int(file.read_text("utf-8"))

@@ -18,9 +18,9 @@ from megatron_muon.experiment.events import read_events
 from megatron_muon.mcore.config_file import load_config
 from tests.functional import cli
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(450)
 
-SECONDS = 120.0
+SECONDS = cli.SECONDS
 MANY = "100000"
 """Iterations that no test waits for."""
 
@@ -80,7 +80,7 @@ class Running:
         family = processes.descendants(self.process.pid)
         assert len(family) >= 2  # torchrun and its rank
         self.process.send_signal(number)
-        status = self.process.wait(timeout=60)
+        status = self.process.wait(timeout=120)
         left = {pid for pid, started in family.items() if processes._start_time(pid) == started}
         assert not left
         return status

@@ -93,6 +93,21 @@ def test_time_to_save_is_given(tmp_path):
     assert (tmp_path / "log").read_text() == "ready\nsaved\n"
 
 
+def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
+    stop = threading.Event()
+    sender = signal_when(tmp_path / "log", "ready")
+    ended: list[Ended] = []
+    log = tmp_path / "log"
+    code = "print('ready', flush=True); import time; time.sleep(60)"
+    run = threading.Thread(target=lambda: ended.append(watch(python(code), log, env=dict(os.environ), stop=stop)))
+    run.start()
+    sender.join()
+    assert run.is_alive()
+    stop.set()
+    run.join(timeout=20)
+    assert ended == [Ended(143, signal.SIGINT)]
+
+
 def test_handlers_are_put_back(tmp_path):
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     watch(python("pass"), tmp_path / "log", env=dict(os.environ))
