@@ -3,6 +3,7 @@
     outcome           finished, stopped (by a signal, after a checkpoint: start it again), interrupted (Ctrl-C), killed
                       (by another signal, nothing saved), refused (a user's mistake) or failed
     status            exit status, see docs/experiments.md
+    error             of a run that was refused or failed: the line that says why, where one was found; else null
     diverged          whether the loss stopped being a number, or ended above where it began
     diverged_at       first iteration whose loss is not a number; null where it ended too high, or did not diverge
     diverged_why      in words, or null
@@ -58,6 +59,12 @@ _OUTCOMES = {
 _PARAMETERS = re.compile(r"number of parameters on \(.*?\) model parallel rank \(.*?\): (\d+)")
 _MUON_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
 _NOT_FINITE = re.compile(r"Unexpected result (?:nan|-?inf)\b")
+_ERRORS = (
+    re.compile(r"^pretrain_gpt\.py: error: (.+)$", re.MULTILINE),
+    re.compile(r"^\[rank\d+\]: ((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", re.MULTILINE),
+)
+"""What a rank prints of a user's mistake, and the last line of a traceback."""
+
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?number of skipped iterations: +(\d+)")
 
 
@@ -75,7 +82,8 @@ def summary_of(
     """
     settings = run["settings"]
     output = log.read_bytes() if log.exists() else b""
-    text = output.decode("utf-8", "replace")
+    text, latest = (piece.decode("utf-8", "replace") for piece in (output, output[began_at:]))
+    outcome = _OUTCOMES.get(status, "failed")
     figures = _figures(folder)
     skipped = {int(number): int(count) for number, count in _ITERATION.findall(text)}
     # Which machine has the first rank, which tells these, is for torchrun to say.
@@ -83,10 +91,11 @@ def summary_of(
     parameters, muon = (pattern.findall("\n".join(everywhere)) for pattern in (_PARAMETERS, _MUON_ROW))
     return {
         "name": run["name"],
-        "outcome": _OUTCOMES.get(status, "failed"),
+        "outcome": outcome,
         "status": status,
+        "error": _error(latest) if outcome in ("refused", "failed") else None,
         **figures,
-        **_divergence(figures, output[began_at:].decode("utf-8", "replace")),
+        **_divergence(figures, latest),
         "train_iters": settings.get("train_iters"),
         "skipped_iterations": sum(skipped.values()),
         "parameters": int(parameters[-1]) if parameters else None,
@@ -130,6 +139,11 @@ def _tokens(events: RunEvents) -> int | None:
     samples = events.points(f"{LOSS_TAG} vs samples")
     length = events.args.get("seq_length", "")
     return samples[-1].step * int(length) if samples and length.isdigit() else None
+
+
+def _error(text: str) -> str | None:
+    """The first line of the output that says why a run failed."""
+    return next((match[1] for pattern in _ERRORS if (match := pattern.search(text))), None)
 
 
 def _divergence(figures: Mapping[str, Any], text: str) -> dict[str, Any]:

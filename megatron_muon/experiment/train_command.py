@@ -117,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"finished before: {outcome.summary['iterations']} iterations; see {root / run_folder.SUMMARY}")
     elif outcome.summary:
         print(f"\n{_in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
+        if outcome.summary["error"]:
+            print(f"why: {outcome.summary['error']}")
         if outcome.status in (EXIT_TEMPFAIL, EXIT_INTERRUPTED) and outcome.summary["checkpoint"]:
             print(f"to go on: megatron-muon train --resume --out {shlex.quote(str(root))}")
     return outcome.status

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import processes, run_folder
+from megatron_muon.experiment import processes, run_folder, run_summary
 from megatron_muon.experiment.processes import Ended, Nodes, torchrun_on_nodes
 from megatron_muon.experiment.resolve import flag_named, pairs, set_flag
 from megatron_muon.experiment.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
@@ -252,6 +252,27 @@ def test_a_loss_that_is_no_number_is_a_divergence(tmp_path):
     assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
     later = summary_of(folder, status=0, log=log, run=run, began_at=len(NAN_LOG))
     assert not later["diverged"]
+
+
+TRACEBACK = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:     raise wrong
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        (f"pretrain_gpt.py: error: --lr x is wrong; type y\n{TRACEBACK}", "--lr x is wrong; type y"),
+        ("nothing to be seen", None),
+    ],
+)
+def test_the_line_that_says_why_is_found(log, error):
+    assert run_summary._error(log) == error
 
 
 # The command line
