@@ -20,6 +20,10 @@ class StepSpec:
         warmup: steps of each method before these.
         buffer_mb: MiB for the owner scheme's waves.
         device: "auto", "cpu" or "cuda".
+        offload: of "none", "cpu", "nvme": the owner scheme once more with momentum there.
+        offload_dir: the directory for "nvme".
+        offload_buffer_mb: MiB that momentum on its way may fill.
+        momentum_dtype: "fp32", "bf16" or "int8", how momentum is stored with `offload`.
     """
 
     ranks: int
@@ -32,3 +36,7 @@ class StepSpec:
     warmup: int = 1
     buffer_mb: float = 256.0
     device: str = "auto"
+    offload: tuple[str, ...] = ()
+    offload_dir: str | None = None
+    offload_buffer_mb: float = 24.0
+    momentum_dtype: str = "fp32"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import itertools
 import os
 import struct
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
+from megatron_muon.mcore.offload_flags import add_offload_arguments, check_offload, given_flag
 from megatron_muon.mcore.refusals import (
     check_adaptive,
     check_async_save,
@@ -159,6 +161,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
     )
+    add_offload_arguments(group)
     allow_full_precision(parser)
     return parser
 
@@ -222,8 +225,8 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
     if device == "cpu":
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
-        if not cpu_has_bf16():
-            wanted.append(["--muon-fp32-matmul-prec", "highest"])
+    if (device == "cpu" or _last_value(argv, "--muon-ns-device") == "cpu") and not cpu_has_bf16():
+        wanted.append(["--muon-fp32-matmul-prec", "highest"])
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
         wanted.append(["--no-gradient-accumulation-fusion"])
@@ -238,6 +241,17 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
                 ["--no-bias-gelu-fusion"],
             ]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
+
+
+def _last_value(argv: Sequence[str], flag: str) -> str | None:
+    """The value that `argv` gives to a flag, the last one if several."""
+    value = None
+    for token, following in itertools.pairwise((*argv, "")):
+        if token == flag:
+            value = following
+        elif token.startswith(f"{flag}="):
+            value = token.removeprefix(f"{flag}=")
+    return value
 
 
 def cpu_has_bf16() -> bool:
@@ -296,7 +310,7 @@ def check_settings(
         refuse_layer_wise("--optimizer dist_muon")
     _check_adaptive(args)
     if args.optimizer in MUONS and args.use_megatron_fsdp:
-        _check_muon(args, first_rank=environ.get("RANK", "0") == "0")
+        _check_muon(args, device=device, first_rank=environ.get("RANK", "0") == "0")
     else:
         _refuse_without_muon(args)
     if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -353,7 +367,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         "--muon-split-heads": args.muon_split_heads,
         "--muon-exclude": args.muon_exclude,
     }
-    if flag := next((flag for flag, is_given in given.items() if is_given), None):
+    if flag := next((flag for flag, is_given in given.items() if is_given), given_flag(args)):
         raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
 
 
@@ -382,7 +396,7 @@ def _refuse_unheeded(args: argparse.Namespace) -> None:
         raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
 
 
-def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
+def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> None:
     if args.use_precision_aware_optimizer:
         raise UserError(
             f"--use-precision-aware-optimizer is not supported with --optimizer {args.optimizer}; leave it out"
@@ -393,6 +407,12 @@ def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
             f"--optimizer {args.optimizer}, whose momentum and main weights are fp32; leave it out"
         )
     _refuse_unheeded(args)
+    plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
+    check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)
+    if args.muon_offload == "nvme":
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.muon_offload_dir))
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
     if args.muon_num_ns_steps < 1:

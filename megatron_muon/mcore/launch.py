@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 
 from megatron_muon.data import ensure_stdlib_corpus
-from megatron_muon.errors import SaveError, UserError
+from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import config_file
 from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser
 from megatron_muon.mcore.version import check_versions
@@ -189,7 +189,7 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
     except UserError as error:
         _tell(error)
         return 2
-    except SaveError as error:
+    except (SaveError, OffloadError) as error:
         _tell(error)
         return 1
     except SystemExit as end:
@@ -207,7 +207,7 @@ def _ended_by_signal() -> bool:
     return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
 
 
-def _tell(error: UserError | SaveError) -> None:
+def _tell(error: Exception) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
     All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
@@ -227,6 +227,7 @@ def _train() -> None:
 
     from megatron_muon.mcore.arguments import add_muon_arguments
     from megatron_muon.mcore.gpt import forward_step, train_valid_test_datasets
+    from megatron_muon.offload.run import close_runs
 
     args = parse_and_validate_args(
         extra_args_provider=add_muon_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
@@ -239,5 +240,6 @@ def _train() -> None:
             forward_step,
         )
     finally:
+        close_runs()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
