@@ -163,22 +163,33 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     summary = read_json(folder.root / SUMMARY)
     if not (summary.get("iterations") or folder.checkpoint or folder.has_events):
         return
+    place = folder.root
     if summary:
         done, asked = summary.get("iterations") or 0, summary.get("train_iters")
         what = f"a run that {summary.get('outcome', 'ended')} after {done} of {asked} iterations"
     elif (folder.root / RUN).exists():
         what = "a run that is under way, or was cut off"
     else:
+        place = folder.tensorboard if folder.has_events else folder.checkpoints or folder.root
         what = "a run's events or checkpoints"
     raise UserError(
-        f"{folder.root} holds {what}; go on with it with --resume, start it anew with --overwrite (deletes it), or "
+        f"{place} holds {what}; go on with it with --resume, start it anew with --overwrite (deletes it), or "
         "give another folder with --out DIR"
     )
 
 
 def clear(folder: RunFolder) -> None:
-    """Deletes what a run left: its own files, events, and checkpoints that lie in the folder itself."""
+    """Deletes what a run left in its folder: its own files, events and checkpoints.
+
+    Raises:
+        UserError: events or checkpoints lie elsewhere, where others' may lie too; nothing is deleted then.
+    """
     root = folder.root.resolve()
+    places = [folder.tensorboard, *([folder.checkpoints] if folder.checkpoints else [])]
+    if elsewhere := next((place for place in places if place.exists() and place.resolve().parent != root), None):
+        raise UserError(
+            f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
+        )
     for name in (CONFIG, RUN, LOG, SUMMARY):
         (root / name).unlink(missing_ok=True)
     for file in (*root.glob("train.node-*.log"), *root.glob("config.node-*.yaml")):
@@ -186,11 +197,6 @@ def clear(folder: RunFolder) -> None:
     for file in folder.tensorboard.glob("events.out.tfevents.*"):
         file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():
-        if folder.checkpoints.resolve().parent != root:
-            raise UserError(
-                f"--overwrite deletes no checkpoints outside of {folder.root}; remove {folder.checkpoints} yourself, "
-                "or give another --save"
-            )
         shutil.rmtree(folder.checkpoints)
 
 

@@ -153,7 +153,7 @@ def test_a_run_is_not_written_over(taken):
 
 def test_what_is_no_summary_counts_too(taken):
     (taken.root / "summary.json").unlink()
-    with pytest.raises(UserError, match="holds a run's events or checkpoints"):
+    with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
         check_free(taken, resume=False, overwrite=False)
     (taken.root / "run.json").write_text("{}")
     with pytest.raises(UserError, match="a run that is under way, or was cut off"):
@@ -174,9 +174,14 @@ def test_overwriting_deletes_the_run_and_nothing_else(taken):
 def test_overwriting_leaves_checkpoints_elsewhere(taken, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "checkpoints"
     elsewhere.mkdir()
-    with pytest.raises(UserError, match="deletes no checkpoints outside"):
-        clear(RunFolder(taken.root, taken.tensorboard, elsewhere))
+    for folder in (RunFolder(taken.root, taken.tensorboard, elsewhere), RunFolder(taken.root, elsewhere, None)):
+        with pytest.raises(
+            UserError, match=r"deletes nothing outside of .*; remove .*elsewhere.*/checkpoints yourself"
+        ):
+            clear(folder)
     assert elsewhere.exists()
+    assert taken.checkpoint is not None
+    assert taken.has_events
 
 
 # The resolved file
