@@ -34,9 +34,7 @@ from megatron_muon.experiment.provenance import checkout, machine, package_versi
 from megatron_muon.experiment.resolve import Flag, Request, Resolved, resolve
 from megatron_muon.experiment.run_folder import RunFolder
 from megatron_muon.experiment.run_summary import strict, summary_of
-
-STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
-"""As `mcore.launch.STATUS_FILE`, which is imported with megatron-core only."""
+from megatron_muon.mcore.launch import EXIT_TEMPFAIL, STATUS_FILE
 
 GRACE_SECONDS = 600
 """How long ranks may take to finish their step and save, once they have been asked to end."""
@@ -234,7 +232,7 @@ def _exit_status(ended: Ended, rank: int | None) -> int:
     if ended.signal == signal.SIGINT:
         return 128 + signal.SIGINT
     if ended.signal is not None:
-        return rank if rank == 75 else 128 + ended.signal
+        return rank if rank == EXIT_TEMPFAIL else 128 + ended.signal
     if ended.status == 0:
         return 0
     return rank or ended.status

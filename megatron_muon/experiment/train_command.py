@@ -21,8 +21,6 @@ from megatron_muon.experiment.processes import Nodes, sigterm_unwinds
 if TYPE_CHECKING:
     from megatron_muon.experiment.resolve import Request
 
-EXIT_TEMPFAIL, EXIT_INTERRUPTED = 75, 130
-
 DESCRIPTION = """\
 Trains what an experiment file says (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml load as they are):
 shows the settings and where each comes from, launches torchrun with pretrain_gpt.py, and leaves in the run's folder
@@ -119,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{_in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
         if outcome.summary["error"]:
             print(f"why: {outcome.summary['error']}")
-        if outcome.status in (EXIT_TEMPFAIL, EXIT_INTERRUPTED) and outcome.summary["checkpoint"]:
+        if outcome.summary["outcome"] in ("stopped", "interrupted") and outcome.summary["checkpoint"]:
             print(f"to go on: megatron-muon train --resume --out {shlex.quote(str(root))}")
     return outcome.status
 
