@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.experiment.bench_launch import StepSpec, environment, provenance, run_logged, torchrun
+from megatron_muon.experiment.bench_launch import StepSpec
+from megatron_muon.experiment.processes import environment, run_logged, torchrun
+from megatron_muon.experiment.provenance import provenance
 from megatron_muon.mcore.offload_flags import DTYPES, OFFLOADS
 
 if TYPE_CHECKING:

@@ -286,8 +286,22 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_settings(
+    args: argparse.Namespace,
+    *,
+    device: str,
+    environ: Mapping[str, str] = os.environ,
+    writes: bool = True,
+    check_data: bool = True,
+) -> None:
     """Check what a user can get wrong, before torch.distributed starts.
+
+    Args:
+        args: the settings.
+        device: "cuda" or "cpu".
+        environ: has WORLD_SIZE and RANK.
+        writes: whether the folder of --save may be made to see whether it can be written to.
+        check_data: whether the training data should be there by now.
 
     Raises:
         UserError: names the value and the remedy.
@@ -317,9 +331,12 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         )
     if args.async_save:
         check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
-    _check_data(args)
-    if args.save:
+    if check_data:
+        _check_data(args)
+    if args.save and writes:
         _check_writable(Path(args.save), "--save")
+    if args.save and args.save_interval is None:
+        raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
 
 
 def _check_adaptive(args: argparse.Namespace) -> None:
