@@ -42,6 +42,7 @@ COMMANDS = {
     "data": Command("megatron_muon.data.command", "prepare text for training"),
     "doctor": Command("megatron_muon.experiment.doctor_command", "check this environment, and a checkpoint"),
     "plan": Command("megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks"),
+    "submit": Command("megatron_muon.experiment.submit_command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
 }
 

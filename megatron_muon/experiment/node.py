@@ -2,11 +2,11 @@
 
     python -m megatron_muon.experiment.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
-It is torchrun, started by scripts/slurm/pretrain.sbatch once on each node, but for four things. SIGTERM is handed to the
-workers and waited for, however long they take; torchrun would kill them after 30 seconds. The exit status is the
+It is torchrun, started by scripts/slurm/pretrain.sbatch once on each node, but for four things. SIGTERM is handed to
+the workers and waited for, however long they take; torchrun would kill them after 30 seconds. The exit status is the
 workers' own, where torchrun's is 1 whatever happened: 75 says that a signal ended the run after it had written a
-checkpoint. `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a checkpoint. And the first
-node of the job holds the rendezvous, whatever the others make of its name.
+checkpoint. `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a checkpoint. And the
+first node of the job holds the rendezvous, whatever the others make of its name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ EXIT_TEMPFAIL = 75
 """Status of a run that is to be started again; `megatron_muon.mcore.launch` gives it to the workers."""
 
 FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
-"""Flags, and how many values they take, that say how to begin: from the run's own checkpoint they must not be repeated."""
+"""Flags, and how many values they take, that say how to begin: not for going on from the run's own checkpoint."""
 
 _asked_to_end = False
 
@@ -70,8 +70,8 @@ def requeueable(flags: Sequence[str]) -> Iterable[str]:
         flags: those of pretrain_gpt.py, `--config` among them.
 
     Returns:
-        These, with `--exit-signal-handler`. Where the folder of `--save` holds a checkpoint, the run goes on from there:
-        with `--load`, and without `FIRST_START_ONLY`.
+        These, with `--exit-signal-handler`. Where the folder of `--save` holds a checkpoint, the run goes on from
+        there: with `--load`, and without `FIRST_START_ONLY`.
 
     Raises:
         UserError: no `--save`, or a configuration that cannot be read.

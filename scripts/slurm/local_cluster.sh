@@ -155,16 +155,19 @@ status() {
 }
 
 stop() {
-    local file pid pids=() deadline=$((SECONDS + 30))
+    local file pid pids=() deadline=$((SECONDS + 60))
     if ! running; then
         rm -rf "$DIR"
         say "no cluster in $DIR"
         return
     fi
-    squeue --noheader --format %A 2>/dev/null | xargs --no-run-if-empty scancel || true
-    while ((SECONDS < deadline)) && [[ -n $(squeue --noheader 2>/dev/null) ]]; do # until their processes have ended
-        sleep 0.2
+    while [[ -n $(squeue --noheader 2>/dev/null) ]]; do # until their processes have ended
+        ((SECONDS < deadline)) || die "jobs do not end: type '$0 status', then '$0 stop' again"
+        # Again and again: a job that is on its way back into the queue cannot be cancelled until it is there.
+        squeue --noheader --array --format %A 2>/dev/null | xargs --no-run-if-empty scancel --quiet || true
+        sleep 0.5
     done
+    deadline=$((SECONDS + 15))
     for file in "$DIR"/slurmd.*.pid "$DIR/slurmctld.pid" "$DIR/munged.pid"; do # munged last: it vouches for the others
         [[ -f $file ]] || continue
         pid=$(<"$file")
