@@ -164,7 +164,7 @@ stop() {
     while [[ -n $(squeue --noheader 2>/dev/null) ]]; do # until their processes have ended
         ((SECONDS < deadline)) || die "jobs do not end: type '$0 status', then '$0 stop' again"
         # Again and again: a job that is on its way back into the queue cannot be cancelled until it is there.
-        squeue --noheader --array --format %A 2>/dev/null | xargs --no-run-if-empty scancel --quiet || true
+        squeue --noheader --array --format %i 2>/dev/null | xargs --no-run-if-empty scancel --quiet || true
         sleep 0.5
     done
     deadline=$((SECONDS + 15))

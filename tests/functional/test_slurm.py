@@ -63,7 +63,14 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Job:
-    """A job that was submitted in a folder."""
+    """A job that was submitted in a folder.
+
+    Attributes:
+        cluster: knows it.
+        number: 7, or 7_2 for task 2 of an array. (A task is a job with a number of its own, but that of one of them is
+            the array's too, and then stands for all.)
+        folder: where it runs.
+    """
 
     cluster: Cluster
     number: str
@@ -77,7 +84,8 @@ class Job:
     def log(self, node: int | None = None) -> str:
         """The log of the batch script, or of a node."""
         kind = ".log" if node is None else f"-{node}-*.log"
-        found = sorted(self.folder.glob(f"logs/*-{self.number}{kind}"))
+        number = self.shown["JobId"] if "_" in self.number else self.number
+        found = sorted(self.folder.glob(f"logs/*-{number}{kind}"))
         return "".join(file.read_text("utf-8", errors="replace") for file in found)
 
     @property
@@ -160,9 +168,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
     preempted.until(lambda job: "setting random seeds" in job.log(0))  # from there on SIGTERM leads to a checkpoint
     other = ("--partition=urgent", "--nodes=2", "--cpus-per-task=2", "--wrap", "sleep 1")
     cluster.submit(here / "urgent", *other).until(lambda job: job.shown["JobState"] == "COMPLETED")
-    # A task has a number of its own, in the names of its logs, from its start on.
-    tasks = (Job(cluster, f"{first}_{task}", folder).shown["JobId"] for task in (1, 2))
-    return Jobs(preempted, *(Job(cluster, number, folder) for number in tasks))
+    return Jobs(preempted, *(Job(cluster, f"{first}_{task}", folder) for task in (1, 2)))
 
 
 def as_yaml(flags: list[str]) -> str:

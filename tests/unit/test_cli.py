@@ -34,7 +34,14 @@ def test_help_is_complete_and_imports_nothing_heavy():
 
 
 @pytest.mark.parametrize(
-    "argv", [["data", "prepare", "--help"], ["data", "--help"], ["summary", "--help"], ["doctor", "--help"]]
+    "argv",
+    [
+        ["data", "prepare", "--help"],
+        ["data", "--help"],
+        ["summary", "--help"],
+        ["doctor", "--help"],
+        ["submit", "--help"],
+    ],
 )
 def test_every_subcommand_shows_an_example(argv, capsys):
     assert cli.main(argv) == cli.EXIT_OK
