@@ -58,8 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("node: ended by SIGTERM" if ended == EXIT_TEMPFAIL else error, file=sys.stderr, flush=True)
         return ended
     except RendezvousConnectionError as error:
-        print(f"node: the first node has gone: {error}", file=sys.stderr, flush=True)
-        return 1
+        why = "after SIGTERM, as it should" if _asked_to_end else error
+        print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
+        return 1  # the first node's status counts, which srun takes where it is higher
     return 0
 
 
@@ -163,7 +164,7 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     global _asked_to_end
     _asked_to_end = True
     workers = list(_children())
-    print(f"node: SIGTERM; {len(workers)} workers are to write a checkpoint and end", file=sys.stderr, flush=True)
+    print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
         sys.exit(EXIT_TEMPFAIL)
     for pid in workers:
