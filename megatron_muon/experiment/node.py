@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(args)
     except ChildFailedError as error:
         ended = status(error, asked_to_end=_asked_to_end)
-        print("node: ended by SIGTERM" if ended == EXIT_TEMPFAIL else error, file=sys.stderr, flush=True)
+        print(ended_by_sigterm() if ended == EXIT_TEMPFAIL else error, file=sys.stderr, flush=True)
         return ended
     except RendezvousConnectionError as error:
         why = "after SIGTERM, as it should" if _asked_to_end else error
@@ -153,10 +153,19 @@ def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
         agree on one, else 1.
     """
     codes = {failure.exitcode for failure in error.failures.values()}
-    if EXIT_TEMPFAIL in codes or (asked_to_end and codes == {-signal.SIGTERM}):
+    if EXIT_TEMPFAIL in codes:
+        return EXIT_TEMPFAIL
+    # Before training has begun SIGTERM ends some ranks; others have Megatron's handler already, wait for these in vain,
+    # and are killed by torchrun.
+    if asked_to_end and -signal.SIGTERM in codes and codes <= {-signal.SIGTERM, -signal.SIGKILL}:
         return EXIT_TEMPFAIL
     code = codes.pop() if len(codes) == 1 else 1
     return code if code > 0 else 1
+
+
+def ended_by_sigterm() -> str:
+    """The line that pretrain.sbatch looks for in the logs: other nodes may end later, with a higher status."""
+    return f"node: ended by SIGTERM, start {int(os.environ.get('SLURM_RESTART_COUNT', '0')) + 1}"
 
 
 def _hand_on(number: int, _: FrameType | None) -> None:
@@ -166,6 +175,7 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     workers = list(_children())
     print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
+        print(ended_by_sigterm(), file=sys.stderr, flush=True)
         sys.exit(EXIT_TEMPFAIL)
     for pid in workers:
         try:

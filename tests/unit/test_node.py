@@ -84,7 +84,7 @@ def test_a_name_that_does_not_resolve_is_not_given_to_the_others():
     assert args.local_addr is None
 
 
-TERM = -int(signal.SIGTERM)
+TERM, KILL = -int(signal.SIGTERM), -int(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,11 @@ TERM = -int(signal.SIGTERM)
         ([75], False, 75),  # the signal came to workers of another node
         ([75, 1], True, 75),  # the checkpoint was complete before any of them ended
         ([TERM, TERM], True, 75),  # before training had begun
+        ([TERM, KILL], True, 75),  # the second waited for the first
         ([TERM, TERM], False, 1),  # nobody asked
         ([TERM, 1], True, 1),
         ([2, 2], False, 2),
-        ([-9], True, 1),
+        ([KILL], True, 1),  # out of memory
         ([1, 2], False, 1),
     ],
 )
