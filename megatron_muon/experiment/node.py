@@ -165,7 +165,7 @@ def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
 
 def ended_by_sigterm() -> str:
     """The line that pretrain.sbatch looks for in the logs: other nodes may end later, with a higher status."""
-    return f"node: ended by SIGTERM, start {int(os.environ.get('SLURM_RESTART_COUNT', '0')) + 1}"
+    return f"node: start {int(os.environ.get('SLURM_RESTART_COUNT', '0')) + 1} ended by SIGTERM"
 
 
 def _hand_on(number: int, _: FrameType | None) -> None:

@@ -102,7 +102,8 @@ class Job:
 
     def ended(self) -> str:
         """Its final state, once it is there."""
-        self.until(lambda job: job.shown["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "REQUEUED"))
+        final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        self.until(lambda job: job.shown["JobState"] in final)
         return self.shown["JobState"]
 
 
