@@ -14,17 +14,31 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+from megatron_muon.errors import OffloadError
+from megatron_muon.metrics import Sampler
+from megatron_muon.optim.sharded_muon import MOMENTUM, ShardedMuon
+
 
 class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
     Args:
         chained_optimizers: megatron-core's DistributedOptimizer around each inner optimizer, all with the same config.
+        metrics_interval: measure every so many steps; 0 never.
     """
 
-    def __init__(self, chained_optimizers: list[MegatronOptimizer]) -> None:
+    def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
         super().__init__(chained_optimizers)
+        inner = [member.optimizer for member in chained_optimizers if not member.is_stub_optimizer]
+        self.metrics = Sampler(inner, interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
+        self._muons = [
+            (member, member.optimizer)
+            for member in self.chained_optimizers
+            if not member.is_stub_optimizer and isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
+        ]
+        self.offload_failure: OffloadError | None = None
+        """What kept momentum from being read or written, once the step in which it happened is finished."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
@@ -33,7 +47,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Returns:
             `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they
             were, where a gradient was not finite.
+
+        Raises:
+            OffloadError: momentum could not be read or written in an earlier step, on any rank. That step was finished
+                on every rank, and a checkpoint can be saved; another step is not begun.
         """
+        if self.offload_failure is not None:
+            raise self.offload_failure
         for chunk in self.model_chunks:
             # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
             # have. Under `optim` without overlap Megatron-FSDP reduces in place, so a second time would be wrong.
@@ -53,13 +73,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """Step every optimizer, then install the weights once for all of them."""
         norms = [self._grad_norm, *self.grad_norms_by_group.values()]
         if not all(math.isfinite(norm) for norm in norms):
+            self.metrics.skipped_steps += 1
             return False
         timers = self.config.timers
         if timers is not None:
             timers("optimizer-inner-step", log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        for optimizer in self.chained_optimizers:
-            if not optimizer.is_stub_optimizer:
-                optimizer.optimizer.step()
+        with self.metrics.step():
+            for optimizer in self.chained_optimizers:
+                if not optimizer.is_stub_optimizer:
+                    optimizer.optimizer.step()
         if timers is not None:
             timers("optimizer-inner-step").stop()
             timers("optimizer-copy-main-to-model-params", log_level=1).start(barrier=self.config.barrier_with_L1_time)
@@ -72,7 +94,23 @@ class MuonChainedOptimizer(ChainedOptimizer):
             chunk.start_param_sync()
         if timers is not None:
             timers("params-all-gather").stop()
+        self._look_for_failures()
         return True
+
+    def _look_for_failures(self) -> None:
+        """Tell every rank what kept one of them from reading or writing momentum. Collective with files alone."""
+        stores = [muon.store for _, muon in self._muons if muon.store is not None and muon.store.on_disk]
+        if not stores:
+            return
+        failure = next((str(store.failure) for store in stores if store.failure is not None), None)
+        failed = torch.tensor([failure is not None], dtype=torch.int32, device=self.get_parameters()[0].device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if not failed.item():
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, failure)
+        rank, text = next((rank, text) for rank, text in enumerate(everyone) if text is not None)
+        self.offload_failure = OffloadError(f"rank {rank} {text}")
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
@@ -88,6 +126,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
                 part = optimizer.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
                 merged["state"].update(part["state"])
                 merged["param_to_group_meta"].update(part["param_to_group_meta"])
+        for optimizer, muon in self._muons:
+            for parameter, momentum in muon.momentum_state(empty=is_loading).items():
+                merged["state"].setdefault(optimizer._param_name(parameter), {})[MOMENTUM] = momentum
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,16 +136,24 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for optimizer in self.chained_optimizers:
             if optimizer.is_stub_optimizer:
                 continue
-            names = {optimizer._param_name(parameter) for parameter in optimizer.get_parameters()}
+            parameters = {optimizer._param_name(parameter): parameter for parameter in optimizer.get_parameters()}
             self._tell_of_other_momentum(optimizer, state_dict["param_to_group_meta"])
+            state = {name: value for name, value in state_dict["state"].items() if name in parameters}
+            muon = next((muon for member, muon in self._muons if member is optimizer), None)
+            kept_elsewhere = {}
+            if muon is not None:
+                kept_elsewhere = {parameters[name]: slots[MOMENTUM] for name, slots in state.items()}
+                state = {name: {k: v for k, v in slots.items() if k != MOMENTUM} for name, slots in state.items()}
             optimizer.load_state_dict(
                 {
-                    "state": {name: value for name, value in state_dict["state"].items() if name in names},
+                    "state": state,
                     "param_to_group_meta": {
-                        name: meta for name, meta in state_dict["param_to_group_meta"].items() if name in names
+                        name: meta for name, meta in state_dict["param_to_group_meta"].items() if name in parameters
                     },
                 }
             )
+            if muon is not None:
+                muon.load_momentum(kept_elsewhere)
 
     @staticmethod
     def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:

@@ -11,3 +11,11 @@ class UserError(ValueError):
 
 class SaveError(RuntimeError):
     """A checkpoint that could not be written; the message says why, and from which one to resume."""
+
+
+class OffloadError(RuntimeError):
+    """Momentum that could not be read or written; the message names file and offset. The last step is finished."""
+
+
+class RunFailedError(RuntimeError):
+    """A training or measurement that was started and failed; the message says how and where its output is."""

@@ -41,6 +41,10 @@ from megatron_muon.mcore import parameters as mp
 from megatron_muon.mcore.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.mcore.table import parameter_table
+from megatron_muon.offload import rates
+from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.report import state_report
+from megatron_muon.offload.run import OffloadRun, held_shards
 from megatron_muon.optim.adaptive import AdaMuon, NorMuon
 from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.orthogonalize import Orthogonalizer
@@ -76,11 +80,12 @@ def get_megatron_muon_optimizer(
     names = mp.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
+    offload = _offload_run(config)
     optimizers = []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            inner = _muon(config, model_chunks, muon_groups, pg_collection, names, is_expert=is_expert)
+            inner = _muon(config, model_chunks, muon_groups, pg_collection, names, is_expert=is_expert, offload=offload)
             optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
@@ -92,7 +97,26 @@ def get_megatron_muon_optimizer(
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     if dist.get_rank() == 0:
         print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
-    return MuonChainedOptimizer(optimizers)
+    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
+    report = state_report(chain)
+    if dist.get_rank() == 0:
+        print(report, flush=True)
+    return chain
+
+
+def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
+    """What keeps momentum elsewhere, or in another format, than as fp32 on the device."""
+    if config.muon_offload == "none" and config.muon_momentum_dtype == "fp32":
+        return None
+    return OffloadRun(
+        config.muon_offload,
+        config.muon_momentum_dtype,
+        fraction=config.muon_offload_fraction,
+        directory=config.muon_offload_dir,
+        buffer_mb=config.muon_offload_buffer_mb,
+        keep=config.muon_offload_keep,
+        iteration=config.muon_offload_iteration,
+    )
 
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
@@ -114,6 +138,7 @@ def _muon(
     names: dict[torch.Tensor, str],
     *,
     is_expert: bool,
+    offload: OffloadRun | None,
 ) -> torch.optim.Optimizer:
     """Muon on `groups`: plain where matrices are whole on every rank, sharded or shared otherwise.
 
@@ -146,6 +171,15 @@ def _muon(
         scaled=not adaptive,
     )
     shapes = [matrix.shape for matrix in layout.matrices]
+    held = held_shards(layout, group.rank(), replicated=replicated)
+    compute_device, exchange_group = matrices[0].device, group
+    if config.muon_offload != "none" and compute_device.type != "cpu":
+        flops = sum(orthogonalizer.flops(shape, split) for shape, split in zip(shapes, splits, strict=True))
+        elements = sum(rows * cols for rows, cols in shapes)
+        if _on_cpu(
+            config, orthogonalizer, flops=flops / group.size(), elements=elements / group.size(), device=compute_device
+        ):
+            compute_device, exchange_group = torch.device("cpu"), mp.over_gloo(group)
     settings: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.muon_momentum,
@@ -154,6 +188,12 @@ def _muon(
         "decoupled_weight_decay": config.decoupled_weight_decay,
         "names": names,
     }
+    if compute_device != matrices[0].device:
+        settings["compute_device"] = compute_device
+    if offload is not None:
+        group_of = [number for number, member in enumerate(groups) for _ in member["params"]]
+        part = "experts" if is_expert else "dense"
+        settings["store"] = lambda _: offload.make_store(held, group_of, kind=part, device=compute_device)
     kind: type[ShardedMuon] = ShardedMuon
     neurons: NeuronMoments | None = None
     if adaptive:
@@ -181,21 +221,49 @@ def _muon(
             neurons.normalize(index, whole_update)
         return whole_update
 
-    def exchange(parameters: Sequence[torch.Tensor]) -> Exchange:
-        device = parameters[0].device
+    def exchange(_: Sequence[torch.Tensor]) -> Exchange:
         if replicated and not config.muon_share_replicated:
             buffer_bytes = int(config.muon_exchange_buffer_mb * 2**20)
-            return LocalExchange(layout, batches, buffer_bytes=buffer_bytes, device=device)
+            return LocalExchange(layout, batches, buffer_bytes=buffer_bytes, device=compute_device)
         if config.muon_exchange == "allgather" and not replicated:
-            return AllGatherExchange(layout, group, update, device=device)
+            return AllGatherExchange(layout, exchange_group, update, device=compute_device)
         sender = SharedExchange if replicated else OwnerExchange
-        return _planned_exchange(sender, config, layout, splits, group, orthogonalizer, batches, device=device)
+        return _planned_exchange(
+            sender, config, layout, splits, exchange_group, orthogonalizer, batches, device=compute_device
+        )
 
     muon = kind(groups, exchange, **settings)
+    muon.orthogonalizer = orthogonalizer
     if config.muon_dump_layout is not None and dist.get_rank() == 0:
         blocks = tuple((split.groups, split.parts) for split in splits)
         dump_layout(config.muon_dump_layout, BlockedLayout(layout, blocks), is_expert=is_expert)
     return muon
+
+
+def _on_cpu(
+    config: MuonOptimizerConfig, orthogonalizer: Orthogonalizer, *, flops: float, elements: float, device: torch.device
+) -> bool:
+    """Whether the CPU of a machine with an accelerator orthogonalises. Collective where rates have to be measured.
+
+    Args:
+        config: says so, or says "auto".
+        orthogonalizer: the iteration.
+        flops: of a rank's share of the iteration.
+        elements: of a rank's share of the matrices.
+        device: the accelerator.
+    """
+    if config.muon_ns_device != "auto" or config.optimizer == "adaptive_muon":
+        return config.muon_ns_device == rates.CPU
+    row = codec_of(config.muon_momentum_dtype).record_bytes(1, 1024) / 1024
+    chosen = rates.faster_device(
+        rates.measure(device, orthogonalizer.dtype),
+        flops=flops,
+        momentum_bytes=row * elements * config.muon_offload_fraction,
+        gradient_bytes=4 * elements,
+    )
+    if dist.get_rank() == 0:
+        print(f"megatron-muon: --muon-ns-device auto: Newton-Schulz runs on the {chosen}", flush=True)
+    return chosen == rates.CPU
 
 
 def _second_moment(

@@ -14,6 +14,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.fused import BlockSettings
+from megatron_muon.mcore.offload_flags import check_offload
 from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
 
 
@@ -33,6 +34,15 @@ class MuonOptimizerConfig(OptimizerConfig):
         muon_dump_layout: a file that takes the layout of the sharded matrices, for `megatron-muon plan --layout`.
         muon_split_gated_mlp: orthogonalise gate and up of a gated MLP's first projection alone.
         muon_split_heads: orthogonalise every attention head of the projections that make heads alone.
+        muon_offload: where momentum lives between steps: "none" (the device), "cpu" (host memory) or "nvme" (files).
+        muon_offload_dir: the directory of the files.
+        muon_offload_fraction: the share of a rank's momentum that leaves the device, largest shards first.
+        muon_offload_buffer_mb: MiB that momentum on its way may fill.
+        muon_offload_keep: leave the files at the end.
+        muon_offload_iteration: the iteration that the run goes on from, for the names of files.
+        muon_ns_device: where momentum is offloaded: orthogonalise on the "accelerator", on the "cpu", or "auto".
+        muon_momentum_dtype: the format of stored momentum: "fp32", "bf16" or "int8".
+        muon_metrics_interval: measure every so many steps (`megatron_muon.metrics`); 0 never.
         muon_exclude: patterns; parameters whose names match go to the scalar optimizer (`megatron_muon.names`).
     """
 
@@ -47,6 +57,15 @@ class MuonOptimizerConfig(OptimizerConfig):
     muon_dump_layout: str | None = None
     muon_split_gated_mlp: bool = False
     muon_split_heads: bool = False
+    muon_offload: str = "none"
+    muon_offload_dir: str | None = None
+    muon_offload_fraction: float = 1.0
+    muon_offload_buffer_mb: float = 24.0
+    muon_offload_keep: bool = False
+    muon_offload_iteration: int = 0
+    muon_ns_device: str = "auto"
+    muon_momentum_dtype: str = "fp32"
+    muon_metrics_interval: int = 0
     muon_exclude: Sequence[str] = ()
 
 
@@ -113,6 +132,8 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
             "of the QKV matrix holds a whole group to split; use --muon-tp-mode duplicated with optim, optim_grads or "
             "optim_grads_params, or --muon-no-split-qkv"
         )
+    plain = strategy == "no_shard" and config.optimizer == "muon" and not config.muon_share_replicated
+    check_offload(config, on_cpu=next(model_chunks[0].parameters()).device.type == "cpu", plain=plain)
     if config.muon_exchange not in ("owner", "allgather"):
         raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
     if config.muon_exchange_buffer_mb <= 0:

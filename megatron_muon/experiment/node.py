@@ -83,7 +83,7 @@ def requeueable(flags: Sequence[str]) -> Iterable[str]:
     in_file: list[str] = []
     merged = rest
     if given.config is not None:
-        config = config_file.load_config(given.config)
+        config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
         in_file = [flag for flag, _ in config.flags]
         merged = config_file.merge(config, rest)
     parser.add_argument("--save")

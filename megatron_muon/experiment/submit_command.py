@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import UserError
-from megatron_muon.experiment.bench_launch import ROOT
+from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.experiment.processes import ROOT
 
 SCRIPT = Path("scripts/slurm/pretrain.sbatch")
 LOGS = Path("logs")
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         submission.command, env={**os.environ, **submission.env}, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise UserError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+        raise RunFailedError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
     print(done.stdout, end="")
     return 0
 
@@ -200,16 +200,17 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
     from megatron_muon.mcore import config_file
     from megatron_muon.quiet import quiet_imports
 
-    config = config_file.load_config(args.config)
     with quiet_imports():
         from megatron_muon.mcore import arguments
 
         parser = arguments.build_parser()
-    config_file.check_flags(config, parser)
     ranks = args.gpus_per_node or args.nproc_per_node
     runs = []
     for flags in tasks:
-        run = arguments.parse(parser, config_file.merge(config, [*args.flags, *flags]))
+        typed = [*args.flags, *flags]
+        config = config_file.load_config(args.config, overridden=config_file.given_flags(typed))
+        config_file.check_flags(config, parser)
+        run = arguments.parse(parser, config_file.merge(config, typed))
         if run.save is None:
             raise UserError(
                 "no --save, so the run could not be resumed; add '-- --save DIR', on a disk all nodes share"

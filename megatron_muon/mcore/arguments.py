@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import itertools
 import os
 import struct
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
+from megatron_muon.mcore.offload_flags import add_offload_arguments, check_offload, given_flag
 from megatron_muon.mcore.refusals import (
     check_adaptive,
     check_async_save,
@@ -45,6 +47,9 @@ ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
 
 BUFFER_MB = 256.0
 """Default of --muon-exchange-buffer-mb."""
+
+METRICS_INTERVAL = 10
+"""Default of --muon-metrics-interval."""
 
 _INDEX_HEADER = struct.Struct("<9sQBQ")
 """How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
@@ -159,6 +164,15 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
     )
+    group.add_argument(
+        "--muon-metrics-interval",
+        type=int,
+        default=METRICS_INTERVAL,
+        metavar="K",
+        help="with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of "
+        "every K-th step, and log them under muon/; 0 never",
+    )
+    add_offload_arguments(group)
     allow_full_precision(parser)
     return parser
 
@@ -222,8 +236,8 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
     if device == "cpu":
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
-        if not cpu_has_bf16():
-            wanted.append(["--muon-fp32-matmul-prec", "highest"])
+    if (device == "cpu" or _last_value(argv, "--muon-ns-device") == "cpu") and not cpu_has_bf16():
+        wanted.append(["--muon-fp32-matmul-prec", "highest"])
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
         wanted.append(["--no-gradient-accumulation-fusion"])
@@ -238,6 +252,17 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
                 ["--no-bias-gelu-fusion"],
             ]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
+
+
+def _last_value(argv: Sequence[str], flag: str) -> str | None:
+    """The value that `argv` gives to a flag, the last one if several."""
+    value = None
+    for token, following in itertools.pairwise((*argv, "")):
+        if token == flag:
+            value = following
+        elif token.startswith(f"{flag}="):
+            value = token.removeprefix(f"{flag}=")
+    return value
 
 
 def cpu_has_bf16() -> bool:
@@ -261,8 +286,22 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_settings(
+    args: argparse.Namespace,
+    *,
+    device: str,
+    environ: Mapping[str, str] = os.environ,
+    writes: bool = True,
+    check_data: bool = True,
+) -> None:
     """Check what a user can get wrong, before torch.distributed starts.
+
+    Args:
+        args: the settings.
+        device: "cuda" or "cpu".
+        environ: has WORLD_SIZE and RANK.
+        writes: whether the folder of --save may be made to see whether it can be written to.
+        check_data: whether the training data should be there by now.
 
     Raises:
         UserError: names the value and the remedy.
@@ -282,7 +321,7 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         refuse_layer_wise("--optimizer dist_muon")
     _check_adaptive(args)
     if args.optimizer in MUONS and args.use_megatron_fsdp:
-        _check_muon(args, first_rank=environ.get("RANK", "0") == "0")
+        _check_muon(args, device=device, first_rank=environ.get("RANK", "0") == "0")
     else:
         _refuse_without_muon(args)
     if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -292,9 +331,12 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         )
     if args.async_save:
         check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
-    _check_data(args)
-    if args.save:
+    if check_data:
+        _check_data(args)
+    if args.save and writes:
         _check_writable(Path(args.save), "--save")
+    if args.save and args.save_interval is None:
+        raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
 
 
 def _check_adaptive(args: argparse.Namespace) -> None:
@@ -329,6 +371,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
         "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != BUFFER_MB,
         "--muon-log-params": args.muon_log_params,
+        "--muon-metrics-interval": args.muon_metrics_interval != METRICS_INTERVAL,
         "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,
         "--muon-share-replicated": args.muon_share_replicated,
         "--muon-dump-layout": args.muon_dump_layout is not None,
@@ -336,7 +379,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         "--muon-split-heads": args.muon_split_heads,
         "--muon-exclude": args.muon_exclude,
     }
-    if flag := next((flag for flag, is_given in given.items() if is_given), None):
+    if flag := next((flag for flag, is_given in given.items() if is_given), given_flag(args)):
         raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
 
 
@@ -365,7 +408,7 @@ def _refuse_unheeded(args: argparse.Namespace) -> None:
         raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
 
 
-def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
+def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> None:
     if args.use_precision_aware_optimizer:
         raise UserError(
             f"--use-precision-aware-optimizer is not supported with --optimizer {args.optimizer}; leave it out"
@@ -376,8 +419,16 @@ def _check_muon(args: argparse.Namespace, *, first_rank: bool) -> None:
             f"--optimizer {args.optimizer}, whose momentum and main weights are fp32; leave it out"
         )
     _refuse_unheeded(args)
+    plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
+    check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)
+    if args.muon_offload == "nvme":
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.muon_offload_dir))
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
+    if args.muon_metrics_interval < 0:
+        raise UserError(f"--muon-metrics-interval {args.muon_metrics_interval} is negative; use 0 for no metrics")
     if args.muon_num_ns_steps < 1:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
     check_blocks(

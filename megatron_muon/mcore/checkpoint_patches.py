@@ -68,7 +68,7 @@ def split_swiglu_of_replicas(patches: Patches) -> None:
             for parameter in whole:
                 parameter.megatron_fsdp_slice = slice(0, parameter._local_tensor.numel())
             try:
-                with _changed(handlers, "make_fsdp_dtensor", make_whole):
+                with changed(handlers, "make_fsdp_dtensor", make_whole):
                     return handle(model, model_state, optimizer_state)
             finally:
                 for parameter in whole:
@@ -89,7 +89,8 @@ def _is_replica(parameter: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute with another value for a while."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -146,6 +146,20 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
     return group
 
 
+def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks for tensors in host memory.
+
+    A collective over all ranks of the run, at construction only.
+    """
+    mine = tuple(dist.get_process_group_ranks(group))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    timeout = _timeout(group)
+    made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in sorted(set(everyone))}
+    found: dist.ProcessGroup = made[mine]
+    return found
+
+
 def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
     """How long a group's collectives wait: what `--distributed-timeout-minutes` said when Megatron made it."""
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

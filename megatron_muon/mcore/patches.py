@@ -11,12 +11,17 @@ import importlib
 import inspect
 import traceback
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from megatron_muon.errors import UserError
+from megatron_muon.checkpoint import files
+from megatron_muon.errors import OffloadError, UserError
 from megatron_muon.mcore import checkpoint_patches
+from megatron_muon.mcore.progress import show_progress
 from megatron_muon.patching import Patches, versions
 
 
@@ -34,10 +39,12 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     if muon_under_fsdp:
         accept_muon(patches)
         use_factory(patches)
+        stop_after_offload_failure(patches)
         reduce_without_frozen(patches)
         average_over_sharing_instances(patches)
         average_lone_gradients_once(patches)  # sees the factors that the one before sets
         reduce_over_instances(patches)
+    show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
         split_momentum_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
@@ -134,6 +141,7 @@ def accept_muon(patches: Patches) -> None:
 def use_factory(patches: Patches) -> None:
     """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
     import megatron.training.training as training
+    from megatron.training import get_args
 
     from megatron_muon.factory import get_megatron_muon_optimizer
     from megatron_muon.settings import MuonOptimizerConfig
@@ -145,6 +153,9 @@ def use_factory(patches: Patches) -> None:
         pg_collection: Any = None,
         **_unused: Any,
     ) -> Any:
+        config.muon_offload_iteration = _iteration_to_load()
+        if not (get_args().tensorboard_dir or get_args().wandb_project):
+            config.muon_metrics_interval = 0  # nobody would see them
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     patches.replace(
@@ -154,6 +165,56 @@ def use_factory(patches: Patches) -> None:
         takes=["config", "model_chunks", "config_overrides"],
     )
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
+
+
+def _iteration_to_load() -> int:
+    """The iteration that this run goes on from, as far as the command line and --load tell."""
+    from megatron.training import get_args
+
+    args = get_args()
+    found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
+    return int(found) if found and str(found).isdigit() else 0
+
+
+def stop_after_offload_failure(patches: Patches) -> None:
+    """Save a checkpoint and stop once momentum could not be read or written.
+
+    The step in which that happened was finished on every rank, so what is saved is whole.
+    """
+    import megatron.training.training as training
+
+    def around(decide: Callable[..., bool]) -> Callable[..., bool]:
+        def checkpoint_and_decide_exit(
+            model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, flops: Any, context: Any, data: Any
+        ) -> bool:
+            failure = getattr(optimizer, "offload_failure", None)
+            if failure is None:
+                return decide(model, optimizer, opt_param_scheduler, iteration, flops, context, data)
+            from megatron.training import get_args
+
+            if not get_args().save:
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
+            training.save_checkpoint_and_time(
+                iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
+            )
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+
+        return checkpoint_and_decide_exit
+
+    patches.wrap(
+        training,
+        "checkpoint_and_decide_exit",
+        around,
+        takes=[
+            "model",
+            "optimizer",
+            "opt_param_scheduler",
+            "iteration",
+            "num_floating_point_operations_so_far",
+            "checkpointing_context",
+            "train_data_iterator",
+        ],
+    )
 
 
 def reduce_without_frozen(patches: Patches) -> None:
@@ -295,8 +356,10 @@ def split_momentum_of_swiglu(patches: Patches) -> None:
     first, AdaMuon's second moment as the second (else momentum again), and both are taken back under their own names.
     NorMuon's second moment, which has not the shape of the weights, stays whole beside the gate. The handler also looks
     parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
-    wrapper that its names count on), so it is shown a model that finds them at any depth.
+    wrapper that its names count on), so it is shown a model that finds them at any depth. And it copies host memory to
+    the GPU, where offloaded momentum might not fit, and what is loaded into the copy would be lost.
     """
+    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
     import megatron.training.checkpointing as checkpointing
 
     class AnyDepth(torch.nn.Module):
@@ -316,7 +379,10 @@ def split_momentum_of_swiglu(patches: Patches) -> None:
             if optimizer_state is None:
                 return handle(model, model_state, None)
             disguised = {key: _as_adam(slots) for key, slots in optimizer_state["state"].items()}
-            model_state, split = handle(model, model_state, {**optimizer_state, "state": disguised})
+            with checkpoint_patches.changed(
+                handlers, "make_fsdp_dtensor", partial(_made_in_place, handlers.make_fsdp_dtensor)
+            ):
+                model_state, split = handle(model, model_state, {**optimizer_state, "state": disguised})
             halves = {key + half: key for key in optimizer_state["state"] for half in ("", "_w", "_v")}
             split["state"] = {
                 key: _as_muon(slots, optimizer_state["state"][halves[key]], is_up=key == halves[key] + "_v")
@@ -332,6 +398,18 @@ def split_momentum_of_swiglu(patches: Patches) -> None:
         around,
         takes=["model", "model_state_dict", "optimizer_state_dict"],
     )
+
+
+def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
+    """megatron-core's make_fsdp_dtensor around a local tensor that stays where it is, in host memory or on the GPU.
+
+    DTensor.from_local copies host memory to the GPU, and leaves alone only what has no memory.
+    """
+    made = make(local_tensor.to("meta"), param, **{**kwargs, "run_check": False})
+    local_tensor = local_tensor.view(made._local_tensor.shape)
+    for name, value in vars(made._local_tensor).items():
+        setattr(local_tensor, name, value)  # what tells the checkpoint which part of the whole this is
+    return DTensor(local_tensor, made._spec, requires_grad=False)
 
 
 def _unwrapped(name: str) -> str:

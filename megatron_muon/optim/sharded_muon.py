@@ -8,13 +8,21 @@ orthogonalises), apply. Gradient reduction, clipping and installing weights belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.exchange.steps import Exchange
+from megatron_muon.offload.store import Momentum, RecordStore
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+
+MOMENTUM = "momentum_buffer"
+"""The momentum's slot of the optimizer state, upstream's name."""
+
+STEPS = "rounding_steps"
+"""A parameter group's count of steps where momentum is rounded for storage."""
 
 ParamGroups = list[dict[str, Any]]
 
@@ -33,7 +41,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     The update of a matrix depends on its gradient alone, never on how many ranks hold it. State is one
     `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction on every rank, also
-    for empty shards.
+    for empty shards. With `store` momentum is kept there instead, and `momentum_state` shows it as such state.
 
     Args:
         params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
@@ -45,6 +53,8 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: decay rate, per unit of learning rate.
         decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
         names: a name for each parameter, for messages.
+        store: makes the store of momentum for the parameters in their order; None keeps it as state, fp32.
+        compute_device: where momentum and exchange compute, if not where the parameters are.
 
     Raises:
         ValueError: a hyper-parameter is out of range or a parameter is neither 2D nor 3D.
@@ -61,6 +71,8 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: float,
         decoupled_weight_decay: bool,
         names: dict[torch.Tensor, str],
+        store: Callable[[Sequence[torch.Tensor]], RecordStore] | None = None,
+        compute_device: torch.device | None = None,
     ) -> None:
         if not 0.0 <= momentum < 1.0:
             raise ValueError(f"--muon-momentum must be in [0, 1), got {momentum}")
@@ -74,16 +86,24 @@ class ShardedMuon(torch.optim.Optimizer):
                     f"{names[parameter]}: Muon takes 2D parameters and 3D stacks of them, "
                     f"got shape {tuple(parameter.shape)}"
                 )
-        self.initialize_state()
         self._matrices = self._parameters()
+        self._compute_device = compute_device
+        self.store = store(self._matrices) if store is not None else None
+        if self.store is not None and self.store.codec.name != "fp32":
+            for group in self.param_groups:
+                group.setdefault(STEPS, 0)
+        self.initialize_state()
+        self._momentum: Momentum = self.store or _StateMomentum(self)
+        self.orthogonalizer: Orthogonalizer | None = None
+        """What the exchange orthogonalises with, for metrics."""
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self.exchange = exchange(self._matrices)
 
     def initialize_state(self) -> None:
         """Give every parameter that has none its momentum of zeros, on every rank alike."""
         for parameter in self._parameters():
-            if "momentum_buffer" not in self.state[parameter]:
-                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            if MOMENTUM not in self.state[parameter] and self.store is None:
+                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -96,6 +116,44 @@ class ShardedMuon(torch.optim.Optimizer):
             raise ValueError("Muon takes no closure")
         self._require_gradients()
         self.exchange.run(self._advance, self._apply)
+        self._momentum.end_step()
+        for group in self.param_groups:
+            if STEPS in group:
+                group[STEPS] += 1
+
+    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
+
+        Of a store they are copies, outside of the process's own memory where momentum is on disk.
+
+        Args:
+            empty: leave out the values, as they will be loaded.
+
+        Raises:
+            OSError: momentum cannot be read.
+        """
+        if self.store is None:
+            return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}
+        shards = [local_rows(parameter) for parameter in self._matrices]
+        state = {}
+        rooms = self.store.scratch([rows.numel() for rows in shards])
+        for index, (parameter, rows, room) in enumerate(zip(self._matrices, shards, rooms, strict=True)):
+            if rows.numel() and not empty:
+                room.view(rows.shape).copy_(self.store.read(index))
+            state[parameter] = _in_place_of(parameter, room)
+        return state
+
+    def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take the momentum of a checkpoint, as `momentum_state` gives it, into the store.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        assert self.store is not None
+        for index, parameter in enumerate(self._matrices):
+            if parameter in state and local_rows(parameter).numel():
+                self.store.write(index, local_rows(state[parameter]))
+        self.store.go_on_from(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
 
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -118,17 +176,24 @@ class ShardedMuon(torch.optim.Optimizer):
     def _advance(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Decay, momentum and look-ahead: this rank's rows of what is orthogonalised of each matrix, fp32.
 
-        Without Nesterov they are the momentum itself, which the caller must not change.
+        Without Nesterov they may be the momentum itself, which the caller must not change.
         """
-        ahead: list[torch.Tensor] = [torch.empty(0)] * len(indices)
-        for group, parameters, places in self._by_group(indices):
-            gradients = self._decay(group, parameters)
-            momentum = [local_rows(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-            torch._foreach_lerp_(momentum, gradients, 1.0 - group["momentum"])
-            if self.nesterov:
-                momentum = list(torch._foreach_lerp(gradients, momentum, group["momentum"]))
-            for place, rows in zip(places, momentum, strict=True):
-                ahead[place] = rows
+        ahead: list[torch.Tensor] = []
+        for part in self._momentum.parts(indices):
+            momentum = self._momentum.lend(part)
+            of_part: list[torch.Tensor] = [torch.empty(0)] * len(part)
+            for group, parameters, places in self._by_group(part):
+                gradients = self._decay(group, parameters)
+                rows = [momentum[place] for place in places]
+                torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
+                if self.nesterov:
+                    rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
+                elif self._momentum.staged:
+                    rows = [values.clone() for values in rows]
+                for place, values in zip(places, rows, strict=True):
+                    of_part[place] = values
+            self._momentum.take_back(part)
+            ahead += of_part
         return ahead
 
     def _decay(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -141,10 +206,50 @@ class ShardedMuon(torch.optim.Optimizer):
                 torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * group["lr"])
             else:
                 gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+        if self._compute_device is not None:
+            gradients = [rows.to(self._compute_device) for rows in gradients]
         return gradients
 
     def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
         """weight <- weight - lr * update, on this rank's rows."""
         for group, parameters, places in self._by_group(indices):
             weights = [local_rows(parameter) for parameter in parameters]
-            torch._foreach_add_(weights, [updates[place] for place in places], alpha=-group["lr"])
+            rows = [updates[place] for place in places]
+            if self._compute_device is not None:
+                rows = [update.to(weights[0].device) for update in rows]
+            self._subtract(weights, rows, rate=group["lr"])
+
+    def _subtract(self, weights: list[torch.Tensor], updates: list[torch.Tensor], *, rate: float) -> None:
+        torch._foreach_add_(weights, updates, alpha=-rate)
+
+
+def _in_place_of(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """`elements`, fp32, as a tensor that is sharded as `parameter` is, without moving them to another device."""
+    if not isinstance(parameter, DTensor):
+        return elements.view(parameter.shape)
+    local = elements.view(parameter._local_tensor.shape)
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+class _StateMomentum:
+    """Momentum as the optimizer's state, fp32, where the parameters are."""
+
+    staged = False
+
+    def __init__(self, optimizer: ShardedMuon) -> None:
+        self._optimizer = optimizer
+
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """All at once."""
+        yield list(indices)
+
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The state itself."""
+        optimizer = self._optimizer
+        return [local_rows(optimizer.state[optimizer._matrices[index]][MOMENTUM]) for index in indices]
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """It has been changed in place."""
+
+    def end_step(self) -> None:
+        """Nothing is under way."""

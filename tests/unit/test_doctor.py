@@ -106,7 +106,7 @@ def test_a_damaged_one_and_the_exit_status(write, tmp_path, capsys) -> None:
 @pytest.mark.parametrize("directory", ["nowhere", "."])
 def test_no_checkpoint(directory, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["doctor", "--checkpoint", directory]) == cli.EXIT_FAILURE
+    assert cli.main(["doctor", "--checkpoint", directory]) == cli.EXIT_USAGE
     assert "error: " in capsys.readouterr().err
 
 

@@ -197,10 +197,13 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
         return "optimizer"
 
     monkeypatch.setattr("megatron_muon.factory.get_megatron_muon_optimizer", factory)
+    monkeypatch.setattr("megatron.training.get_args", lambda: argparse.Namespace(ckpt_step=7, load=None))
     mcore_patches.use_factory(patches)
     assert training.OptimizerConfig is MuonOptimizerConfig
-    made = training.get_megatron_optimizer("config", ["chunk"], config_overrides="overrides", use_gloo=True)
-    assert (made, called) == ("optimizer", {"config": "config", "chunks": ["chunk"], "overrides": "overrides"})
+    config = MuonOptimizerConfig(lr=0.1)
+    made = training.get_megatron_optimizer(config, ["chunk"], config_overrides="overrides", use_gloo=True)
+    assert (made, called) == ("optimizer", {"config": config, "chunks": ["chunk"], "overrides": "overrides"})
+    assert config.muon_offload_iteration == 7
 
 
 # ------------------------------------------------------------------------------------------------ SwiGLU

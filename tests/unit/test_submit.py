@@ -11,7 +11,7 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
-from megatron_muon.experiment.bench_launch import ROOT
+from megatron_muon.experiment.processes import ROOT
 
 CONFIG = """\
 MODEL_ARGS:
@@ -99,7 +99,7 @@ def test_an_array_has_a_task_for_each_line(submit):
 def test_array_files_that_would_go_wrong(submit, tasks, message):
     Path("rates.txt").write_text(tasks)
     status, _, errors = submit("--array", "rates.txt")
-    assert status == cli.EXIT_FAILURE
+    assert status == cli.EXIT_USAGE
     assert message in errors
 
 
@@ -119,7 +119,7 @@ def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, mes
     if change:
         Path("run.yaml").write_text(CONFIG.replace(*change.split(" -> ")))
     status, output, errors = submit(*arguments)
-    assert status == cli.EXIT_FAILURE
+    assert status == cli.EXIT_USAGE
     assert errors.startswith("megatron-muon: error: ")
     assert message in errors
     assert "sbatch" not in output
@@ -132,7 +132,7 @@ def test_usage_errors(submit, wrong):
 
 def test_without_slurm_it_says_where_to_go(submit):
     status, _, errors = submit(dry=False)
-    assert status == cli.EXIT_FAILURE
+    assert status == cli.EXIT_USAGE
     assert "sbatch is not installed here" in errors
     assert "scripts/slurm/local_cluster.sh start" in errors
 

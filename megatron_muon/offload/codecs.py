@@ -1,0 +1,280 @@
+"""Storage formats of momentum: a rectangle of an fp32 matrix to a record of bytes and back.
+
+`fp32` keeps every bit; `bf16` takes half the bytes; `int8` takes a quarter and one fp32 scale per 128 columns of a row.
+bf16 and int8 round *stochastically*, up with the probability of the part cut off: with momentum 0.95 the change of one
+step can be smaller than half the spacing of the stored values, where gradients are quiet, and rounding to the nearest
+loses it step after step. The price is noise: about 1.4 times that of rounding to the nearest.
+
+The random bits are a function of step, matrix, row and column alone. So a matrix rounds to the same values however its
+rows are cut over ranks (and its columns; for int8 at multiples of 128), on any device and wherever its records live.
+
+Two libraries were looked at. torchao 0.18.0 rounds stochastically (`_fp32_to_bf16_sr`, `quantize_int8_rowwise`), but
+draws from the device's global generator, so a result depends on the cut and on what was drawn before; its 8-bit
+optimizer state rounds to the nearest. bitsandbytes 0.50.2 rounds to the nearest only, in blocks that run on from one
+row into the next where rows are no multiple of the block, and neither of the two has error feedback.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK_COLS = 128
+"""Columns of a row that share one scale in int8, counted from the rectangle's first column."""
+
+_INT8_MAX = 127
+# A scale below this would make its reciprocal overflow; such a block (all below 1.9e-34) is stored as zeros.
+_SMALLEST_SCALE = torch.finfo(torch.float32).smallest_normal
+# Elements worked on at once: on a CPU the temporaries (16 bytes each) stay in cache, elsewhere launches stay few.
+_CHUNK_CPU = 1 << 17
+_CHUNK_DEVICE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rectangle lies, so that rounding does not depend on who holds which part of a matrix.
+
+    Attributes:
+        key: 32 bits that stand for the matrix: `matrix_key` of its name.
+        row: First row of the rectangle within the whole matrix.
+        col: First column of the rectangle within the whole matrix.
+    """
+
+    key: int
+    row: int
+    col: int
+
+
+class Codec(Protocol):
+    """A storage format. A record of zero bytes decodes to zeros in every format.
+
+    Records are 1D contiguous uint8 tensors, aligned to at least 4 bytes, of at least `record_bytes` bytes; bytes
+    beyond are left alone. A shorter one is a `ValueError`.
+    """
+
+    name: str
+
+    def record_bytes(self, rows: int, cols: int) -> int:
+        """Bytes of the record of a (rows, cols) rectangle."""
+
+    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
+        """The stored values, (rows, cols) fp32: a view of the record for fp32, new memory otherwise."""
+
+    def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
+        """Stores (rows, cols) fp32 values in the record, in place; `step` picks the random bits."""
+
+
+class Fp32:
+    """Every bit, 4 bytes per element. What `decode` gives *is* the record, so encoding it again costs nothing."""
+
+    name = "fp32"
+
+    def record_bytes(self, rows: int, cols: int) -> int:
+        """4 bytes per element."""
+        return 4 * rows * cols
+
+    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
+        """A view (rows, cols) fp32 of the record."""
+        return _head(record, self.record_bytes(rows, cols)).view(torch.float32).view(rows, cols)
+
+    def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
+        """Copies the values, unless they are the record's own view."""
+        stored = self.decode(record, *values.shape)
+        if values.data_ptr() != stored.data_ptr():
+            stored.copy_(values)
+
+
+class Bf16:
+    """The upper half of fp32's bits, 2 bytes per element, rounded stochastically.
+
+    The error stays under one spacing of bf16 and averages to zero. Infinities stay, NaN stays NaN; a finite value
+    within one spacing of overflow may become infinite, as in rounding to the nearest.
+    """
+
+    name = "bf16"
+
+    def record_bytes(self, rows: int, cols: int) -> int:
+        """2 bytes per element."""
+        return 2 * rows * cols
+
+    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
+        """The stored values as new (rows, cols) fp32."""
+        return _head(record, self.record_bytes(rows, cols)).view(torch.bfloat16).view(rows, cols).float()
+
+    def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
+        """Adds 16 random bits below those that are kept, and cuts."""
+        stored = _head(record, self.record_bytes(*values.shape)).view(torch.int16).view(values.shape)
+        inf = float("inf")
+        for rows, noise in _noise(values, place, step=step):
+            # Every NaN becomes the canonical one: a NaN whose bits are all ones would carry over into -0.
+            bits = torch.nan_to_num(values[rows], nan=float("nan"), posinf=inf, neginf=-inf).view(torch.int32)
+            noise.bitwise_and_(0xFFFF).add_(bits).bitwise_right_shift_(16)
+            stored[rows].copy_(noise)
+
+
+class Int8:
+    """Signed 8-bit codes whose squares count, rounded stochastically, with a fp32 scale for up to 128 columns of a row.
+
+    A record holds the scales (rows, ceil(cols / 128)) and then the codes (rows, cols). A code c stands for sign(c) c^2
+    times the scale, which is the block's largest magnitude over 127^2. So the spacing shrinks with the value: where
+    some columns are much larger than others, evenly spaced values would drown the small ones, whose directions
+    orthogonalisation makes as large as any. The error stays under one spacing, at most 253 scales, and averages to
+    zero. A block that holds a value which is not finite comes back with none that is; one whose values all lie below
+    1.9e-34 comes back as zeros.
+    """
+
+    name = "int8"
+
+    def record_bytes(self, rows: int, cols: int) -> int:
+        """1 byte per element and 4 bytes per block."""
+        return rows * (cols + 4 * _blocks(cols))
+
+    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
+        """Signed squares of the codes times scales, as new (rows, cols) fp32."""
+        scales, codes = self._parts(record, rows, cols)
+        values = torch.empty(rows, cols, dtype=torch.float32, device=record.device)
+        for chunk in _chunks(rows, cols, record.device):
+            part = values[chunk].copy_(codes[chunk])
+            part.mul_(part.abs())
+            for block_cols, blocks in _equal_blocks(cols):
+                block = part[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
+                block.mul_(scales[chunk, blocks, None])
+        return values
+
+    def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
+        """Scales each block to [0, 127^2] and rounds each magnitude to one of the two squares around it."""
+        rows, cols = values.shape
+        scales, codes = self._parts(record, rows, cols)
+        for chunk, noise in _noise(values, place, step=step):
+            scaled = values[chunk].abs()
+            for block_cols, blocks in _equal_blocks(cols):
+                block = scaled[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
+                scale, inverse = _scale_and_inverse(block.amax(dim=-1))
+                scales[chunk, blocks] = scale
+                block.mul_(inverse[..., None])
+            # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of the way between the
+            # two squares, (scaled - c^2) / (2 c + 1).
+            root = scaled.sqrt().floor_()
+            scaled.addcmul_(root, root, value=-1.0)
+            scaled.div_(root.add_(0.5))
+            root.add_(scaled, alpha=0.5)
+            # (k + 1/2) / 2^16 for k in [-2^15, 2^15) lies in (-1/2, 1/2) and its mean is zero. It is exact in fp32 when
+            # added to c + 1/2, so that a square stays what it is.
+            root.add_(noise, alpha=2.0**-16).add_(2.0**-17).floor_().clamp_(max=_INT8_MAX)
+            codes[chunk].copy_(root.copysign_(values[chunk]))
+
+    def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+        body = _head(record, self.record_bytes(rows, cols))
+        scale_bytes = 4 * rows * _blocks(cols)
+        scales = body[:scale_bytes].view(torch.float32).view(rows, _blocks(cols))
+        return scales, body[scale_bytes:].view(torch.int8).view(rows, cols)
+
+
+_CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
+MOMENTUM_DTYPES = tuple(_CODECS)
+"""Names that `codec_of` knows."""
+
+
+def codec_of(name: str) -> Codec:
+    """The codec of that name.
+
+    Raises:
+        ValueError: There is none of that name.
+    """
+    if name not in _CODECS:
+        raise ValueError(f"momentum can not be stored as {name!r}: take one of {', '.join(MOMENTUM_DTYPES)}")
+    return _CODECS[name]
+
+
+def matrix_key(name: str) -> int:
+    """32 bits from a parameter's name, the same in every process and run."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
+
+
+def _head(record: Tensor, size: int) -> Tensor:
+    if record.numel() < size:
+        raise ValueError(f"a record of {record.numel()} bytes is too short: these rows and columns take {size}")
+    return record[:size]
+
+
+def _blocks(cols: int) -> int:
+    return -(-cols // BLOCK_COLS)
+
+
+def _equal_blocks(cols: int) -> Iterator[tuple[slice, slice]]:
+    """Columns and numbers of the full blocks, then those of the shorter last one; what is empty is left out."""
+    full = cols // BLOCK_COLS
+    if full:
+        yield slice(0, full * BLOCK_COLS), slice(0, full)
+    if cols % BLOCK_COLS:
+        yield slice(full * BLOCK_COLS, cols), slice(full, full + 1)
+
+
+def _scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
+    """Each block's scale, 0 for zeros and not finite where a value is not, and the factor that scales its values."""
+    # A product, because CUDA divides by a constant that way and the CPU does not.
+    scale = largest * (1.0 / _INT8_MAX**2)
+    scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
+    return scale, torch.where(scale > 0, scale.reciprocal(), 0.0)
+
+
+def _chunks(rows: int, cols: int, device: torch.device) -> Iterator[slice]:
+    """Ranges of rows that are worked on at once; none for an empty rectangle."""
+    if rows and cols:
+        size = max(1, (_CHUNK_CPU if device.type == "cpu" else _CHUNK_DEVICE) // cols)
+        for start in range(0, rows, size):
+            yield slice(start, min(start + size, rows))
+
+
+# lowbias32 of Chris Wellons' hash-prospector: https://github.com/skeeto/hash-prospector (public domain); the second
+# multiplier as a signed int32.
+_MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
+
+
+def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, Tensor]]:
+    """Ranges of rows, each with its random numbers: int32 in [-2^15, 2^15), uniform, (rows of the range, cols).
+
+    The caller may overwrite them; they are valid until the next. A number depends on step, key and its row and column
+    in the whole matrix alone. A hash of the row and a hash of the column are joined by xor and mixed again, because
+    without that mixing the numbers would form a matrix of low rank, and orthogonalisation would amplify it.
+    """
+    rows, cols = values.shape
+    of_row, of_col = _hashes(place, rows, cols, values.device, step=step)
+    first, second = _MULTIPLIERS
+    numbers = shifted = torch.empty(0)
+    for chunk in _chunks(rows, cols, values.device):
+        shape = (chunk.stop - chunk.start, cols)
+        if numbers.shape != shape:
+            numbers, shifted = torch.empty(2, *shape, dtype=torch.int32, device=values.device).unbind()
+        # The input is a hash already and only the upper bits are used: lowbias32's first and last shifts are left out.
+        torch.bitwise_xor(of_row[chunk, None], of_col, out=numbers)
+        numbers.mul_(first)
+        _xor_shift(numbers, 15, shifted)
+        yield chunk, numbers.mul_(second).bitwise_right_shift_(16)
+
+
+def _hashes(place: Place, rows: int, cols: int, device: torch.device, *, step: int) -> tuple[Tensor, Tensor]:
+    """lowbias32 of each row's and of each column's number xor a seed: (rows,) and (cols,) int32."""
+    seed = hashlib.blake2b(f"{step} {place.key}".encode(), digest_size=8).digest()
+    of_row = torch.arange(place.row, place.row + rows, dtype=torch.int32, device=device)
+    of_col = torch.arange(place.col, place.col + cols, dtype=torch.int32, device=device)
+    of_row.bitwise_xor_(int.from_bytes(seed[:4], "little", signed=True))
+    of_col.bitwise_xor_(int.from_bytes(seed[4:], "little", signed=True))
+    numbers = torch.cat((of_row, of_col))
+    shifted = torch.empty_like(numbers)
+    for shift, multiplier in zip((16, 15), _MULTIPLIERS, strict=True):
+        _xor_shift(numbers, shift, shifted)
+        numbers.mul_(multiplier)
+    _xor_shift(numbers, 16, shifted)
+    return numbers[:rows], numbers[rows:]
+
+
+def _xor_shift(numbers: Tensor, shift: int, shifted: Tensor) -> None:
+    """numbers ^= numbers >> shift with zeros shifted in, which torch's shift of a signed number does not do."""
+    torch.bitwise_right_shift(numbers, shift, out=shifted)
+    numbers.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))

@@ -1,0 +1,329 @@
+"""Files of momentum: one for each rank and parameter group, in a directory that one run has to itself.
+
+    DIR/muon-momentum.lock                                              held by every rank of the run that uses DIR
+    DIR/muon-momentum-RUN-iter0000000-rank00003-dense0.bin              locked by its rank while it lives
+
+A file is a header (magic, version, length, checksum, JSON) in whole pages, then one record for each shard, at offsets
+of whole pages. Its space is taken before the first step. It is scratch: no run ever reads a file that another one left.
+Reads and writes go past the page cache where the file system can do that, so that errors show at once and where they
+happen. No collectives here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_muon.errors import UserError
+
+PREFIX = "muon-momentum-"
+LOCK = "muon-momentum.lock"
+PAGE = 4096
+"""Alignment of offsets, lengths and addresses, which direct I/O asks for."""
+
+_MAGIC = b"MUONMOM\n"
+_VERSION = 1
+_FRONT = struct.Struct("<8sIII")  # magic, version, bytes of the JSON, their CRC-32
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a file says about itself.
+
+    Attributes:
+        run: the run that made it.
+        iteration: the last iteration before its first step, or with `--muon-offload-keep` the one that it ended with.
+        rank: of the world.
+        part: the parameter group, as "dense0" or "experts1".
+        dtype: the storage format of its records.
+        host: the machine.
+        pid: the process.
+        records: `[name, first row, rows, first column, columns, offset, bytes]` of each shard.
+        size: bytes of the whole file.
+    """
+
+    run: str
+    iteration: int
+    rank: int
+    part: str
+    dtype: str
+    host: str
+    pid: int
+    records: tuple[tuple[str, int, int, int, int, int, int], ...]
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The file's name."""
+        return f"{PREFIX}{self.run}-iter{self.iteration:07d}-rank{self.rank:05d}-{self.part}.bin"
+
+    def pages(self) -> bytes:
+        """The header as it is stored, whole pages."""
+        text = json.dumps(asdict(self)).encode()
+        front = _FRONT.pack(_MAGIC, _VERSION, len(text), zlib.crc32(text))
+        return (front + text).ljust(in_pages(len(front) + len(text)), b"\0")
+
+
+def in_pages(size: int) -> int:
+    """`size` bytes rounded up to whole pages."""
+    return -(-size // PAGE) * PAGE
+
+
+def header_bytes(header: Header) -> int:
+    """Room for the header, also after its numbers have grown."""
+    return in_pages(len(header.pages()) + 64)
+
+
+def read_header(path: Path) -> Header:
+    """The header of a file.
+
+    Raises:
+        UserError: it is not one of these files, of another version, or damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            front = file.read(_FRONT.size)
+            if len(front) < _FRONT.size or not front.startswith(_MAGIC):
+                raise UserError(f"{path} is not a momentum file")
+            _, version, length, checksum = _FRONT.unpack(front)
+            if version != _VERSION:
+                raise UserError(f"{path} has version {version}, this program knows {_VERSION}")
+            text = file.read(length)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    if len(text) < length or zlib.crc32(text) != checksum:
+        raise UserError(f"{path} has a damaged header")
+    values = json.loads(text)
+    return Header(**{**values, "records": tuple(tuple(record) for record in values["records"])})
+
+
+class MomentumFile:
+    """An open file of records.
+
+    Attributes:
+        path: where it is.
+        direct: whether reads and writes go past the page cache.
+    """
+
+    def __init__(self, directory: Path, header: Header) -> None:
+        """Make the file and take its space.
+
+        Raises:
+            OSError: it exists, or there is no room for it.
+        """
+        self.path = directory / header.name
+        self.header = header
+        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._data = -1
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.posix_fallocate(self._file, 0, header.size)
+            os.pwrite(self._file, header.pages(), 0)
+            os.fsync(self._file)
+            self.direct, self._data = _open_for_data(self.path)
+        except OSError:
+            self.close()
+            raise
+
+    def read(self, offset: int, buffer: torch.Tensor) -> None:
+        """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`.
+
+        Raises:
+            OSError: what the system said, or EIO where the file has become too short.
+        """
+        view, done = memoryview(buffer.numpy()), 0
+        while done < len(view):
+            count = os.preadv(self._data, [view[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file ends before this record")
+            done += count
+
+    def write(self, offset: int, buffer: torch.Tensor) -> None:
+        """Write `buffer`, as `read` takes it, at `offset`.
+
+        Raises:
+            OSError: what the system said.
+        """
+        view, done = memoryview(buffer.numpy()), 0
+        while done < len(view):
+            done += os.pwritev(self._data, [view[done:]], offset + done)
+
+    def close(self, *, keep_as: Header | None = None) -> None:
+        """Delete the file, or give it the name and header `keep_as`."""
+        if self._file < 0:
+            return
+        with contextlib.suppress(OSError):
+            if keep_as is None:
+                self.path.unlink(missing_ok=True)
+            else:
+                os.pwrite(self._file, keep_as.pages(), 0)
+                self.path.rename(self.path.with_name(keep_as.name))
+        for descriptor in (self._file, self._data):
+            if descriptor >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(descriptor)
+        self._file = self._data = -1
+
+
+def _open_for_data(path: Path) -> tuple[bool, int]:
+    """A descriptor for the records, past the page cache if the file system can."""
+    flags = os.O_RDWR | os.O_CLOEXEC
+    try:
+        return True, os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return False, os.open(path, flags)
+
+
+class RunDirectory:
+    """A directory that this run, all of its ranks here, has to itself until `close`.
+
+    Raises:
+        UserError: it is missing, not a directory, not writable, in use by another run, or holds files of another run.
+    """
+
+    def __init__(self, directory: Path, run: str) -> None:
+        self.path = directory
+        self.run = run
+        require_writable(directory)
+        self._lock = self._claim()
+
+    def close(self) -> None:
+        """Leave the directory; the last rank that leaves takes the lock's file along."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (self.path / LOCK).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            os.close(self._lock)
+        self._lock = -1
+
+    def _claim(self) -> int:
+        """The descriptor of the lock's file, locked for sharing, with this run's name in it.
+
+        Whoever locks it alone writes the name; the others find it. Turning a lock of one's own into a shared one is not
+        atomic, so the name is read again afterwards: of two runs that start at once one finds the other's.
+        """
+        while True:
+            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                if self._hold(lock):
+                    return lock
+            except BaseException:
+                os.close(lock)
+                raise
+            os.close(lock)  # the last rank of a run that ended has just taken the file away
+
+    def _hold(self, lock: int) -> bool:
+        alone = _try_lock(lock)
+        if alone and _holder(lock).get("run") != self.run:
+            left = [path.name for path in momentum_files(self.path) if f"-{self.run}-" not in path.name]
+            if left:
+                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
+                raise UserError(
+                    f"--muon-offload-dir {self.path} holds {left[0]}{more}, left by another run; momentum files are "
+                    f"never read again: type megatron-muon doctor --offload-dir {self.path} --remove, or choose "
+                    "another directory"
+                )
+            os.truncate(lock, 0)
+            os.pwrite(lock, json.dumps({"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if not _is_still(lock, self.path / LOCK):
+            return False
+        holder = _holder(lock)
+        if holder.get("run") != self.run:
+            raise UserError(
+                f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "
+                f"{holder.get('pid', '?')} on {holder.get('host', '?')}); choose another directory, or wait for its end"
+            )
+        return True
+
+
+def momentum_files(directory: Path) -> list[Path]:
+    """The momentum files of a directory, of any run, whole or damaged."""
+    return sorted(directory.glob(f"{PREFIX}*"))
+
+
+def in_use(path: Path) -> bool:
+    """Whether a living process holds this file; one that may not be read counts as held."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        return not _try_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_memory(directory: Path, size: int) -> torch.Tensor:
+    """`size` zero bytes in a file without a name, which goes when the tensor goes.
+
+    Raises:
+        OSError: there is no room for it.
+    """
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    with tempfile.TemporaryFile(dir=directory) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+
+
+def require_writable(directory: Path) -> None:
+    """Check --muon-offload-dir.
+
+    Raises:
+        UserError: it is missing, not a directory, or not writable.
+    """
+    if not directory.exists():
+        raise UserError(f"--muon-offload-dir {directory} does not exist; make it: mkdir -p {directory}")
+    if not directory.is_dir():
+        raise UserError(f"--muon-offload-dir {directory} is not a directory; choose one on a local disk")
+    try:
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--muon-offload-dir {directory}: cannot write there ({error.strerror}); choose a directory that this "
+            "user may write"
+        ) from error
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_still(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one that `path` names."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _holder(lock: int) -> dict[str, Any]:
+    """Who wrote their name into the lock's file."""
+    try:
+        found = json.loads(os.pread(lock, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,90 @@
+"""A fixed piece of memory from which records are staged, given out and taken back in a circle.
+
+Whoever takes first usually gives back first, so that a circle wastes little and never grows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from megatron_muon.offload.files import PAGE, in_pages
+
+
+@dataclass(eq=False)
+class Piece:
+    """Some of a ring's memory, whole pages at an address of whole pages.
+
+    Attributes:
+        start: its first byte in the ring.
+        memory: its bytes, uint8.
+        free: whether it has been given back.
+    """
+
+    start: int
+    memory: torch.Tensor
+    free: bool = False
+
+
+class Ring:
+    """Memory for staging.
+
+    Args:
+        size: bytes, rounded up to whole pages.
+        device: where it lies. Host memory of a machine with a GPU is locked, for transfers beside computation.
+        pinned: lock it.
+    """
+
+    def __init__(self, size: int, *, device: torch.device, pinned: bool = False) -> None:
+        self.memory = aligned(in_pages(size), device=device, pinned=pinned)
+        self._taken: deque[Piece] = deque()  # oldest first
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole ring."""
+        return self.memory.numel()
+
+    def take(self, size: int) -> Piece | None:
+        """`size` bytes, rounded up to whole pages; None where that much does not lie together and free."""
+        size = in_pages(size)
+        self._drop_free()
+        if not self._taken:
+            start = 0 if size <= self.size else None
+        else:
+            tail = self._taken[0].start
+            head = self._taken[-1].start + self._taken[-1].memory.numel()
+            if head > tail:  # free: from head to the end, and from the front to tail
+                start = head if size <= self.size - head else 0 if size <= tail else None
+            else:
+                start = head if size <= tail - head else None
+        if start is None:
+            return None
+        piece = Piece(start, self.memory[start : start + size])
+        self._taken.append(piece)
+        return piece
+
+    def give_back(self, piece: Piece) -> None:
+        """The piece is no longer used; its memory is free when all older pieces are."""
+        piece.free = True
+        self._drop_free()
+
+    def _drop_free(self) -> None:
+        while self._taken and self._taken[0].free:
+            self._taken.popleft()
+
+
+def aligned(size: int, *, device: torch.device, pinned: bool = False) -> torch.Tensor:
+    """`size` zero bytes at an address of whole pages, locked in memory where `pinned`.
+
+    torch's own pinned allocator rounds up to powers of two, which can double what a large store takes.
+    """
+    memory = torch.zeros(size + PAGE, dtype=torch.uint8, device=device)
+    start = -memory.data_ptr() % PAGE
+    memory = memory[start : start + size]
+    if pinned and size:
+        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
+        if int(status) != 0:
+            raise RuntimeError(f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {int(status)}")
+    return memory

@@ -1,0 +1,239 @@
+"""A run's stores of momentum: which shards are kept where, in whose files, and what becomes of the files at the end.
+
+Everything here happens before the first step or after the last one. What one rank cannot do, all ranks refuse together.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.errors import UserError
+from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.files import Header, MomentumFile, RunDirectory, header_bytes, in_pages
+from megatron_muon.offload.store import DEVICE, DISK, HOST, Held, RecordStore
+from megatron_muon.sharding import Layout
+
+_PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
+_open_runs: list[OffloadRun] = []
+
+
+class OffloadRun:
+    """The stores of one run.
+
+    Args:
+        offload: "none", "cpu" or "nvme".
+        dtype: the storage format, "fp32", "bf16" or "int8".
+        fraction: the share of each rank's momentum that leaves the device, largest shards first.
+        directory: for "nvme".
+        buffer_mb: MiB of a ring for records on their way; parts of 8 MiB, a third of it, keep a disk busy.
+        keep: leave the files at the end.
+        iteration: the last iteration before the first step.
+
+    Raises:
+        UserError: the directory cannot be used, on any rank. Collective.
+    """
+
+    def __init__(
+        self,
+        offload: str,
+        dtype: str,
+        *,
+        fraction: float = 1.0,
+        directory: str | None = None,
+        buffer_mb: float = 24.0,
+        keep: bool = False,
+        iteration: int = 0,
+    ) -> None:
+        self.offload = offload
+        self.dtype = dtype
+        self.fraction = fraction
+        self.stores: list[RecordStore] = []
+        self._iteration = iteration
+        self._keep = keep
+        self._staging_bytes = int(buffer_mb * 2**20)
+        self._process = os.getpid()
+        self._directory: RunDirectory | None = None
+        if offload == "nvme":
+            assert directory is not None
+            shared: list[Any] = [secrets.token_hex(4)]
+            dist.broadcast_object_list(shared, src=0)
+            self.name: str = shared[0]
+            error = None
+            try:
+                self._directory = RunDirectory(Path(directory).absolute(), self.name)
+            except (UserError, OSError) as refusal:
+                error = str(refusal)
+            _open_runs.append(self)
+            self._agree(error)
+            atexit.register(self.close)
+            _close_at_sigterm()
+
+    def make_store(
+        self, shards: Sequence[Held], group_of: Sequence[int], *, kind: str, device: torch.device
+    ) -> RecordStore:
+        """A store for shards in their order. Collective where momentum goes to disk.
+
+        Args:
+            shards: what this rank holds of each matrix, empty ones too.
+            group_of: the number of each one's parameter group.
+            kind: "dense" or "experts", for the names of files.
+            device: where the arithmetic is.
+
+        Raises:
+            UserError: the directory has too little room, on any rank.
+        """
+        codec = codec_of(self.dtype)
+        sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
+        places = places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
+        files: dict[int, tuple[MomentumFile, int]] = {}
+        if self._directory is not None:
+            error = None
+            try:
+                for group in sorted(set(group_of)):
+                    of_group = [i for i, place in enumerate(places) if place == DISK and group_of[i] == group]
+                    if of_group:
+                        files |= self._make_file(f"{kind}{group}", of_group, shards, sizes)
+            except OSError as refusal:
+                error = refusal.strerror or str(refusal)
+            self._agree_on_room(error, sum(in_pages(size) for size, place in zip(sizes, places, strict=True)
+                                           if place == DISK))  # fmt: skip
+        store = RecordStore(shards, places, codec, device=device, staging_bytes=self._staging_bytes, files=files)
+        self.stores.append(store)
+        return store
+
+    def close(self) -> None:
+        """Delete the files, or with `keep` name them after the iteration that they hold, and leave the directory."""
+        if os.getpid() != self._process:
+            return  # a forked child has the files of its parent
+        for store in self.stores:
+            at_end = self._iteration + store.steps - store.begun_at
+            store.close(keep=partial(_renamed, iteration=at_end) if self._keep else None)
+        self.stores = []
+        if self._directory is not None:
+            self._directory.close()
+            self._directory = None
+        with suppress(ValueError):
+            _open_runs.remove(self)
+        atexit.unregister(self.close)
+
+    def _make_file(
+        self, part: str, indices: Sequence[int], shards: Sequence[Held], sizes: Sequence[int]
+    ) -> dict[int, tuple[MomentumFile, int]]:
+        """The file of a parameter group with room for its records; for each of them the file and the offset."""
+        assert self._directory is not None
+        offsets, end = [], 0
+        for index in indices:
+            offsets.append(end)
+            end += in_pages(sizes[index])
+        header = Header(
+            run=self.name,
+            iteration=self._iteration,
+            rank=dist.get_rank(),
+            part=part,
+            dtype=self.dtype,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            records=tuple(
+                (shard.name, shard.row_start, shard.rows, shard.col_start, shard.cols, offset, sizes[index])
+                for index, offset in zip(indices, offsets, strict=True)
+                for shard in [shards[index]]
+            ),
+            size=end,
+        )
+        front = header_bytes(header) + in_pages(16 * len(indices))  # offsets grow by the header itself
+        records = tuple((*record[:5], record[5] + front, record[6]) for record in header.records)
+        header = replace(header, records=records, size=front + end)
+        assert len(header.pages()) <= front
+        file = MomentumFile(self._directory.path, header)
+        return {index: (file, offset + front) for index, offset in zip(indices, offsets, strict=True)}
+
+    def _agree(self, error: str | None) -> None:
+        """Raise on every rank what one rank found."""
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, error)
+        if found := next((other for other in everyone if other is not None), None):
+            self.close()
+            raise UserError(found)
+
+    def _agree_on_room(self, error: str | None, needed: int) -> None:
+        """Raise on every rank that one of them found too little room, with what is needed."""
+        assert self._directory is not None
+        host = socket.gethostname()
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (host, error, needed))
+        failed = next((one for one in everyone if one[1] is not None), None)
+        if failed is None:
+            return
+        all_of_host = sum(one[2] for one in everyone if one[0] == failed[0])
+        path = self._directory.path
+        self.close()
+        dist.barrier()  # every rank has given its room back
+        free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+        raise UserError(
+            f"--muon-offload-dir {path} is too small ({failed[1]}): momentum of the ranks on {failed[0]} takes "
+            f"{all_of_host:,} bytes as {self.dtype}, {failed[2]:,} of them the rank that failed; {free:,} bytes are "
+            "free. Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
+        )
+
+
+def _renamed(file: MomentumFile, *, iteration: int) -> Header:
+    return replace(file.header, iteration=iteration)
+
+
+def held_shards(layout: Layout, rank: int, *, replicated: bool = False) -> list[Held]:
+    """What a rank holds of each matrix of a layout; with `replicated` all of it, whatever the shards say."""
+    held = []
+    for matrix in layout.matrices:
+        shard = matrix.shard_of(rank)
+        if replicated:
+            held.append(Held(matrix.name, 0, matrix.shape[0], 0, matrix.shape[1]))
+        elif shard is None:
+            held.append(Held(matrix.name, 0, 0, 0, matrix.shape[1]))
+        else:
+            held.append(Held(matrix.name, shard.row_start, shard.rows, shard.col_start, shard.cols))
+    return held
+
+
+def places_of(sizes: Sequence[int], place: str, *, fraction: float = 1.0) -> list[str]:
+    """Where each record goes: the largest to `place` until they make up `fraction` of all bytes, the rest to DEVICE."""
+    places = [DEVICE] * len(sizes)
+    left = fraction * sum(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        if left <= 0 or not sizes[index]:
+            break
+        places[index] = place
+        left -= sizes[index]
+    return places
+
+
+def close_runs() -> None:
+    """Close what is open in this process."""
+    for run in list(_open_runs):
+        run.close()
+
+
+def _close_at_sigterm() -> None:
+    """Delete the files when SIGTERM ends the process, as torchrun ends the others when one rank has failed."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+
+    def end(number: int, _: Any) -> None:
+        close_runs()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)

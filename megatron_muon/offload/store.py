@@ -1,0 +1,462 @@
+"""Where momentum lives between steps, and how it gets to the arithmetic and back.
+
+A `RecordStore` keeps each shard's momentum as a record in a storage format (`codecs`): on the device, in host memory,
+or in a file. Records that lie elsewhere than the arithmetic are staged through a ring of fixed size. A step asks for
+them in the same order as the step before it, so that while one part of a wave is worked on, the next is read and the
+one before is written back. It does no arithmetic on momentum, and no collectives.
+
+When a write fails, the record stays in memory and the step goes on to its end; when a read fails twice, the record's
+momentum starts at zero. In either way every rank finishes the step, and `failure` tells what happened.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from megatron_muon.offload.codecs import Codec, Place, matrix_key
+from megatron_muon.offload.files import MomentumFile, in_pages, temporary_memory
+from megatron_muon.offload.ring import Piece, Ring, aligned
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+_THREADS = 2
+_PARTS = 3
+"""Parts of a ring: one is read, one is worked on, one is written back."""
+
+
+class Momentum(Protocol):
+    """Gives the momentum of shards to a step, part by part."""
+
+    staged: bool
+    """What is lent is taken away again, so it must not be kept."""
+
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """`indices` in parts that can be lent at once, in order."""
+
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """What was lent last has its new value."""
+
+    def end_step(self) -> None:
+        """Every shard has been taken back once."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A shard whose momentum is kept.
+
+    Attributes:
+        name: of the matrix.
+        row_start: its first row in the whole matrix.
+        rows: how many.
+        col_start: its first column.
+        cols: how many.
+    """
+
+    name: str
+    row_start: int
+    rows: int
+    col_start: int
+    cols: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.rows * self.cols
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failed read or write.
+
+    Attributes:
+        doing: "read" or "write".
+        path: the file.
+        offset: bytes from its start.
+        reason: what the system said.
+        lost: the matrix whose momentum could not be read, None if nothing is lost.
+    """
+
+    doing: str
+    path: Path
+    offset: int
+    reason: str
+    lost: str | None = None
+
+    def __str__(self) -> str:
+        text = f"cannot {self.doing} momentum in {self.path} at offset {self.offset:,}: {self.reason}"
+        if self.lost is None:
+            return f"{text}; nothing is lost, the step was finished with what is in memory"
+        return (
+            f"{text}; momentum of {self.lost} on this rank is lost and started at zero; to have it, go back to an "
+            "earlier checkpoint"
+        )
+
+
+@dataclass(eq=False)
+class _Staged:
+    """A record on its way or in use.
+
+    Attributes:
+        index: the shard.
+        host: its piece of the ring in host memory, where it comes from a file.
+        device: its piece of the ring on the device, where that is not host memory.
+        record: the bytes that the arithmetic sees.
+        ready: when it has been read; its result is a CUDA event, or None.
+    """
+
+    index: int
+    host: Piece | None
+    device: Piece | None
+    record: torch.Tensor
+    ready: Future[Any]
+
+
+class RecordStore:
+    """Keeps momentum of shards.
+
+    Args:
+        shards: by index; shards without elements are never asked for.
+        places: DEVICE, HOST or DISK for each.
+        codec: the storage format.
+        device: where the arithmetic is.
+        staging_bytes: of each ring; at least three times the largest record.
+        files: for each shard on disk its file and the offset in it.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Held],
+        places: Sequence[str],
+        codec: Codec,
+        *,
+        device: torch.device,
+        staging_bytes: int,
+        files: dict[int, tuple[MomentumFile, int]],
+    ) -> None:
+        self.shards = shards
+        self.places = places
+        self.codec = codec
+        self.failure: Failure | None = None
+        self.steps = 0  # of the training; stochastic rounding depends on it
+        self.begun_at = 0
+        self._files = files
+        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
+        self._keys = [matrix_key(shard.name) for shard in shards]
+        self._at_hand: dict[int, torch.Tensor] = {}  # records that the arithmetic sees where they lie
+        self._in_host: dict[int, torch.Tensor] = {}  # records in host memory beside a GPU
+        self._hosted = torch.empty(0, dtype=torch.uint8)
+        self._make_resident()
+        self._moving = [i for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
+        self.staged = bool(self._moving)
+        self._host_ring: Ring | None = None
+        self._device_ring: Ring | None = None
+        self._part_bytes = 0
+        if self.staged:
+            largest = max(in_pages(self._sizes[i]) for i in self._moving)
+            everything = sum(in_pages(self._sizes[i]) for i in self._moving)
+            size = max(min(in_pages(staging_bytes), everything), _PARTS * largest)
+            self._part_bytes = size // _PARTS
+            if files:
+                self._host_ring = Ring(size, device=torch.device("cpu"), pinned=self._on_gpu)
+            if self._on_gpu:
+                self._device_ring = Ring(size, device=device)
+                self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # to the device, and back
+            self._threads = ThreadPoolExecutor(_THREADS, "momentum", initializer=self._start_thread)
+        self._staged: dict[int, _Staged] = {}
+        self._leaving: deque[tuple[_Staged, Future[None]]] = deque()
+        self._lent: list[torch.Tensor] = []
+        self._order: list[int] = []  # of the step before
+        self._asked: dict[int, None] = {}  # of this step, in order
+        self._next = 0
+        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
+        self._guard = threading.Lock()
+
+    def go_on_from(self, steps: int) -> None:
+        """The training has taken so many steps."""
+        self.steps = self.begun_at = steps
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of momentum by place, staging included."""
+        host_ring = self._host_ring.size if self._host_ring else 0
+        device_ring = self._device_ring.size if self._device_ring else 0
+        at_hand = sum(record.numel() for i, record in self._at_hand.items() if self.places[i] == DEVICE)
+        hosted = sum(self._sizes[i] for i in range(len(self.shards)) if self.places[i] == HOST)
+        disk = sum(in_pages(self._sizes[i]) for i in self._files)
+        return {DEVICE: at_hand + device_ring, HOST: hosted + host_ring, DISK: disk}
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether some of the momentum is in files."""
+        return bool(self._files)
+
+    def buffered_files(self) -> list[MomentumFile]:
+        """The files that are read and written through the page cache, because their file system wants it."""
+        files = {id(file): file for file, _ in self._files.values()}
+        return [file for file in files.values() if not file.direct]
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the rings."""
+        return sum(ring.size for ring in (self._host_ring, self._device_ring) if ring)
+
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """`indices` in parts of a third of the ring, in order."""
+        part: list[int] = []
+        filled = 0
+        for index in indices:
+            size = 0 if index in self._at_hand else in_pages(self._sizes[index])
+            if part and filled + size > self._part_bytes and size:
+                yield part
+                part, filled = [], 0
+            part.append(index)
+            filled += size
+        if part:
+            yield part
+
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
+        records = [self._record(index) for index in indices]
+        self._lent = [
+            self.codec.decode(record, self.shards[index].rows, self.shards[index].cols)
+            for index, record in zip(indices, records, strict=True)
+        ]
+        self._stage_ahead()
+        return self._lent
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """What was lent last has its new value."""
+        for index, values in zip(indices, self._lent, strict=True):
+            staged = self._staged.pop(index, None)
+            self._encode(index, values, self._at_hand[index] if staged is None else staged.record)
+            if staged is not None:
+                computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
+                self._leaving.append((staged, self._threads.submit(self._return, staged, computed)))
+        self._lent = []
+        self._stage_ahead()
+
+    def end_step(self) -> None:
+        """Wait until everything is written, and begin to read what the next step asks for first."""
+        self.steps += 1
+        while self._leaving:
+            self._reclaim(wait=True)
+        self._order, self._asked, self._next = list(self._asked), {}, 0
+        self._stage_ahead()
+
+    def read(self, index: int) -> torch.Tensor:
+        """A copy `(rows, cols)` fp32 of a shard's momentum, between steps, on the device or in host memory.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        self._settle()
+        shard = self.shards[index]
+        record = self._at_hand.get(index, self._in_host.get(index, self._kept.get(index)))
+        if record is None:
+            file, offset = self._files[index]
+            record = aligned(in_pages(self._sizes[index]), device=torch.device("cpu"))
+            file.read(offset, record)
+        values = self.codec.decode(record[: self._sizes[index]], shard.rows, shard.cols)
+        return values.clone() if index in self._at_hand else values
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._settle()
+        at_hand = self._at_hand.get(index, self._in_host.get(index))
+        if at_hand is not None:
+            self._encode(index, values.to(at_hand.device, torch.float32), at_hand)
+            return
+        file, offset = self._files[index]
+        record = aligned(in_pages(self._sizes[index]), device=torch.device("cpu"))
+        self._encode(index, values.to("cpu", torch.float32), record[: self._sizes[index]])
+        file.write(offset, record)
+
+    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Room outside this process's own memory for fp32 tensors of so many elements, where momentum is on disk.
+
+        Raises:
+            OSError: the directory has no room for it.
+        """
+        directories = {file.path.parent for file, _ in self._files.values()}
+        if not directories:
+            return [torch.empty(size) for size in sizes]
+        memory = temporary_memory(directories.pop(), 4 * sum(sizes)).view(torch.float32)
+        return list(memory.split(list(sizes)))
+
+    def close(self, *, keep: Callable[[MomentumFile], Any] | None = None) -> None:
+        """Delete the files, or with `keep` give each the header that it returns. The store is of no use afterwards."""
+        if self.staged:
+            self._threads.shutdown(wait=True, cancel_futures=True)
+        for file in {id(file): file for file, _ in self._files.values()}.values():
+            file.close(keep_as=keep(file) if keep is not None else None)
+
+    def _make_resident(self) -> None:
+        """Zeros for every record that does not come from a file."""
+        in_host = [i for i, place in enumerate(self.places) if place == HOST and self._sizes[i]]
+        for i, place in enumerate(self.places):
+            if place == DEVICE or (place == HOST and not self._on_gpu):
+                self._at_hand[i] = aligned(self._sizes[i], device=self._device)
+        if self._on_gpu and in_host:
+            sizes = [in_pages(self._sizes[i]) for i in in_host]
+            self._hosted = aligned(sum(sizes), device=torch.device("cpu"), pinned=True)
+            for i, record in zip(in_host, self._hosted.split(sizes), strict=True):
+                self._in_host[i] = record[: self._sizes[i]]
+
+    def _start_thread(self) -> None:
+        if self._on_gpu:
+            torch.cuda.set_device(self._device)
+
+    def _encode(self, index: int, values: torch.Tensor, record: torch.Tensor) -> None:
+        shard = self.shards[index]
+        place = Place(self._keys[index], shard.row_start, shard.col_start)
+        self.codec.encode(values, record, place, step=self.steps)
+
+    def _record(self, index: int) -> torch.Tensor:
+        """A shard's record where the arithmetic is."""
+        if (record := self._at_hand.get(index)) is not None:
+            return record
+        self._asked[index] = None
+        staged = self._staged.get(index)
+        while staged is None:
+            staged = self._bring_in(index)
+            if staged is None:
+                self._make_room()
+        event = staged.ready.result()
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+        return staged.record
+
+    def _stage_ahead(self) -> None:
+        """Begin to read what will be asked for next, as far as there is room."""
+        self._reclaim(wait=False)
+        while self._next < len(self._order):
+            index = self._order[self._next]
+            if index not in self._asked and index not in self._staged and self._bring_in(index) is None:
+                return
+            self._next += 1
+
+    def _bring_in(self, index: int) -> _Staged | None:
+        """Begin to read a record; None where the rings have no room."""
+        size = in_pages(self._sizes[index])
+        host = device = None
+        if self._host_ring is not None and index in self._files and (host := self._host_ring.take(size)) is None:
+            return None
+        if self._device_ring is not None and (device := self._device_ring.take(size)) is None:
+            if self._host_ring is not None and host is not None:
+                self._host_ring.give_back(host)
+            return None
+        memory = device.memory if device is not None else host.memory if host is not None else None
+        assert memory is not None
+        source = host.memory if host is not None else self._in_host[index]
+        ready = self._threads.submit(self._bring, index, source, device)
+        staged = _Staged(index, host, device, memory[: self._sizes[index]], ready)
+        self._staged[index] = staged
+        return staged
+
+    def _make_room(self) -> None:
+        """Wait for a write, or where none is under way drop what was read too early."""
+        if self._leaving:
+            self._reclaim(wait=True)
+            return
+        early = [staged for index, staged in self._staged.items() if index not in self._asked]
+        assert early, "a part does not fit the ring"
+        for staged in early:
+            self._drop(staged)
+        self._next = len(self._order)  # the order has changed; learn the new one
+
+    def _drop(self, staged: _Staged) -> None:
+        staged.ready.result()
+        del self._staged[staged.index]
+        self._free(staged)
+
+    def _free(self, staged: _Staged) -> None:
+        for ring, piece in ((self._host_ring, staged.host), (self._device_ring, staged.device)):
+            if ring is not None and piece is not None:
+                ring.give_back(piece)
+
+    def _reclaim(self, *, wait: bool) -> None:
+        """Free what has been written: all that is done, and with `wait` at least the oldest."""
+        while self._leaving and (wait or self._leaving[0][1].done()):
+            staged, done = self._leaving.popleft()
+            done.result()
+            self._free(staged)
+            wait = False
+
+    def _settle(self) -> None:
+        """Nothing on its way: what was read ahead is dropped."""
+        while self._leaving:
+            self._reclaim(wait=True)
+        for staged in list(self._staged.values()):
+            self._drop(staged)
+        self._next = 0
+
+    def _bring(self, index: int, source: torch.Tensor, device: Piece | None) -> Any:
+        """In a thread: read a record, and copy it to the device."""
+        if index in self._files:
+            self._read(index, source)
+        if device is None:
+            return None
+        with torch.cuda.stream(self._streams[0]):
+            device.memory[: self._sizes[index]].copy_(source[: self._sizes[index]], non_blocking=True)
+            return self._streams[0].record_event()
+
+    def _return(self, staged: _Staged, computed: Any) -> None:
+        """In a thread: copy a record from the device, and write it."""
+        index = staged.index
+        target = staged.host.memory if staged.host is not None else self._in_host.get(index)
+        if staged.device is not None:
+            assert target is not None
+            with torch.cuda.stream(self._streams[1]):
+                self._streams[1].wait_event(computed)
+                target[: self._sizes[index]].copy_(staged.record, non_blocking=True)
+                self._streams[1].record_event().synchronize()
+        if index in self._files:
+            assert target is not None
+            self._write(index, target)
+
+    def _read(self, index: int, buffer: torch.Tensor) -> None:
+        kept = self._kept.get(index)
+        if kept is not None:
+            buffer[: kept.numel()].copy_(kept)
+            return
+        file, offset = self._files[index]
+        try:
+            file.read(offset, buffer)
+        except OSError as first:
+            try:
+                file.read(offset, buffer)
+                lost = None
+            except OSError:
+                buffer.zero_()
+                lost = self.shards[index].name
+            self._fail(Failure("read", file.path, offset, first.strerror or str(first), lost))
+
+    def _write(self, index: int, buffer: torch.Tensor) -> None:
+        file, offset = self._files[index]
+        try:
+            file.write(offset, buffer)
+            self._kept.pop(index, None)
+        except OSError as error:
+            self._kept[index] = buffer.clone()
+            self._fail(Failure("write", file.path, offset, error.strerror or str(error)))
+
+    def _fail(self, failure: Failure) -> None:
+        with self._guard:
+            if self.failure is None or (failure.lost and not self.failure.lost):
+                self.failure = failure

@@ -1,0 +1,488 @@
+"""Storage formats of momentum: error bounds, no bias, random bits that depend on the place alone, no structure in them.
+
+The random bits are a function of step and place, so what is measured here is the same in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_muon.offload import codecs
+from megatron_muon.offload.codecs import BLOCK_COLS, MOMENTUM_DTYPES, Codec, Place, codec_of, matrix_key
+
+STOCHASTIC = ["bf16", "int8"]
+HERE = Place(key=matrix_key("a matrix"), row=0, col=0)
+SIZES = st.integers(0, 40)
+WIDTHS = st.integers(0, 300)
+SEEDS = st.integers(0, 2**16)
+
+
+def random_values(rows: int, cols: int, seed: int = 0) -> Tensor:
+    """Normal numbers whose rows differ in magnitude by up to 1e6."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(rows, cols, generator=generator) * 10 ** (6 * torch.rand(rows, 1, generator=generator) - 3)
+
+
+def new_record(codec: Codec, rows: int, cols: int, *, fill: int = 0xA5) -> Tensor:
+    return torch.full((codec.record_bytes(rows, cols),), fill, dtype=torch.uint8)
+
+
+def encoded(codec: Codec, values: Tensor, place: Place = HERE, *, step: int = 0) -> Tensor:
+    record = new_record(codec, *values.shape)
+    codec.encode(values, record, place, step=step)
+    return record
+
+
+def stored(codec: Codec, values: Tensor, place: Place = HERE, *, step: int = 0) -> Tensor:
+    return codec.decode(encoded(codec, values, place, step=step), *values.shape)
+
+
+def bf16_spacing(values: Tensor) -> Tensor:
+    """Distance of the two bf16 numbers around each value: 2^(exponent - 7)."""
+    return torch.from_numpy(np.ldexp(np.float32(1.0), torch.frexp(values).exponent.numpy() - 8))
+
+
+def int8_scales(values: Tensor) -> Tensor:
+    """Largest magnitude of each 128 columns of a row over 127^2, repeated to the shape of the values."""
+    scales = torch.zeros_like(values)
+    for first in range(0, values.shape[1], BLOCK_COLS):
+        block = values[:, first : first + BLOCK_COLS]
+        scales[:, first : first + BLOCK_COLS] = block.abs().amax(dim=1, keepdim=True) / 127**2
+    return scales
+
+
+def int8_spacing(values: Tensor) -> Tensor:
+    """Distance of the two squares times scale around each value."""
+    scales = int8_scales(values)
+    return scales * (2 * (values / scales).abs().nan_to_num().sqrt().floor().clamp(max=126) + 1)
+
+
+def spacing_of(codec: Codec, values: Tensor) -> Tensor:
+    return bf16_spacing(values) if codec.name == "bf16" else int8_spacing(values)
+
+
+def to_nearest(codec: Codec, values: Tensor) -> Tensor:
+    """What the format would store without the random bits: the negative control."""
+    if codec.name == "bf16":
+        return values.bfloat16().float()
+    scales = int8_scales(values)
+    codes = torch.arange(128.0)
+    middles = (codes[:-1].square() + codes[1:].square()) / 2
+    nearest = torch.bucketize((values / scales).abs(), middles).float()
+    return nearest.square().copysign(values) * scales
+
+
+def random_numbers(rows: int, cols: int, *, step: int = 0, place: Place = HERE) -> Tensor:
+    """The random numbers of a rectangle, fp64, centred: uniform in (-1/2, 1/2)."""
+    chunks = [numbers.clone() for _, numbers in codecs._noise(torch.empty(rows, cols), place, step=step)]
+    return (torch.cat(chunks).double() + 0.5) / 2**16
+
+
+# --- formats ----------------------------------------------------------------------------------------------------------
+
+
+@given(rows=SIZES, cols=WIDTHS, seed=SEEDS)
+def test_fp32_keeps_every_bit(rows: int, cols: int, seed: int) -> None:
+    bits = torch.randint(-(2**31), 2**31, (rows, cols), generator=torch.Generator().manual_seed(seed))
+    values = bits.to(torch.int32).view(torch.float32)  # NaNs with payloads and subnormal numbers among them
+    record = encoded(codec_of("fp32"), values)
+    assert torch.equal(record.view(torch.int32), values.view(torch.int32).flatten())
+
+
+def test_fp32_decodes_to_the_record_itself() -> None:
+    codec = codec_of("fp32")
+    record = new_record(codec, 3, 5, fill=0)
+    momentum = codec.decode(record, 3, 5)
+    momentum.fill_(1.5)
+    assert torch.equal(record.view(torch.float32), torch.full((15,), 1.5))
+    before = record.clone()
+    codec.encode(momentum, record, HERE, step=1)
+    assert torch.equal(record, before)
+
+
+@given(rows=SIZES, cols=WIDTHS)
+def test_bytes_of_a_record(rows: int, cols: int) -> None:
+    sizes = {name: codec_of(name).record_bytes(rows, cols) for name in MOMENTUM_DTYPES}
+    assert sizes == {
+        "fp32": 4 * rows * cols,
+        "bf16": 2 * rows * cols,
+        "int8": rows * cols + 4 * rows * math.ceil(cols / BLOCK_COLS),
+    }
+
+
+@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@given(rows=SIZES, cols=WIDTHS)
+@example(rows=0, cols=7)
+@example(rows=7, cols=0)
+def test_zero_bytes_are_zeros_and_zeros_stay(name: str, rows: int, cols: int) -> None:
+    codec = codec_of(name)
+    assert torch.equal(codec.decode(new_record(codec, rows, cols, fill=0), rows, cols), torch.zeros(rows, cols))
+    assert torch.equal(stored(codec, torch.zeros(rows, cols)), torch.zeros(rows, cols))
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@given(rows=SIZES, cols=WIDTHS, seed=SEEDS, step=st.integers(0, 2**40), row=st.integers(0, 2**24))
+@example(rows=2, cols=129, seed=0, step=0, row=0)
+def test_error_is_under_one_spacing(name: str, rows: int, cols: int, seed: int, step: int, row: int) -> None:
+    """int8: plus 2e-5 spacings for the rounding of the scale and of value / scale, each within 2^-23 of up to 127^2."""
+    codec, values = codec_of(name), random_values(rows, cols, seed)
+    found = stored(codec, values, Place(key=seed, row=row, col=0), step=step)
+    assert found.dtype == torch.float32
+    assert ((found - values).abs() <= spacing_of(codec, values) * (1.0 + (2e-5 if name == "int8" else 0.0))).all()
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@given(rows=st.integers(1, 20), cols=st.integers(1, 300), seed=SEEDS)
+def test_what_the_format_holds_stays(name: str, rows: int, cols: int, seed: int) -> None:
+    """Values that the format holds exactly are not changed by further rounding, whatever the random bits."""
+    codec = codec_of(name)
+    if name == "bf16":
+        values = random_values(rows, cols, seed).bfloat16().float()
+    else:
+        codes = torch.randint(-127, 128, (rows, cols), generator=torch.Generator().manual_seed(seed)).float()
+        codes[:, ::BLOCK_COLS] = 127.0
+        values = codes * codes.abs() * 2.0**-9  # a power of two: the scale is exact
+    for step in range(4):
+        assert torch.equal(stored(codec, values, step=step), values)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_no_random_number_moves_what_the_format_holds(name: str, sign: float) -> None:
+    """Half a million values, so that the smallest and the largest of the 2^16 random numbers meet some of them."""
+    codec = codec_of(name)
+    values, _ = between(codec, 0.0, 512, 1024)
+    values[:, ::BLOCK_COLS] = values[0, 0] if name == "int8" else 1.0
+    assert torch.equal(stored(codec, sign * values), sign * values)
+
+
+@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+def test_layout_of_the_values_does_not_matter(name: str) -> None:
+    codec, values = codec_of(name), random_values(150, 170)
+    inside = torch.full((160, 180), 7.0)
+    inside[3:153, 4:174] = values
+    record = encoded(codec, values)
+    assert torch.equal(encoded(codec, inside[3:153, 4:174]), record)
+    assert torch.equal(encoded(codec, values.T.contiguous().T), record)
+
+
+@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+def test_bytes_behind_the_record_are_left_alone(name: str) -> None:
+    codec, values = codec_of(name), random_values(5, 130)
+    size = codec.record_bytes(5, 130)
+    padded = torch.full((size + 64,), 0xA5, dtype=torch.uint8)
+    codec.encode(values, padded, HERE, step=0)
+    assert torch.equal(padded[:size], encoded(codec, values))
+    assert (padded[size:] == 0xA5).all()
+    assert torch.equal(codec.decode(padded, 5, 130), stored(codec, values))
+    with pytest.raises(ValueError, match=rf"{size - 4} bytes is too short.*{size}"):
+        codec.encode(values, padded[: size - 4], HERE, step=0)
+
+
+def test_an_unknown_format_is_refused() -> None:
+    with pytest.raises(ValueError, match="'fp16': take one of fp32, bf16, int8"):
+        codec_of("fp16")
+
+
+# --- what is not finite, and what is nearly zero ----------------------------------------------------------------------
+
+
+def test_bf16_keeps_nan_and_infinities() -> None:
+    """A NaN whose bits are all ones plus random bits would carry over into -0; infinity must not become NaN."""
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    assert nans.isnan().all()
+    values = torch.cat((nans, torch.tensor([math.inf, -math.inf, 1.0, -0.0]))).expand(64, -1)
+    found = stored(codec_of("bf16"), values)
+    torch.testing.assert_close(found, values, rtol=0.0, atol=0.0, equal_nan=True)
+    many = torch.full((512, 512), math.inf)  # every one of the 2^16 random numbers about four times
+    assert torch.equal(stored(codec_of("bf16"), many), many)
+
+
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_int8_marks_the_block_of_what_is_not_finite(bad: float) -> None:
+    values = random_values(4, 300)
+    values[1, 130] = bad
+    values[2, 299] = bad
+    found = stored(codec_of("int8"), values)
+    spoilt = torch.zeros(4, 300, dtype=torch.bool)
+    spoilt[1, 128:256] = spoilt[2, 256:] = True
+    assert torch.equal(~found.isfinite(), spoilt)
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_largest_and_smallest_magnitudes(name: str) -> None:
+    codec = codec_of(name)
+    magnitudes = torch.tensor([1e-45, 1e-39, 1e-37, 1.8e-34, 2e-34, 1e30, 3.3e38]).view(-1, 1)
+    values = magnitudes * torch.tensor([1.0, -1.0, 0.5, 0.0])
+    found = stored(codec, values)
+    assert found.isfinite().all()
+    bound = spacing_of(codec, values).double()
+    if name == "bf16":
+        bound = bound.clamp(min=2.0**-133)  # the spacing of subnormal numbers
+    else:
+        bound[:4] = 1.9e-34  # stored as zeros
+        assert (found[:4] == 0).all()
+        assert (found[4:, :2] != 0).all()
+    assert ((found.double() - values.double()).abs() <= bound * (1 + 2e-5)).all()
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
+    """Where the largest value over its scale comes out above 127^2, the largest of the random numbers makes it 128."""
+    candidates = 1.0 + torch.arange(1000) * 2.0**-23
+    over = candidates * (candidates * (1.0 / 127**2)).reciprocal()
+    assert over.max() > 127**2
+    values = torch.full((512, 1024), sign * float(candidates[over.argmax()]))
+    assert random_numbers(512, 1024).abs().max() == 0.5 - 2.0**-17
+    assert ((stored(codec_of("int8"), values) - values).abs() <= int8_spacing(values) * (1 + 2e-5)).all()
+
+
+def test_int8_keeps_small_columns_beside_large_ones() -> None:
+    """Two columns of a block 60 times as large as the others: these keep a relative error under 6 %, where evenly
+    spaced codes leave more than 15 %.
+    """
+    values = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
+    values[:, ::64] = 60.0
+    small = torch.arange(512) % 64 != 0
+    found = stored(codec_of("int8"), values)
+    assert (found - values)[:, small].norm() < 0.06 * values[:, small].norm()
+    step = (int8_scales(values) * 127).double()  # what 127 even steps up to the largest magnitude would be
+    even = (values / step + random_numbers(256, 512)).round() * step
+    assert (even - values)[:, small].norm() > 0.15 * values[:, small].norm()
+
+
+# --- no bias ----------------------------------------------------------------------------------------------------------
+
+
+def between(codec: Codec, part: float, rows: int = 64, cols: int = 128) -> tuple[Tensor, float]:
+    """A matrix that holds one value `part` of a spacing above one that the format holds, and the spacing.
+
+    The first column makes int8's scale 1, so that 10^2 is followed by 11^2.
+    """
+    low, spacing = (1.0, 2.0**-7) if codec.name == "bf16" else (100.0, 21.0)
+    values = torch.full((rows, cols), low + part * spacing)
+    values[:, 0] = 127.0**2
+    return values, spacing
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("part", [0.01, 0.3, 0.5, 0.9])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_mean_over_steps_is_the_value(name: str, part: float, sign: float) -> None:
+    """Each of the n roundings errs by a variance of part (1 - part) spacings; five deviations of the mean allowed."""
+    codec, steps = codec_of(name), 128
+    values, spacing = between(codec, part)
+    found = torch.stack([stored(codec, sign * values, step=step) for step in range(steps)]).double()[:, :, 1:]
+    error = (found - sign * values[:, 1:]) / spacing
+    deviation = math.sqrt(part * (1 - part))
+    # int8's rounded division and scale: 2e-5 of a scale.
+    assert abs(error.mean()) < 5 * deviation / math.sqrt(error.numel()) + 2e-5
+    for kept, count in (((0,), steps), ((0, 1), steps * values.shape[0]), ((1, 2), error[0].numel())):
+        means = error.mean(dim=kept)
+        # By the number of means the largest of them lies further out: 6 deviations are enough for 1e6 of them.
+        assert means.abs().max() < (6 * deviation + 3 / math.sqrt(count)) / math.sqrt(count) + 2e-5
+    # Negative control: rounding to the nearest is off by 0.3 of a spacing, whatever the number of steps.
+    if part == 0.3:
+        nearest = (to_nearest(codec, sign * values)[:, 1:] - sign * values[:, 1:]) / spacing
+        assert abs(nearest.double().mean()) > 0.29
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_the_mean_over_steps_of_random_values(name: str) -> None:
+    """400 steps: the mean is within six deviations (0.5 / 20 of a spacing) of every one of 3,900 values."""
+    codec, values, steps = codec_of(name), random_values(13, 300), 400
+    total = torch.zeros(13, 300, dtype=torch.float64)
+    for step in range(steps):
+        total += stored(codec, values, step=step)
+    error = (total / steps - values) / spacing_of(codec, values)
+    assert error.abs().max() < 6 * 0.5 / math.sqrt(steps)
+    nearest = (to_nearest(codec, values).double() - values) / spacing_of(codec, values)
+    assert nearest.abs().max() > 0.45
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_small_changes_of_a_moving_average_are_not_lost(name: str) -> None:
+    """An average m <- 0.95 m + 0.05 g whose steps lie under half a spacing follows fp32's; plain rounding stays put.
+
+    Tolerance: an element's error has a deviation below 0.5 / sqrt(1 - 0.95^2) = 1.6 spacings, the mean of 8,128
+    elements one below 0.018; four of them.
+    """
+    codec = codec_of(name)
+    start, spacing = between(codec, 0.0)
+    goal, _ = between(codec, 4.0)
+    exact, plain, record = start.clone(), start.clone(), encoded(codec, start)
+    for step in range(1, 121):
+        # The gradient approaches its goal slowly, as the mean of gradients does over a training run.
+        gradient = torch.lerp(start, goal, min(1.0, step / 60))
+        exact = torch.lerp(exact, gradient, 0.05)
+        plain = to_nearest(codec, torch.lerp(plain, gradient, 0.05))
+        found = torch.lerp(codec.decode(record, *start.shape), gradient, 0.05)
+        codec.encode(found, record, HERE, step=step)
+        if step % 30 == 0:
+            kept = codec.decode(record, *start.shape)[:, 1:]
+            assert abs((kept.double() - exact[:, 1:]).mean()) < 0.075 * spacing
+    assert (exact[:, 1:] - start[:, 1:]).min() > 3.5 * spacing
+    assert torch.equal(plain[:, 1:], start[:, 1:])
+
+
+# --- the random bits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@given(data=st.data(), rows=SIZES, cols=WIDTHS, seed=SEEDS, row=st.integers(0, 1000), col=st.integers(0, 5))
+def test_rounding_does_not_depend_on_the_cut(
+    name: str, data: st.DataObject, rows: int, cols: int, seed: int, row: int, col: int
+) -> None:
+    """Cut anywhere between rows; between columns anywhere, or for int8 at multiples of its block."""
+    codec, values, key = codec_of(name), random_values(rows, cols, seed), matrix_key(str(seed))
+    col *= BLOCK_COLS
+    grid = BLOCK_COLS if name == "int8" else 1
+    row_cuts = sorted(data.draw(st.lists(st.integers(0, rows), max_size=3)))
+    col_cuts = sorted(grid * cut for cut in data.draw(st.lists(st.integers(0, cols // grid), max_size=3)))
+    whole = stored(codec, values, Place(key, row, col), step=seed)
+    for top, bottom in itertools.pairwise([0, *row_cuts, rows]):
+        for left, right in itertools.pairwise([0, *col_cuts, cols]):
+            part = values[top:bottom, left:right]
+            found = stored(codec, part, Place(key, row + top, col + left), step=seed)
+            assert torch.equal(found, whole[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_rounding_depends_on_step_and_place(name: str) -> None:
+    """The negative control of the test above: another step, matrix, row or column rounds otherwise."""
+    codec = codec_of(name)
+    values, _ = between(codec, 0.5)
+    places = [(0, HERE), (1, HERE), (0, Place(1, 0, 0)), (0, Place(HERE.key, 1, 0)), (0, Place(HERE.key, 0, 128))]
+    found = [stored(codec, values, place, step=step)[:, 1:] for step, place in places]
+    for one, other in itertools.combinations(found, 2):
+        assert 0.4 < (one == other).double().mean() < 0.6
+
+
+@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("shape", [(37, 300), (300, 37), (1, 5000)])
+def test_rounding_does_not_depend_on_the_chunks(
+    name: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec, values = codec_of(name), random_values(*shape)
+    whole = encoded(codec, values)
+    for chunk in (1, 1000, 4097):
+        monkeypatch.setattr(codecs, "_CHUNK_CPU", chunk)
+        assert torch.equal(encoded(codec, values), whole)
+        assert torch.equal(codec.decode(whole, *shape), stored(codec, values))
+
+
+def lowbias32(x: np.ndarray) -> np.ndarray:
+    """The published hash, in unsigned numbers: https://github.com/skeeto/hash-prospector."""
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+@given(rows=st.integers(1, 20), cols=st.integers(1, 200), step=st.integers(0, 2**40), key=st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: int) -> None:
+    """torch has signed numbers only: the same hash and rounding in numpy's unsigned ones give the same bits."""
+    place = Place(key, row=3 * rows, col=5 * cols)
+    seed = np.frombuffer(hashlib.blake2b(f"{step} {key}".encode(), digest_size=8).digest(), "<u4")
+    of_row = lowbias32(np.arange(place.row, place.row + rows, dtype=np.uint32) ^ seed[0])
+    of_col = lowbias32(np.arange(place.col, place.col + cols, dtype=np.uint32) ^ seed[1])
+    mixed = (of_row[:, None] ^ of_col) * np.uint32(0x7FEB352D)
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x846CA68B)
+    values = random_values(rows, cols, step % 1000)
+    expected = (values.numpy().view(np.uint32) + (mixed >> np.uint32(16))) & np.uint32(0xFFFF0000)
+    assert np.array_equal(stored(codec_of("bf16"), values, place, step=step).numpy(), expected.view(np.float32))
+
+
+def test_keys_of_names() -> None:
+    """Keys are the same in every process (Python's hash is not): `printf %s NAME | b2sum -l 32` gives them too."""
+    assert matrix_key("decoder.layers.0.mlp.linear_fc1.weight") == 0x5DA2AEEA
+    assert matrix_key("") == 0x1271CF25
+    names = [f"decoder.layers.{layer}.mlp.linear_fc{i}.weight" for layer in range(200) for i in (1, 2)]
+    assert len({matrix_key(name) for name in names}) == len(names)
+
+
+def test_random_numbers_are_uniform() -> None:
+    """Mean, variance and a chi-square over 256 bins of 2^20 numbers, within five deviations."""
+    numbers = random_numbers(1024, 1024)
+    count = numbers.numel()
+    assert abs(numbers.mean()) < 5 * math.sqrt(1 / 12 / count)
+    assert abs(numbers.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
+    bins = torch.histc(numbers, 256, -0.5, 0.5)
+    chi_square = ((bins - count / 256).square() / (count / 256)).sum()
+    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    """In standard deviations of what independent numbers would give."""
+    return float(12 * (one * other).mean() * math.sqrt(one.numel()))
+
+
+def test_random_numbers_are_not_correlated() -> None:
+    """Neighbours along rows, columns and diagonals, further apart, the same place in other steps and matrices."""
+    size = 512
+    numbers = random_numbers(size, size)
+    found = {}
+    for rows, cols in [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (8, 0), (0, 8), (64, 64), (0, 128), (128, 0), (0, 256)]:
+        found[rows, cols] = correlation(numbers[rows:, cols:], numbers[: size - rows, : size - cols])
+    found["transposed"] = correlation(numbers, numbers.T)
+    for step in (1, 2, 3, 16, 1000):
+        found["step", step] = correlation(numbers, random_numbers(size, size, step=step))
+    for key in (HERE.key + 1, HERE.key ^ 1 << 31, 0):
+        found["key", key] = correlation(numbers, random_numbers(size, size, place=Place(key, 0, 0)))
+    # Corners of rectangles: a sum or xor of row and column hashes without mixing ties the fourth to the other three.
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    corners = numbers[even, even] * numbers[even, odd] * numbers[odd, even] * numbers[odd, odd]
+    found["corners"] = float(144 * corners.mean() * math.sqrt(corners.numel()))
+    assert max(map(abs, found.values())) < 4.5, found
+
+
+def largest_singular_value(numbers: Tensor) -> float:
+    """In units of 2 sqrt(n) deviations, the edge of the spectrum of n x n independent numbers."""
+    return float(torch.linalg.matrix_norm(numbers - numbers.mean(), 2) / (2 * math.sqrt(len(numbers) / 12)))
+
+
+def test_random_numbers_have_no_low_rank_part() -> None:
+    """Orthogonalisation would amplify one. The spectrum ends where that of independent numbers does, within 4 %."""
+    size = 512
+    drawn = torch.rand(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.5
+    assert abs(largest_singular_value(drawn) - 1.0) < 0.04
+    for step in range(3):
+        numbers = random_numbers(size, size, step=step, place=Place(step, 1000 * step, 128 * step))
+        assert abs(largest_singular_value(numbers) - 1.0) < 0.04
+    # Every bit of them too, the last as well as the first.
+    bits = ((random_numbers(size, size) + 0.5) * 2**16).long()
+    for bit in (0, 5, 15):
+        assert abs(largest_singular_value(((bits >> bit) & 1) / math.sqrt(3.0)) - 1.0) < 0.04
+    # Negative controls: the sum of a number per row and one per column, modulo 1, and their xor without mixing.
+    row, col = drawn[:, :1], drawn[:1]
+    assert largest_singular_value((row + col + 1.5) % 1 - 0.5) > 3
+    low = ((row * 2**16).long() ^ (col * 2**16).long()).double() / 2**16
+    assert largest_singular_value(low) > 3
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MOMENTUM_DTYPES)
+@pytest.mark.parametrize("shape", [(257, 300), (4, 128), (1, 1), (0, 5), (5, 0)])
+def test_records_of_a_gpu_equal_those_of_a_cpu(name: str, shape: tuple[int, int]) -> None:
+    codec = codec_of(name)
+    for step, values in enumerate((random_values(*shape), torch.zeros(shape), 1e-37 * random_values(*shape))):
+        record = encoded(codec, values, step=step)
+        on_gpu = torch.zeros_like(record, device="cuda")
+        codec.encode(values.cuda(), on_gpu, HERE, step=step)
+        assert torch.equal(on_gpu.cpu(), record)
+        assert torch.equal(codec.decode(on_gpu, *shape).cpu(), codec.decode(record, *shape))
