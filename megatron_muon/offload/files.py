@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
@@ -135,7 +136,7 @@ class MomentumFile:
         self.header = header
         self.direct = False
         self._data = -1
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
     def take_space(self) -> None:
         """Lock the file, take its space and write its header.
@@ -188,19 +189,48 @@ class MomentumFile:
         for descriptor in (self._file, self._data):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
-                    os.close(descriptor)
+                    _close(descriptor)
         self._file = self._data = -1
 
 
 def _open_for_data(path: Path) -> tuple[bool, int]:
     """A descriptor for the records, past the page cache if the file system can."""
-    flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        return True, os.open(path, flags | os.O_DIRECT)
+        return True, _open(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return False, os.open(path, flags)
+    return False, _open(path, os.O_RDWR)
+
+
+_descriptors: set[int] = set()
+
+
+def _open(path: Path, flags: int, mode: int = 0o777) -> int:
+    """A descriptor that children do not inherit: a lock would live as long as the last of them.
+
+    A rank that is killed leaves its data loader's workers for some seconds, and they are forks.
+    """
+    if not _descriptors:
+        _forget_in_children()
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+    _descriptors.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    def forget() -> None:
+        while _descriptors:
+            with contextlib.suppress(OSError):
+                os.close(_descriptors.pop())
+
+    os.register_at_fork(after_in_child=forget)
 
 
 class RunDirectory:
@@ -224,7 +254,7 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            os.close(self._lock)
+            _close(self._lock)
         self._lock = -1
 
     def _claim(self) -> int:
@@ -237,11 +267,11 @@ class RunDirectory:
         give_up = time.monotonic() + _SECONDS_TO_CLAIM
         while True:
             try:
-                lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                lock = _open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
                 try:
                     holder = self._hold(lock)
                 except BaseException:
-                    os.close(lock)
+                    _close(lock)
                     raise
             except OSError as error:
                 raise UserError(
@@ -250,7 +280,7 @@ class RunDirectory:
                 ) from error
             if holder is not None and holder.get("run") == self.run:
                 return lock
-            os.close(lock)
+            _close(lock)
             if holder is not None and time.monotonic() > give_up:
                 raise UserError(
                     f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "

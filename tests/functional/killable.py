@@ -5,8 +5,10 @@ The pool's workers end with the tasks that die in them, and would have to be sta
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,10 +49,17 @@ class Killable:
         self._pids = []
         return statuses
 
+    def kill(self) -> None:
+        """End the run, if there is one."""
+        if self._pids:
+            for pid in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self.wait()
+
     def close(self) -> None:
-        """End it, and what runs."""
-        for pid in self._pids:
-            os.kill(pid, 9)
+        """End what runs, and the process itself."""
+        self.kill()
         self._process.stdin.close()
         self._process.wait(30)
 
@@ -59,9 +68,9 @@ def wait_for_iteration(folder: Path, pids: list[int], number: int) -> None:
     """Wait until the run has finished this iteration; the last rank tells of it."""
     text = f"iteration {number:8}/"
     deadline = time.monotonic() + SECONDS
-    logs = [folder / f"run-{pid}.log" for pid in pids]
-    while not any(log.exists() and text in log.read_text(errors="replace") for log in logs):
-        said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
+    log = folder / f"run-{pids[-1]}.log"
+    while not log.exists() or text not in log.read_text(errors="replace"):
+        said = log.read_text(errors="replace")[-3000:] if log.exists() else ""
         assert time.monotonic() < deadline, f"no iteration {number}\n{said}"
         time.sleep(0.02)
 

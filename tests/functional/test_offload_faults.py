@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
@@ -23,7 +24,7 @@ from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import differences, saved
 from tests.functional.training import Trainings, train
 
-pytestmark = pytest.mark.timeout(450)
+pytestmark = pytest.mark.timeout(200)
 
 NVME = ("--muon-offload", "nvme", "--muon-offload-dir", "momentum", "--muon-offload-buffer-mb", "0.04")
 FLAGS = (
@@ -45,10 +46,16 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
 
 
 @pytest.fixture(scope="module")
-def killable() -> Iterator[Killable]:
+def process_that_forks() -> Iterator[Killable]:
     process = Killable()
     yield process
     process.close()
+
+
+@pytest.fixture
+def killable(process_that_forks: Killable) -> Iterator[Killable]:
+    yield process_that_forks
+    process_that_forks.kill()
 
 
 def lying_there(training: Trainings) -> list[str]:
@@ -124,7 +131,7 @@ def test_a_full_disk_in_the_middle_of_a_step(training: Trainings) -> None:
     assert "File too large; nothing is lost, what was to be written is kept in memory" in error
     assert error.endswith("Iteration 4 was finished and saved in ck")
     assert lying_there(training) == []
-    assert files.iterations(training.folder / "ck") == [FAULTY_STEP]
+    assert files.latest(training.folder / "ck") == FAULTY_STEP
     assert differences(saved(training, "ck", 4), saved(training, "whole", 4)) == []
 
     run = training("--load", "ck", "--save", "resumed").checked()
@@ -174,14 +181,12 @@ def test_a_disk_that_is_too_small(training: Trainings, small_disk: Path) -> None
     assert "--muon-offload-dir" in error
     assert "is too small (No space left on device): momentum (dense) of the ranks on " in error
     needed, of_rank, free = (
-        (int(part.split()[-1].replace(",", "")) for part in error.split(" bytes ")[:3])
-        if (error.count(" bytes ") >= 3)
-        else (0, 0, 0)
+        int(number.replace(",", "")) for number in re.findall(r"([\d,]+)(?: bytes| of them)", error)
     )
     assert run.iterations == []
     assert lying_there(training) == ["weights.bin"]
-    assert needed > free
-    assert needed > of_rank
+    assert needed > of_rank > 0
+    assert 0 < free < needed
 
 
 def test_kept_files_hold_the_last_iteration(training: Trainings, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +243,7 @@ def test_a_second_run_in_the_same_directory(training: Trainings, killable: Killa
     assert " is in use by run " in error
     assert any(f"(process {pid} on " in error for pid in pids)
     assert lying_there(training) == there
-    log = next(log for pid in pids if "iteration" in (log := training.folder / f"run-{pid}.log").read_text())
+    log = training.folder / f"run-{pids[-1]}.log"
     last = cli.Run(0, log.read_text(), 0.0).iterations[-1].number
     wait_for_iteration(training.folder, pids, last + 2)
     for pid in pids:

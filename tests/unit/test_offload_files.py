@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import resource
+import signal
 import struct
 import subprocess
 import sys
@@ -254,6 +255,30 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(UserError, match=rf"cannot lock {LOCK} there \(Is a directory\)"):
         RunDirectory(tmp_path, "next")
+
+
+def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:
+    """A killed rank's data loader workers live on for some seconds; its files are left over at once."""
+    ready, go = os.pipe(), os.pipe()
+    rank = os.fork()
+    if rank == 0:
+        directory, file = RunDirectory(tmp_path, "killed"), MomentumFile(tmp_path, HEADER)
+        file.take_space()
+        if os.fork() == 0:  # the worker, until the test has closed its end
+            os.write(ready[1], b"x")
+            os.close(go[1])
+            os.read(go[0], 1)
+            os._exit(0)
+        os.read(go[0], 1)
+        directory.close()
+    os.read(ready[0], 1)
+    assert files.in_use(tmp_path / HEADER.name)
+    os.kill(rank, signal.SIGKILL)
+    os.waitpid(rank, 0)
+    assert not files.in_use(tmp_path / HEADER.name)
+    assert files.holder(tmp_path)[1] is False
+    for descriptor in (*ready, *go):
+        os.close(descriptor)
 
 
 def test_only_what_no_process_holds_is_deleted(file: MomentumFile) -> None:
