@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
-from megatron_muon.offload.files import LOCK, read_header
+from megatron_muon.offload.files import LOCK, PAGE, read_header
 from tests.functional import cli
 from tests.functional.killable import Killable, wait_for_iteration
 from tests.functional.pool import Pool
@@ -30,7 +31,10 @@ NVME = ("--muon-offload", "nvme", "--muon-offload-dir", "momentum", "--muon-offl
 FLAGS = (
     *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
     *("--global-batch-size", "4", "--train-iters", "6", "--save-interval", "2", *NVME),
+    *("--num-workers", "0"),
 )
+LONG = ("--train-iters", "100000", "--num-workers", "1")
+"""Until it is killed; with a forked process beside each rank, which lives on for some seconds."""
 FAULTY_STEP = 4
 
 
@@ -189,6 +193,41 @@ def test_a_disk_that_is_too_small(training: Trainings, small_disk: Path) -> None
     assert 0 < free < needed
 
 
+def make_stores(rank: int, world_size: int, *, folder: str, limit: int | None) -> tuple[str | None, list[bool]]:
+    """In a worker: two stores of a run of which rank 1 alone has momentum; the refusal, and which are on disk."""
+    from megatron_muon.errors import UserError
+    from megatron_muon.offload.run import OffloadRun
+    from megatron_muon.offload.store import Held
+
+    if limit is not None and rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    run = OffloadRun("nvme", "fp32", directory=folder)
+    try:
+        for kind, rows in (("dense", [16, 16]), ("experts", [16, 256])):
+            held = [Held(f"{kind}{i}", 0, count * rank, 0, 256) for i, count in enumerate(rows)]
+            run.make_store(held, [0, 1], kind=kind, device=torch.device("cpu"))
+    except UserError as refusal:
+        return str(refusal), []
+    on_disk = [store.on_disk for store in run.stores]
+    run.close()
+    return None, on_disk
+
+
+def test_ranks_without_momentum_take_part(ranks: Pool, tmp_path: Path) -> None:
+    """Story: they did not ask for failures with the others, who waited; and where the last of four files found no room,
+    the other three were left.
+    """
+    assert ranks(2, make_stores, folder=str(tmp_path), limit=None) == [(None, [True, True])] * 2
+    assert list(tmp_path.iterdir()) == []
+
+    (refusal, _), again = ranks(2, make_stores, folder=str(tmp_path), limit=1 << 17)
+    assert again == (refusal, [])
+    files_of_rank = (3 * 16 + 256) * 1024 + 4 * 3 * PAGE  # each with two pages for the header, and one for offsets
+    assert "is too small (File too large): momentum (dense and experts) of the ranks on " in refusal
+    assert f"takes {files_of_rank:,} bytes as fp32, {files_of_rank:,} of them on the rank that failed; " in refusal
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_kept_files_hold_the_last_iteration(training: Trainings, capsys: pytest.CaptureFixture[str]) -> None:
     """They are shown by `doctor`; no run reads them again."""
     training("--muon-offload-keep", "--train-iters", "3").checked()
@@ -210,7 +249,7 @@ def test_kept_files_hold_the_last_iteration(training: Trainings, capsys: pytest.
 def test_a_killed_run_leaves_files_that_doctor_removes(
     training: Trainings, killable: Killable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pids = killable.start(training.folder, *training.flags, "--train-iters", "100000")
+    pids = killable.start(training.folder, *training.flags, *LONG)
     wait_for_iteration(training.folder, pids, 2)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
@@ -231,12 +270,12 @@ def test_a_killed_run_leaves_files_that_doctor_removes(
         assert f"rank{rank},dense0asfp32,begunat0,byprocess{pid}on" in said
     assert command.main([*doctor, "--remove"]) == command.EXIT_OK
     assert lying_there(training) == []
-    training("--train-iters", "2").checked()
+    training("--train-iters", "1").checked()
 
 
 def test_a_second_run_in_the_same_directory(training: Trainings, killable: Killable) -> None:
     """It names the first one's process, which goes on; and SIGTERM, which ends that, leaves no file."""
-    pids = killable.start(training.folder, *training.flags, "--train-iters", "100000")
+    pids = killable.start(training.folder, *training.flags, *LONG)
     wait_for_iteration(training.folder, pids, 2)
     there = lying_there(training)
     error = error_of(training(), status=2)
@@ -254,7 +293,7 @@ def test_a_second_run_in_the_same_directory(training: Trainings, killable: Killa
 
 def test_an_exception_on_one_rank(training: Trainings, killable: Killable) -> None:
     """Its files go, and those of the other rank, which torchrun ends with SIGTERM."""
-    pids = killable.start(training.folder, *training.flags, "--train-iters", "100000")
+    pids = killable.start(training.folder, *training.flags, *LONG)
     wait_for_iteration(training.folder, pids, 2)
     os.kill(pids[1], signal.SIGINT)
     time.sleep(0.1)
