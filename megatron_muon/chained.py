@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.errors import OffloadError
+from megatron_muon.metrics import Sampler
 from megatron_muon.optim.sharded_muon import MOMENTUM, ShardedMuon
 
 
@@ -23,10 +24,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     Args:
         chained_optimizers: megatron-core's DistributedOptimizer around each inner optimizer, all with the same config.
+        metrics_interval: measure every so many steps; 0 never.
     """
 
-    def __init__(self, chained_optimizers: list[MegatronOptimizer]) -> None:
+    def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
         super().__init__(chained_optimizers)
+        inner = [member.optimizer for member in chained_optimizers if not member.is_stub_optimizer]
+        self.metrics = Sampler(inner, interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         self._muons = [
             (member, member.optimizer)
@@ -69,13 +73,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """Step every optimizer, then install the weights once for all of them."""
         norms = [self._grad_norm, *self.grad_norms_by_group.values()]
         if not all(math.isfinite(norm) for norm in norms):
+            self.metrics.skipped_steps += 1
             return False
         timers = self.config.timers
         if timers is not None:
             timers("optimizer-inner-step", log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        for optimizer in self.chained_optimizers:
-            if not optimizer.is_stub_optimizer:
-                optimizer.optimizer.step()
+        with self.metrics.step():
+            for optimizer in self.chained_optimizers:
+                if not optimizer.is_stub_optimizer:
+                    optimizer.optimizer.step()
         if timers is not None:
             timers("optimizer-inner-step").stop()
             timers("optimizer-copy-main-to-model-params", log_level=1).start(barrier=self.config.barrier_with_L1_time)

@@ -5,6 +5,7 @@ the module that is asked for is imported, so that help and usage errors never wa
 """
 
 import argparse
+import contextlib
 import importlib
 import os
 import platform
@@ -12,11 +13,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Protocol, cast
 
-from megatron_muon.errors import UserError
+from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.version import __version__
 
 EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+
+EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepare and check"
+"""Groups of subcommands, in the order of `megatron-muon --help`."""
 
 
 class CommandModule(Protocol):
@@ -31,29 +37,39 @@ class CommandModule(Protocol):
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: the module that implements it and its line in `megatron-muon --help`."""
+    """A subcommand: the module that implements it, its line in `megatron-muon --help`, and the group it stands in."""
 
     module: str
     summary: str
+    group: str = EXPERIMENTS
 
 
 COMMANDS = {
-    "bench": Command("megatron_muon.experiment.bench_command", "measure optimizer steps and training steps"),
-    "data": Command("megatron_muon.data.command", "prepare text for training"),
-    "doctor": Command("megatron_muon.experiment.doctor_command", "check this environment, and a checkpoint"),
-    "plan": Command("megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks"),
+    "train": Command("megatron_muon.experiment.train_command", "train what an experiment file says"),
+    "submit": Command("megatron_muon.experiment.submit_command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
+    "plan": Command(
+        "megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks", MEASURE
+    ),
+    "bench": Command("megatron_muon.experiment.bench_command", "measure optimizer steps and training steps", MEASURE),
+    "data": Command("megatron_muon.data.command", "prepare text for training", PREPARE),
+    "doctor": Command("megatron_muon.experiment.doctor_command", "check this environment, and a checkpoint", PREPARE),
 }
 
-VERSIONED_PACKAGES = ("megatron-muon", "megatron-core", "torch", "emerging-optimizers", "transformer-engine")
+VERSIONED_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine")
 
-EXAMPLES = """\
+EPILOG = """\
 examples:
   megatron-muon data prepare --stdlib --output data/stdlib
+  megatron-muon train --config configs/quickstart.yaml --nproc 2
   megatron-muon summary runs/quickstart
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints
   megatron-muon COMMAND --help
+
+exit status:
+  0 all is well, 1 it failed, 2 a mistake of the user, 75 a training that SIGTERM ended after a checkpoint (start it
+  again with --resume), 130 Ctrl-C; train hands on any other status of its run
 """
 
 
@@ -64,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; `sys.argv[1:]` by default.
 
     Returns:
-        0 when all went well, 1 after a failure, 2 after a usage error, 130 after Ctrl-C.
+        0 when all went well, 1 after a failure, 2 after a mistake of the user, 130 after Ctrl-C; `train` has more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -75,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else EXIT_FAILURE
     except UserError as error:
         print(f"megatron-muon: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except RunFailedError as error:
+        print(f"megatron-muon: {error}", file=sys.stderr)
         return EXIT_FAILURE
     except KeyboardInterrupt:
         print("megatron-muon: interrupted", file=sys.stderr)
@@ -85,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def versions() -> str:
-    """Returns the versions that matter in a bug report, one a line. Imports none of the packages."""
-    lines = []
+    """Returns what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
+    lines = [f"{'megatron-muon':<20} {__version__}"]
     for package in VERSIONED_PACKAGES:
         try:
             lines.append(f"{package:<20} {metadata.version(package)}")
@@ -94,6 +113,18 @@ def versions() -> str:
             if package != "transformer-engine":  # optional: its absence is nothing to report
                 lines.append(f"{package:<20} not installed")
     lines.append(f"{'python':<20} {platform.python_version()}")
+    lines.append(f"{'system':<20} {platform.platform()}")
+    with contextlib.suppress(OSError):
+        driver = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
+        lines.append(f"{'gpu driver':<20} {driver.removeprefix('NVRM version:').strip()}")
+    return "\n".join(lines)
+
+
+def _groups() -> str:
+    """The subcommands by group, one a line."""
+    lines = []
+    for group in (EXPERIMENTS, MEASURE, PREPARE):
+        lines += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
     return "\n".join(lines)
 
 
@@ -109,18 +140,25 @@ def _build_parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, dict[s
     """Returns the parser, and the module of the subcommand that `arguments` names, if any."""
     parser = argparse.ArgumentParser(
         prog="megatron-muon",
+        usage="megatron-muon [-h] [--version] COMMAND ...",
         description="Muon for Megatron-LM under Megatron-FSDP: tools around training.",
-        epilog=EXAMPLES,
+        epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(
+        prog="megatron-muon",
+        title="commands",
+        description=_groups(),
+        dest="command",
+        metavar="COMMAND",
+        required=True,
+        help=argparse.SUPPRESS,
+    )
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     modules: dict[str, CommandModule] = {}
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(
-            name, help=command.summary, formatter_class=argparse.RawDescriptionHelpFormatter
-        )
+        subparser = subparsers.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == wanted:
             modules[name] = cast(CommandModule, importlib.import_module(command.module))
             modules[name].configure(subparser)

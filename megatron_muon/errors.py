@@ -15,3 +15,7 @@ class SaveError(RuntimeError):
 
 class OffloadError(RuntimeError):
     """Momentum that could not be read or written; the message names file and offset. The last step is finished."""
+
+
+class RunFailedError(RuntimeError):
+    """A training or measurement that was started and failed; the message says how and where its output is."""

@@ -97,7 +97,7 @@ def get_megatron_muon_optimizer(
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     if dist.get_rank() == 0:
         print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
-    chain = MuonChainedOptimizer(optimizers)
+    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
     report = state_report(chain)
     if dist.get_rank() == 0:
         print(report, flush=True)
@@ -233,6 +233,7 @@ def _muon(
         )
 
     muon = kind(groups, exchange, **settings)
+    muon.orthogonalizer = orthogonalizer
     if config.muon_dump_layout is not None and dist.get_rank() == 0:
         blocks = tuple((split.groups, split.parts) for split in splits)
         dump_layout(config.muon_dump_layout, BlockedLayout(layout, blocks), is_expert=is_expert)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_muon.exchange.owner import Batch, BatchMaker
 from megatron_muon.exchange.steps import Advance, Apply
-from megatron_muon.sharding import Plan
+from megatron_muon.sharding import Layout, Plan
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ class SharedExchange:
         self._waves = [_parcels(plan, wave, self._rank, batches) for wave in _waves(plan)]
         # A wave that is worked on fills a third of the buffer; the rest is for what is under way.
         self._most_under_way = 2 * plan.wave_bytes // wire_dtype.itemsize
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that the plan was made for."""
+        return self.plan.layout
 
     def run(self, advance: Advance, apply: Apply) -> None:
         """One step, wave by wave."""

@@ -18,7 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.experiment.bench_launch import StepSpec, environment, provenance, run_logged, torchrun
+from megatron_muon.experiment.bench_launch import StepSpec
+from megatron_muon.experiment.processes import environment, run_logged, torchrun
+from megatron_muon.experiment.provenance import provenance
+from megatron_muon.mcore.offload_flags import DTYPES, OFFLOADS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -35,6 +38,8 @@ EXAMPLES = """\
 examples:
   the optimizer step alone, on the shards of a GPT of 8 layers:
     megatron-muon bench step --ranks 4 --hidden-size 512 --num-layers 8 --json step.json
+  the same with momentum in host memory and on disk:
+    megatron-muon bench step --ranks 2 --hidden-size 512 --num-layers 8 --offload cpu nvme --offload-dir /local/nvme
   whole training steps, Muon and Adam in turn:
     megatron-muon bench train --config configs/quickstart.yaml --json train.json
   the same with larger batches:
@@ -93,6 +98,12 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
     add("--buffer-mb", type=_positive_number, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
+    add("--offload", nargs="+", choices=OFFLOADS, default=[], metavar="O",
+        help=f"owner again with momentum elsewhere: {', '.join(OFFLOADS)}, as --muon-offload")  # fmt: skip
+    add("--offload-dir", metavar="DIR", help="with --offload nvme: a directory on the disk to be measured")
+    add("--offload-buffer-mb", type=_positive_number, default=24.0, metavar="MB",
+        help="MiB for momentum on its way (24)")  # fmt: skip
+    add("--momentum-dtype", choices=DTYPES, default="fp32", help="with --offload: how momentum is stored (fp32)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
@@ -135,10 +146,19 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
             f"--peers muon-fsdp2 --ranks {args.ranks} --hidden-size {args.hidden_size}: it takes shards of equal size "
             f"alone; take a multiple of {args.ranks} as hidden size"
         )
-    names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers"}
+    if ("nvme" in args.offload) != (args.offload_dir is not None):
+        raise UserError("--offload nvme and --offload-dir DIR go together; give both, or neither")
+    if args.momentum_dtype != "fp32" and not args.offload:
+        raise UserError(f"--momentum-dtype {args.momentum_dtype} needs --offload; with none momentum stays in place")
+    if args.offload_dir is not None:
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.offload_dir))
+    names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers", "offload"}
     return StepSpec(
         methods=tuple(dict.fromkeys(args.methods)),  # once each, in the order given
         peers=tuple(dict.fromkeys(args.peers)),
+        offload=tuple(dict.fromkeys(args.offload)),
         **{name: getattr(args, name) for name in names},
     )
 
@@ -253,7 +273,32 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
     for phase in dict.fromkeys(phase for values in methods.values() for phase in values["phases_ms"]):
         cells = [values["phases_ms"].get(phase) for values in methods.values()]
         phases.add_row(phase, *("" if cell is None else f"{cell:,.1f}" for cell in cells))
-    return [figures, phases]
+    offloaded = {method: values for method, values in methods.items() if "momentum_bytes" in values}
+    return [figures, phases, *([_offload_table(results, offloaded)] if offloaded else [])]
+
+
+def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> Table:
+    """Where momentum lies, of the fullest rank, and what the disk can do."""
+    from rich.table import Table
+
+    places = {"device": "device", "host": "host", "disk": "disk", "staging": "of these, staging"}
+    table = Table(title=f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank")
+    table.add_column("method")
+    for heading in (*places.values(), "/ owner"):
+        table.add_column(heading, justify="right")
+    for method, values in offloaded.items():
+        ratio = results["ratios"].get(f"{method}_over_owner")
+        cells = [f"{values['momentum_bytes'][place] / 1e6:,.2f}" for place in places]
+        table.add_row(method, *cells, "" if ratio is None else f"{ratio:.2f}")
+    if (disk := results.get("disk")) is not None:
+        how = "direct I/O" if disk["direct_io"] else "through the page cache"
+        table.caption = (
+            f"disk, all ranks at once, {how}: reads {disk['read_gb_per_s']:.2f} GB/s, writes "
+            f"{disk['write_gb_per_s']:.2f} GB/s"
+        )
+        if "transfer_ms" in disk:
+            table.caption += f"; momentum there and back: {disk['transfer_ms']:,.0f} ms"
+    return table
 
 
 def train_table(results: Mapping[str, Any]) -> Table:

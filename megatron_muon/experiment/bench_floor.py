@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron_muon.optim.blocks import RowSplit
 from megatron_muon.optim.newton_schulz import gram_runs, in_halves
 from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.phases import synchronize
 from megatron_muon.sharding import Plan
 from megatron_muon.sharding.cost import GRAM
 
@@ -163,12 +164,6 @@ class Floor:
         dist.all_to_all_single(receive, send, self._received, self._sent, group=self._group)
         synchronize(self._device)
         return time.perf_counter() - start
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU's queue; nothing to wait for on CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _work(

@@ -28,8 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.experiment.bench_phases import Timers
 from megatron_muon.patching import Patches
+from megatron_muon.phases import Timers
 
 
 class Fsdp2Muon:

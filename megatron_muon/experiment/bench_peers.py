@@ -28,8 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.experiment.bench_phases import Timers
 from megatron_muon.patching import Patches
+from megatron_muon.phases import Timers
 
 NS_METHODS = {"deepspeed": "standard", "deepspeed-gram": "gram"}
 """The `ns_method` of each peer's name. "standard" is first: it is the faster on CPU, and bf16 as the other methods."""

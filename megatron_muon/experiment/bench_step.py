@@ -27,14 +27,24 @@ from megatron_muon.cpu.memory import keep_freed_memory
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.exchange.steps import Exchange
-from megatron_muon.experiment.bench_floor import Floor, synchronize
+from megatron_muon.experiment.bench_floor import Floor
 from megatron_muon.experiment.bench_fsdp2 import Fsdp2Muon, RowCounter
 from megatron_muon.experiment.bench_launch import StepSpec
+from megatron_muon.experiment.bench_offload import (
+    DiskProbe,
+    make_store,
+    method_of,
+    momentum_figures,
+    offload_of,
+    open_run,
+    transfer_ms,
+)
 from megatron_muon.experiment.bench_peers import NS_METHODS, DeepSpeedMuon, GatherCounter
-from megatron_muon.experiment.bench_phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes
+from megatron_muon.offload.run import OffloadRun
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.optim.sharded_muon import ShardedMuon
+from megatron_muon.phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes, synchronize
 from megatron_muon.sharding import Layout, Plan, make_plan, row_sharded
 
 Peer = DeepSpeedMuon | Fsdp2Muon
@@ -130,8 +140,14 @@ def make_peer(peer: str, problem: Problem) -> Peer:
     )
 
 
-def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
-    """The optimizer of a method, on its own copy of the weights and with the gradients in place."""
+def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a method, on its own copy of the weights and with the gradients in place.
+
+    Args:
+        method: its name.
+        problem: what it works on.
+        run: keeps its momentum, if it is not the optimizer's state.
+    """
     parameters = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
     for parameter, gradient in zip(parameters, problem.gradients, strict=True):
         parameter.grad = gradient
@@ -175,6 +191,9 @@ def make_optimizer(method: str, problem: Problem) -> torch.optim.Optimizer:
         weight_decay=WEIGHT_DECAY,
         decoupled_weight_decay=True,
         names=names,
+        store=None
+        if run is None
+        else lambda _: make_store(run, problem.layout, rank=problem.group.rank(), device=problem.device),
     )
 
 
@@ -219,6 +238,9 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     problem = make_problem(spec, group, device)
     optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
     optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
+    runs = {method_of(offload): open_run(offload, spec) for offload in spec.offload}
+    optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
+    disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
     floor = Floor(problem.plan, problem.splits, problem.orthogonalizer, group, device)
     for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
         for optimizer in optimizers.values():
@@ -231,6 +253,8 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         for method, optimizer in optimizers.items():
             seconds[method].append(_timed(optimizer, problem))
         floor.probe()
+        if disk is not None:
+            disk.probe()
         _say(group, f"repeat {repeat + 1} of {spec.repeat}: " + ", ".join(
             f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items()))  # fmt: skip
 
@@ -244,11 +268,16 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
             "times_ms": [second * 1e3 for second in slowest],
             **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
         }
+        if isinstance(optimizer, ShardedMuon) and optimizer.store is not None:
+            results[method] |= momentum_figures(optimizer.store, group, device)
+    for run in runs.values():
+        run.close()
     itemsize = problem.orthogonalizer.dtype.itemsize
     return {
         "floor_ms": floor_ms,
         "rates": rates,
         "methods": results,
+        **_disk_figures(disk, results),
         "plan": {
             "load_max_over_mean": problem.plan.imbalance,
             "waves": len(problem.plan.waves),
@@ -259,6 +288,17 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads_per_rank": torch.get_num_threads(),
     }
+
+
+def _disk_figures(disk: DiskProbe | None, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The disk's rates, and how long momentum on disk takes there and back at these."""
+    if disk is None:
+        return {}
+    disk.close()
+    rates = disk.result()
+    if (on_disk := results.get(method_of("nvme"))) is not None:
+        rates["transfer_ms"] = transfer_ms(on_disk["momentum_bytes_all_ranks"]["disk"], rates)
+    return {"disk": rates}
 
 
 def _timed(optimizer: Steps, problem: Problem, around: AbstractContextManager[Any] | None = None) -> float:
@@ -331,7 +371,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
     The all-gather scheme pads every shard to the largest, and gathers fp32.
     """
     ranks = problem.group.size()
-    if method == "owner":
+    if method == "owner" or offload_of(method):
         return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
     if method.startswith("allgather"):
         padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
@@ -374,7 +414,7 @@ def settle_device(wanted: str, ranks: int) -> torch.device:
 def main(argv: Sequence[str]) -> int:
     """Measure as the specification in `argv[0]` says, and write `argv[1]`."""
     values = json.loads(argv[0])
-    spec = StepSpec(**{**values, "methods": tuple(values["methods"]), "peers": tuple(values["peers"])})
+    spec = StepSpec(**(values | {name: tuple(values[name]) for name in ("methods", "peers", "offload")}))
     try:
         device = settle_device(spec.device, spec.ranks)
         if spec.peers and device.type != "cpu":

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.experiment.bench_launch import ROOT, environment, run_logged, torchrun
 from megatron_muon.experiment.events import read_events
+from megatron_muon.experiment.processes import environment, pretrain_program, run_logged, torchrun
 
 OPTIMIZERS = ("muon", "adam")
 
@@ -67,13 +67,11 @@ def measure(
         progress: told what is being done.
 
     Raises:
-        UserError: the config cannot be read, there is no pretrain_gpt.py, or a run failed.
+        UserError: the config cannot be read.
+        RunFailedError: a run failed.
     """
     from megatron_muon.mcore.config_file import load_config
 
-    script = ROOT / "pretrain_gpt.py"
-    if not script.is_file():
-        raise UserError("there is no pretrain_gpt.py beside the package; run this from a checkout (pip install -e .)")
     in_config = [flag for flag, _ in load_config(config).flags]
     runs: dict[str, list[TrainRun]] = {optimizer: [] for optimizer in OPTIMIZERS}
     for number in range(rounds):
@@ -82,7 +80,7 @@ def measure(
             progress(f"training: {what}")
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 arguments = run_flags(in_config, optimizer, steps=steps, tensorboard=Path(folder, "tensorboard"))
-                command = torchrun(ranks, str(script), "--config", str(config), *flags, *arguments)
+                command = torchrun(ranks, *pretrain_program(), "--config", str(config), *flags, *arguments)
                 log = Path(folder, "log")
                 run_logged(command, log, env=environment(ranks), what=what)
                 runs[optimizer].append(read_run(Path(folder, "tensorboard"), log, warmup=warmup))

@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.experiment.events import LOSS_TAG, Point, RunEvents, read_events
+from megatron_muon.experiment.run_folder import CHECKPOINTS, RUN, TENSORBOARD, RunFolder, read_json
 
 WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""
@@ -90,19 +91,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summarize(run_dir: Path) -> RunSummary:
+def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: RunEvents | None = None) -> RunSummary:
     """Collects the figures of a run.
 
     Args:
         run_dir: Holds `tensorboard/`, and `checkpoints/` if the run saved any.
+        tensorboard_dir: The events; those that run.json names, or `run_dir/tensorboard`, by default.
+        events: What was read from there already.
 
     Raises:
         UserError: The directory or its log is missing, or the log holds no loss.
     """
     if not run_dir.is_dir():
         raise UserError(f"no run at {str(run_dir)!r}; give the directory that holds tensorboard/ and checkpoints/")
-    tensorboard_dir = run_dir / "tensorboard"
-    events = read_events(tensorboard_dir)
+    recorded = read_json(run_dir / RUN)
+    tensorboard_dir = tensorboard_dir or Path(recorded.get("tensorboard_dir") or run_dir / TENSORBOARD)
+    events = events or read_events(tensorboard_dir)
     losses = events.points(LOSS_TAG)
     if not losses:
         raise UserError(
@@ -111,6 +115,9 @@ def summarize(run_dir: Path) -> RunSummary:
     validation, validation_iteration = _validation(events)
     seconds = _step_seconds(events)
     step_seconds = statistics.median(seconds.values()) if seconds else None
+    latest = RunFolder(
+        run_dir, tensorboard_dir, Path(recorded.get("checkpoint_dir") or run_dir / CHECKPOINTS)
+    ).checkpoint
     return RunSummary(
         run_dir=str(run_dir),
         optimizer=events.args.get("optimizer"),
@@ -126,7 +133,7 @@ def summarize(run_dir: Path) -> RunSummary:
         optimizer_share=_optimizer_share(events, seconds),
         train_seconds=events.train_seconds,
         tensorboard_dir=str(tensorboard_dir),
-        checkpoint=_checkpoint(run_dir / "checkpoints"),
+        checkpoint=str(latest) if latest else None,
         next_commands=_next_commands(run_dir, tensorboard_dir, events.args),
     )
 
@@ -255,15 +262,6 @@ def _optimizer_share(events: RunEvents, step_seconds: dict[int, float]) -> float
 
 def _by_step(points: Sequence[Point]) -> dict[int, float]:
     return {point.step: point.value for point in points}
-
-
-def _checkpoint(directory: Path) -> str | None:
-    """Returns the directory of the latest checkpoint, as Megatron's tracker file names it."""
-    try:
-        latest = (directory / "latest_checkpointed_iteration.txt").read_text("utf-8").strip()
-    except OSError:
-        return None
-    return str(directory / (f"iter_{int(latest):07d}" if latest.isdigit() else latest))
 
 
 def _next_commands(run_dir: Path, tensorboard_dir: Path, args: dict[str, str]) -> tuple[tuple[str, str], ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.util
+import itertools
 import os
 import struct
 import tempfile
@@ -46,6 +47,9 @@ ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
 
 BUFFER_MB = 256.0
 """Default of --muon-exchange-buffer-mb."""
+
+METRICS_INTERVAL = 10
+"""Default of --muon-metrics-interval."""
 
 _INDEX_HEADER = struct.Struct("<9sQBQ")
 """How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
@@ -160,6 +164,14 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         action="store_true",
         help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
     )
+    group.add_argument(
+        "--muon-metrics-interval",
+        type=int,
+        default=METRICS_INTERVAL,
+        metavar="K",
+        help="with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of "
+        "every K-th step, and log them under muon/; 0 never",
+    )
     add_offload_arguments(group)
     allow_full_precision(parser)
     return parser
@@ -245,7 +257,7 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
 def _last_value(argv: Sequence[str], flag: str) -> str | None:
     """The value that `argv` gives to a flag, the last one if several."""
     value = None
-    for token, following in zip(argv, (*argv[1:], ""), strict=True):
+    for token, following in itertools.pairwise((*argv, "")):
         if token == flag:
             value = following
         elif token.startswith(f"{flag}="):
@@ -274,14 +286,28 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
-def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[str, str] = os.environ) -> None:
+def check_settings(
+    args: argparse.Namespace,
+    *,
+    device: str,
+    environ: Mapping[str, str] = os.environ,
+    writes: bool = True,
+    check_data: bool = True,
+) -> None:
     """Check what a user can get wrong, before torch.distributed starts.
+
+    Args:
+        args: the settings.
+        device: "cuda" or "cpu".
+        environ: has WORLD_SIZE and RANK.
+        writes: whether the folder of --save may be made to see whether it can be written to.
+        check_data: whether the training data should be there by now.
 
     Raises:
         UserError: names the value and the remedy.
     """
     world_size = int(environ.get("WORLD_SIZE", "1"))
-    _check_parallelism(args, world_size)
+    check_parallelism(args, world_size)
     if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
         raise UserError(
             "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
@@ -305,9 +331,12 @@ def check_settings(args: argparse.Namespace, *, device: str, environ: Mapping[st
         )
     if args.async_save:
         check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
-    _check_data(args)
-    if args.save:
+    if check_data:
+        _check_data(args)
+    if args.save and writes:
         _check_writable(Path(args.save), "--save")
+    if args.save and args.save_interval is None:
+        raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
 
 
 def _check_adaptive(args: argparse.Namespace) -> None:
@@ -342,6 +371,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
         "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != BUFFER_MB,
         "--muon-log-params": args.muon_log_params,
+        "--muon-metrics-interval": args.muon_metrics_interval != METRICS_INTERVAL,
         "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,
         "--muon-share-replicated": args.muon_share_replicated,
         "--muon-dump-layout": args.muon_dump_layout is not None,
@@ -397,6 +427,8 @@ def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> N
         require_writable(Path(args.muon_offload_dir))
     if not 0.0 <= args.muon_momentum < 1.0:
         raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
+    if args.muon_metrics_interval < 0:
+        raise UserError(f"--muon-metrics-interval {args.muon_metrics_interval} is negative; use 0 for no metrics")
     if args.muon_num_ns_steps < 1:
         raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
     check_blocks(
@@ -422,7 +454,12 @@ def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> N
             check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))
 
 
-def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    """Check that the parallel sizes fit the number of ranks, and each other.
+
+    Raises:
+        UserError: names the size and the remedy.
+    """
     sizes = {
         "--tensor-model-parallel-size": args.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,

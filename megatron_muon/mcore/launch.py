@@ -10,8 +10,9 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 from megatron_muon.data import ensure_stdlib_corpus
@@ -25,6 +26,9 @@ QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
 EXIT_TEMPFAIL = 75
 """Status of a run that a signal ended and that is to be started again: EX_TEMPFAIL of sysexits.h."""
+STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
+"""Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
+
 _SECONDS_FOR_FIRST_RANK = 30.0
 
 
@@ -37,20 +41,36 @@ class Launch:
         args: `argv` parsed; megatron-core's validation still to come.
         device: "cuda" or "cpu".
         notes: what a user should be told, one line each.
+        defaults: the beginning of `argv` that was filled in.
+        parser: what knows the flags.
+        config: the experiment file.
     """
 
     argv: tuple[str, ...]
     args: argparse.Namespace
     device: str
     notes: tuple[str, ...]
+    defaults: tuple[str, ...]
+    parser: Parser
+    config: config_file.ExperimentConfig | None
 
 
-def prepare(argv: Sequence[str], *, root: Path) -> Launch:
+def prepare(
+    argv: Sequence[str],
+    *,
+    root: Path,
+    writes: bool = True,
+    amend: Callable[[Parser, config_file.ExperimentConfig | None, list[str]], list[str]] | None = None,
+    overridden: Iterable[str] = (),
+) -> Launch:
     """Settle a command line and make this process ready for it: environment, CPU backend, patches, sys.argv.
 
     Args:
         argv: the command line without the program's name.
         root: the folder of `configs/`, for a run that names no model.
+        writes: whether the quickstart's corpus and the folder of --save may be made.
+        amend: given the parser, the config and the rest of the command line, returns what to take instead of that rest.
+        overridden: flags that `amend` will give, whose values in the config do not matter.
 
     Raises:
         UserError: anything that a user got wrong.
@@ -68,8 +88,10 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
         notes.append(f"no model flags and no --config: taking {given.config}")
     config = None
     if given.config is not None:
-        config = config_file.load_config(Path(given.config))
+        config = config_file.load_config(Path(given.config), overridden={*config_file.given_flags(rest), *overridden})
         env = config_file.apply_env(config, os.environ)
+        if config.ignored:
+            notes.append(f"{given.config}: no meaning here, passed over: {', '.join(config.ignored)}")
         notes += [f"environment from {given.config}: {name}={value}" for name, value in env.applied.items()]
         notes += [
             f"environment wins over {given.config}: {name}={value}, not {config.env[name]}"
@@ -84,25 +106,30 @@ def prepare(argv: Sequence[str], *, root: Path) -> Launch:
         from megatron_muon.patching import Patches
 
         parser = arguments.build_parser()
+    if amend is not None:
+        rest = amend(parser, config, rest)
     merged = list(rest)
     if config is not None:
-        config_file.check_flags(config, parser)
+        config_file.check_flags(config, parser, software=f"megatron-core {metadata.version('megatron-core')}")
         merged = config_file.merge(config, rest)
     defaults = arguments.missing_defaults(parser, merged, device=device)
     if defaults:
         notes.append("defaults filled in: " + " ".join(defaults))
     full = (*defaults, *merged, "--device", device)
     args = arguments.parse(parser, full)
-    if args.data_path == [str(QUICKSTART_CORPUS)]:
+    is_quickstart = args.data_path == [str(QUICKSTART_CORPUS)]
+    if is_quickstart and writes:
         ensure_stdlib_corpus(QUICKSTART_CORPUS)
-    arguments.check_settings(args, device=device)
+    arguments.check_settings(args, device=device, writes=writes, check_data=writes or not is_quickstart)
     patches.install(
         Patches(),
         muon_under_fsdp=args.optimizer in arguments.MUONS and args.use_megatron_fsdp,
         megatron_fsdp=args.use_megatron_fsdp,
     )
     sys.argv = [sys.argv[0], *full]
-    return Launch(argv=full, args=args, device=device, notes=tuple(notes))
+    return Launch(
+        argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
+    )
 
 
 def settle_device(wanted: str) -> str:
@@ -140,6 +167,19 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     A user's mistake is one line on the first rank of each node and status 2, a checkpoint that cannot be written one
     line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
     """
+    status = 1
+    try:
+        status = _main(argv, root=root)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        if (file := os.environ.get(STATUS_FILE)) and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            Path(file).write_text(f"{status}\n", "utf-8")
+    return status
+
+
+def _main(argv: Sequence[str] | None, *, root: Path) -> int:
     try:
         launch = prepare(sys.argv[1:] if argv is None else argv, root=root)
         if int(os.environ.get("RANK", "0")) == 0:

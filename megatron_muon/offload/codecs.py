@@ -2,15 +2,16 @@
 
 `fp32` keeps every bit; `bf16` takes half the bytes; `int8` takes a quarter and one fp32 scale per 128 columns of a row.
 bf16 and int8 round *stochastically*, up with the probability of the part cut off: with momentum 0.95 the change of one
-step is often smaller than the spacing of the stored values, and rounding to the nearest would lose it step after step.
+step can be smaller than half the spacing of the stored values, where gradients are quiet, and rounding to the nearest
+loses it step after step. The price is noise: about 1.4 times that of rounding to the nearest.
 
 The random bits are a function of step, matrix, row and column alone. So a matrix rounds to the same values however its
-rows are cut over ranks (and its columns, at multiples of 128), on any device and wherever its records live.
+rows are cut over ranks (and its columns; for int8 at multiples of 128), on any device and wherever its records live.
 
 Two libraries were looked at. torchao 0.18.0 rounds stochastically (`_fp32_to_bf16_sr`, `quantize_int8_rowwise`), but
 draws from the device's global generator, so a result depends on the cut and on what was drawn before; its 8-bit
 optimizer state rounds to the nearest. bitsandbytes 0.50.2 rounds to the nearest only, in blocks that run on from one
-row into the next wherever rows are no multiple of the block, and neither of the two offers error feedback.
+row into the next where rows are no multiple of the block, and neither of the two has error feedback.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the scale of each block's own shape, and a count of what was done. It never comm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 
@@ -54,6 +54,7 @@ class Orthogonalizer:
             names them.
         method: "standard", "gram", or "auto" for the one with fewer operations.
         scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
+        watch: is shown the first orthogonalised block of every stack, unscaled, fp32, `(m, n)` with m <= n.
         blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
             twice.
     """
@@ -65,6 +66,7 @@ class Orthogonalizer:
     matmul_precision: str = "medium"
     method: str = ns.AUTO
     scaled: bool = True
+    watch: Callable[[torch.Tensor], None] | None = field(default=None, compare=False)
     blocks_done: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
@@ -125,7 +127,9 @@ class Orthogonalizer:
         rows, cols = stack.shape[1:]
         iterate = ns.gram if self.method_for(rows, cols) == GRAM else ns.standard
         together = max(CACHED_ELEMENTS // (rows * cols), 1) if stack.device.type == "cpu" else len(block_shapes)
-        for part, shapes in zip(stack.split(together), batched(block_shapes, together), strict=True):
+        for number, (part, shapes) in enumerate(
+            zip(stack.split(together), batched(block_shapes, together), strict=True)
+        ):
             with eo_utils.fp32_matmul_precision(self.matmul_precision):
                 updates = iterate(
                     to_unit_magnitude(part),
@@ -133,6 +137,8 @@ class Orthogonalizer:
                     steps=self.num_steps,
                     dtype=self.dtype,
                 ).float()
+            if self.watch is not None and number == 0:
+                self.watch(updates[0])
             if not self.scaled:
                 part.copy_(updates)
                 continue

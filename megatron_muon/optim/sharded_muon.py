@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.exchange.steps import Exchange
 from megatron_muon.offload.store import Momentum, RecordStore
+from megatron_muon.optim.orthogonalize import Orthogonalizer
 
 MOMENTUM = "momentum_buffer"
 """The momentum's slot of the optimizer state, upstream's name."""
@@ -93,6 +94,8 @@ class ShardedMuon(torch.optim.Optimizer):
                 group.setdefault(STEPS, 0)
         self.initialize_state()
         self._momentum: Momentum = self.store or _StateMomentum(self)
+        self.orthogonalizer: Orthogonalizer | None = None
+        """What the exchange orthogonalises with, for metrics."""
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self.exchange = exchange(self._matrices)
 
@@ -207,7 +210,10 @@ class ShardedMuon(torch.optim.Optimizer):
             rows = [updates[place] for place in places]
             if self._compute_device is not None:
                 rows = [update.to(weights[0].device) for update in rows]
-            torch._foreach_add_(weights, rows, alpha=-group["lr"])
+            self._subtract(weights, rows, rate=group["lr"])
+
+    def _subtract(self, weights: list[torch.Tensor], updates: list[torch.Tensor], *, rate: float) -> None:
+        torch._foreach_add_(weights, updates, alpha=-rate)
 
 
 def _in_place_of(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

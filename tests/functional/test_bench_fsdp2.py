@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_muon.experiment import bench_launch
+from megatron_muon.experiment import processes
 from tests.functional import cli
 
 pytestmark = [
@@ -57,8 +57,8 @@ def test_peers_step_is_muons(tmp_path):
     """Compared with torch.optim.Muon on the whole matrices."""
     script = tmp_path / "compare.py"
     script.write_text(COMPARE, "utf-8")
-    bench_launch.run_logged(
-        bench_launch.torchrun(2, str(script)), tmp_path / "log", env=bench_launch.environment(2), what="the comparison"
+    processes.run_logged(
+        processes.torchrun(2, str(script)), tmp_path / "log", env=processes.environment(2), what="the comparison"
     )
 
 

@@ -8,9 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from tests.functional import cli
 from tests.functional.model import Case
 from tests.functional.pool import Pool
+from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
 from tests.functional.test_layouts import MOE, TP
+from tests.functional.training import Trainings
+
+pytestmark = pytest.mark.timeout(450)
 
 STEPS = 20
 BUFFER_MB = 0.04  # ten pages: what a rank holds goes through in several parts
@@ -70,3 +75,160 @@ def test_updates_are_the_same_wherever_momentum_lives(ranks: Pool, tmp_path: Pat
         for offloaded in of_rank[1:]:
             assert differing(of_rank[0], offloaded) == []
     assert list((tmp_path / "momentum").iterdir()) == []  # cleaned up
+
+
+def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(ranks: Pool, tmp_path: Path) -> None:
+    case = Case(strategy="optim_grads_params", layers=1)
+    for dtype in ("bf16", "int8"):
+        settings = offloads(tmp_path / "momentum", muon_momentum_dtype=dtype)
+        of_ranks = ranks(2, train, case=case, settings=settings)
+        for of_rank in of_ranks:
+            for offloaded in of_rank[1:]:
+                assert differing(of_rank[0], offloaded) == []
+        alone = ranks(1, train, case=case, settings=settings[:1])[0][0]
+        for name, whole in alone.items():
+            parts = [of_rank[0][name] for of_rank in of_ranks]
+            # The iteration's products of blocks in other batches round differently in fp32: 20 steps of that, and
+            # where it moves a value over the edge of two stored ones, one spacing of the storage format.
+            torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}")
+
+
+def training_flags(tmp_path: Path, *, dtype: str = "fp32") -> dict[str, tuple[str, ...]]:
+    (tmp_path / "momentum").mkdir(exist_ok=True)
+    common = ("--muon-momentum-dtype", dtype)
+    buffer = ("--muon-offload-buffer-mb", str(BUFFER_MB))
+    return {
+        "none": common,
+        "cpu": (*common, "--muon-offload", "cpu"),
+        "nvme": (*common, *buffer, "--muon-offload", "nvme", "--muon-offload-dir", str(tmp_path / "momentum")),
+    }
+
+
+@pytest.fixture
+def training(ranks: Pool, tmp_path: Path) -> Trainings:
+    corpus = cli.make_corpus(tmp_path)
+    batches = ("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4", "--save-interval", "2")
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *batches, *FULL, *SWIGLU))
+
+
+def test_checkpoints_are_the_same_wherever_momentum_lives(training: Trainings, tmp_path: Path) -> None:
+    """Saved with one setting, resumed with another, and saved again: nothing differs."""
+    flags = training_flags(tmp_path)
+    run = training(*flags["none"], "--save", "none").checked()
+    assert "optimizer state: momentum fp32: device 0." in run.output
+    expected = {iteration: saved(training, "none", iteration) for iteration in (2, 4)}
+    run = training(*flags["nvme"], "--save", "nvme").checked()
+    assert "device 0.00 MB, host 0." in run.output
+    for iteration in (2, 4):
+        assert differences(saved(training, "nvme", iteration), expected[iteration]) == []
+    for before, after in (("none", "nvme"), ("nvme", "cpu"), ("nvme", "none")):
+        name = f"{before} to {after}"
+        run = training(*flags[after], "--load", before, "--ckpt-step", "2", "--save", name).checked()
+        assert [iteration.number for iteration in run.iterations] == [3, 4]
+        assert differences(saved(training, name, 4), expected[4]) == [], name
+
+
+def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings, tmp_path: Path) -> None:
+    """bf16 keeps what it reads; the steps that rounding depends on go on from the checkpoint."""
+    flags = training_flags(tmp_path, dtype="bf16")
+    training(*flags["nvme"], "--save", "nvme").checked()
+    training(*flags["none"], "--load", "nvme", "--ckpt-step", "2", "--save", "none").checked()
+    expected = saved(training, "nvme", 4)
+    assert differences(saved(training, "none", 4), expected) == []
+    momentum = [value for name, value in expected.items() if name.endswith("momentum_buffer")]
+    assert momentum
+    assert all(value.dtype == torch.float32 for value in momentum)
+    assert all(torch.equal(value, value.bfloat16().float()) for value in momentum)
+
+
+def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str) -> dict[str, Any]:
+    """In a worker, where the CPU stands in for a GPU: momentum through the device's ring, counted up from zero.
+
+    The stand-in's streams do their work at once, so this shows what is copied where, not that it waits.
+    """
+    from megatron_muon.offload import ring, store
+    from megatron_muon.offload.codecs import codec_of
+    from megatron_muon.offload.files import Header, MomentumFile, header_bytes
+
+    def not_pinned(size: int, *, device: torch.device, pinned: bool = False) -> torch.Tensor:
+        return ring.aligned(size, device=device)  # nothing here can lock memory for a GPU
+
+    store.aligned, made = not_pinned, ring.Ring.__init__
+    ring.Ring.__init__ = lambda self, size, *, device, pinned=False: made(self, size, device=device)
+    codec = codec_of(dtype)
+    shards = [store.Held(f"w{index}", 0, 8 + index, 0, 16) for index in range(12)]
+    files = {}
+    if place == store.DISK:
+        header = Header("run", 0, rank, "dense0", dtype, "host", 1, (), 0)
+        front = header_bytes(header)
+        file = MomentumFile(Path(folder), Header(**{**vars(header), "size": front + 4096 * len(shards)}))
+        file.take_space()
+        files = {index: (file, front + 4096 * index) for index in range(len(shards))}
+    kept = store.RecordStore(
+        shards, [place] * len(shards), codec, device=torch.device("cuda", 0), staging_bytes=4096, files=files
+    )
+    for _ in range(3):
+        for part in kept.parts(range(len(shards))):
+            for momentum in kept.lend(part):
+                momentum.add_(1.0)
+            kept.take_back(part)
+        kept.end_step()
+    found = {"values": [kept.read(index).unique().tolist() for index in range(len(shards))], **kept.bytes}
+    kept.close()
+    for file, _ in files.values():
+        file.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_momentum_streams_through_the_device(ranks: Pool, tmp_path: Path, place: str, dtype: str) -> None:
+    found = ranks(1, count_up, place=place, dtype=dtype, folder=str(tmp_path))[0]
+    assert found["values"] == [[3.0]] * 12
+    assert found["device"] == 3 * 4096  # the ring alone
+    assert found[place] > 0
+
+
+def anonymous_bytes() -> int:
+    """This process's own memory."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("/proc/self/status has no RssAnon")
+
+
+def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, int]:
+    """In a worker: what keeping momentum, and some steps of changing it, adds to this process's own memory."""
+    from megatron_muon.experiment.bench_step import gpt_layout
+    from megatron_muon.offload.run import OffloadRun, held_shards
+
+    layout, _ = gpt_layout(world_size, 384, 14)
+    directory = folder if offload == "nvme" else None
+    torch.zeros(2**20).add_(1.0)  # what a first operation loads
+    before = anonymous_bytes()
+    run = OffloadRun(offload, "fp32", directory=directory, buffer_mb=6)
+    shards = held_shards(layout, rank)
+    store = run.make_store(shards, [0] * len(shards), kind="dense", device=torch.device("cpu"))
+    for _ in range(3):
+        for part in store.parts(range(len(shards))):
+            for momentum in store.lend(part):
+                momentum.add_(1.0)
+            store.take_back(part)
+        store.end_step()
+    grown = anonymous_bytes() - before
+    assert all(torch.equal(store.read(i), torch.full((s.rows, s.cols), 3.0)) for i, s in enumerate(shards))
+    figures = {"grown": grown, "staging": store.staging_bytes, **store.bytes}
+    run.close()
+    return figures
+
+
+def test_momentum_on_disk_takes_the_staging_of_memory_and_no_more(ranks: Pool, tmp_path: Path) -> None:
+    """The process's own memory as the system counts it, and the count of tensors."""
+    none, nvme = (ranks(1, grow, offload=where, folder=str(tmp_path))[0] for where in ("none", "nvme"))
+    momentum = none["device"]
+    assert momentum == nvme["disk"] >= 10 * nvme["staging"]
+    assert nvme["device"] == 0
+    assert nvme["host"] == nvme["staging"]
+    assert none["grown"] > 0.9 * momentum
+    # Beside the ring: two threads, and the bookkeeping of 56 shards.
+    assert nvme["grown"] < nvme["staging"] + 0.02 * momentum, (none, nvme)

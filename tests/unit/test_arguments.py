@@ -287,11 +287,16 @@ def test_the_header_is_read_as_megatron_writes_it(parser, tmp_path):
 
 
 def test_the_save_directory_is_made_and_tried(parser, tmp_path):
-    check(parser, "--save", str(tmp_path / "new" / "deep"))
+    check(parser, "--save", str(tmp_path / "new" / "deep"), "--save-interval", "5")
     assert list((tmp_path / "new" / "deep").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--save .*file/below: cannot write there \(Not a directory\)"):
         check(parser, "--save", str(tmp_path / "file" / "below"))
+
+
+def test_saving_needs_an_interval(parser, tmp_path):
+    with pytest.raises(UserError, match=r"--save .* needs --save-interval N"):
+        check(parser, "--save", str(tmp_path))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -15,8 +15,8 @@ import torch
 from rich.console import Console
 
 from megatron_muon import cli
-from megatron_muon.errors import UserError
-from megatron_muon.experiment import bench_command, bench_launch, bench_train
+from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.experiment import bench_command, bench_launch, bench_train, processes
 from megatron_muon.experiment.bench_floor import products
 from megatron_muon.experiment.bench_peers import NS_METHODS
 from megatron_muon.experiment.bench_step import gpt_layout
@@ -103,7 +103,7 @@ def test_missing_peer_says_what_to_type(peer, monkeypatch):
 @pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
 def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_FAILURE
+    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_USAGE
     error = capsys.readouterr().err.strip()
     assert f"--peers {peer}: {peer} 0." in error
     assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
@@ -131,13 +131,13 @@ def test_peers_are_not_measured_on_cuda(monkeypatch):
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
-    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == cli.EXIT_FAILURE
+    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == cli.EXIT_USAGE
     assert "there is no directory" in capsys.readouterr().err
 
 
 def test_warmup_must_leave_steps(capsys):
     argv = ["bench", "train", "--config", "configs/quickstart.yaml", "--steps", "5", "--warmup", "5"]
-    assert cli.main(argv) == cli.EXIT_FAILURE
+    assert cli.main(argv) == cli.EXIT_USAGE
     assert "--warmup 5 leaves none of --steps 5" in capsys.readouterr().err
 
 
@@ -208,16 +208,16 @@ def test_layout_of_more_ranks_than_rows():
 
 def test_environment_keeps_what_the_user_set(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setattr(bench_launch, "cores", lambda: 8)
-    assert bench_launch.environment(2)["OMP_NUM_THREADS"] == "3"
+    monkeypatch.setattr(processes, "cores", lambda: 8)
+    assert processes.environment(2)["OMP_NUM_THREADS"] == "3"
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert bench_launch.environment(2)["OMP_NUM_THREADS"] == "4"
+    assert processes.environment(2)["OMP_NUM_THREADS"] == "4"
 
 
 def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
     command = [sys.executable, "-c", "print('first'); print('what went wrong'); raise SystemExit(3)"]
-    with pytest.raises(UserError, match="the run ended with status 3"):
-        bench_launch.run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
+    with pytest.raises(RunFailedError, match="the run ended with status 3"):
+        processes.run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
     assert "what went wrong" in capsys.readouterr().err
 
 
@@ -235,11 +235,11 @@ def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
     code = (
         # A shell that runs tests in the background has SIGINT ignored, which children inherit.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import os, sys, pathlib; from megatron_muon.experiment.bench_launch import run_logged; "
+        "import os, sys, pathlib; from megatron_muon.experiment.processes import run_logged; "
         f"run_logged([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path / 'log')!r}), "
         "env=dict(os.environ), what='x')"
     )
-    env = {**os.environ, "PYTHONPATH": str(bench_launch.ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(processes.ROOT)}
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 30
@@ -251,6 +251,6 @@ def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
     finally:
         process.kill()
     deadline = time.monotonic() + 5
-    while bench_launch._start_time(child) is not None and time.monotonic() < deadline:
+    while processes._start_time(child) is not None and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert bench_launch._start_time(child) is None
+    assert processes._start_time(child) is None

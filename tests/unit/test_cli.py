@@ -30,11 +30,17 @@ def test_help_is_complete_and_imports_nothing_heavy():
     for name, command in cli.COMMANDS.items():
         assert name in done.stdout
         assert command.summary in done.stdout
+    assert all(f"{group}:" in done.stdout for group in (cli.EXPERIMENTS, cli.MEASURE, cli.PREPARE))
     assert "examples:" in done.stdout
+    assert "exit status:" in done.stdout
+
+
+def test_every_subcommand_is_in_a_group():
+    assert {command.group for command in cli.COMMANDS.values()} == {cli.EXPERIMENTS, cli.MEASURE, cli.PREPARE}
 
 
 @pytest.mark.parametrize(
-    "argv", [["data", "prepare", "--help"], ["data", "--help"], ["summary", "--help"], ["doctor", "--help"]]
+    "argv", [["data", "prepare", "--help"], ["bench", "step", "--help"], *([name, "--help"] for name in cli.COMMANDS)]
 )
 def test_every_subcommand_shows_an_example(argv, capsys):
     assert cli.main(argv) == cli.EXIT_OK
@@ -45,7 +51,7 @@ def test_version_names_what_matters(capsys):
     assert cli.main(["--version"]) == cli.EXIT_OK
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert shown["megatron-core"].startswith("0.19")
-    assert {"megatron-muon", "torch", "emerging-optimizers", "python"} <= set(shown)
+    assert {"megatron-muon", "torch", "emerging-optimizers", "python", "system"} <= set(shown)
 
 
 @pytest.mark.parametrize("argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]])
@@ -59,7 +65,7 @@ def test_user_errors_are_one_line(monkeypatch, capsys):
         raise UserError(f"--flag {args.flag} is wrong; type --flag right")
 
     install_command(monkeypatch, run)
-    assert cli.main(["probe", "--flag", "left"]) == cli.EXIT_FAILURE
+    assert cli.main(["probe", "--flag", "left"]) == cli.EXIT_USAGE
     assert capsys.readouterr().err == "megatron-muon: error: --flag left is wrong; type --flag right\n"
 
 

@@ -155,6 +155,16 @@ def test_what_the_format_holds_stays(name: str, rows: int, cols: int, seed: int)
         assert torch.equal(stored(codec, values, step=step), values)
 
 
+@pytest.mark.parametrize("name", STOCHASTIC)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_no_random_number_moves_what_the_format_holds(name: str, sign: float) -> None:
+    """Half a million values, so that the smallest and the largest of the 2^16 random numbers meet some of them."""
+    codec = codec_of(name)
+    values, _ = between(codec, 0.0, 512, 1024)
+    values[:, ::BLOCK_COLS] = values[0, 0] if name == "int8" else 1.0
+    assert torch.equal(stored(codec, sign * values), sign * values)
+
+
 @pytest.mark.parametrize("name", MOMENTUM_DTYPES)
 def test_layout_of_the_values_does_not_matter(name: str) -> None:
     codec, values = codec_of(name), random_values(150, 170)
@@ -237,17 +247,17 @@ def test_int8_does_not_wrap_at_the_largest_magnitude(sign: float) -> None:
 
 
 def test_int8_keeps_small_columns_beside_large_ones() -> None:
-    """Two columns of a block 30 times as large as the others: these keep a relative error of 8 %, where evenly spaced
-    codes leave one of 20 %.
+    """Two columns of a block 60 times as large as the others: these keep a relative error under 6 %, where evenly
+    spaced codes leave more than 15 %.
     """
     values = torch.randn(256, 512, generator=torch.Generator().manual_seed(0))
-    values[:, ::64] *= 30
+    values[:, ::64] = 60.0
     small = torch.arange(512) % 64 != 0
     found = stored(codec_of("int8"), values)
-    assert (found - values)[:, small].norm() < 0.08 * values[:, small].norm()
+    assert (found - values)[:, small].norm() < 0.06 * values[:, small].norm()
     step = (int8_scales(values) * 127).double()  # what 127 even steps up to the largest magnitude would be
     even = (values / step + random_numbers(256, 512)).round() * step
-    assert (even - values)[:, small].norm() > 0.2 * values[:, small].norm()
+    assert (even - values)[:, small].norm() > 0.15 * values[:, small].norm()
 
 
 # --- no bias ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.config_file import AppliedEnv, apply_env, check_flags, load_config, merge
+from megatron_muon.mcore.config_file import AppliedEnv, apply_env, check_flags, given_flags, load_config, merge
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -126,7 +126,103 @@ def test_unset_of_what_the_file_does_not_set_is_refused(load):
         merge(config, ["--unset"])
 
 
+# Files that rest on others
+
+
+@pytest.fixture
+def tree(tmp_path):
+    """Writes files by name and returns their folder."""
+
+    def write(**files):
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.yaml"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, "utf-8")
+        return tmp_path
+
+    return write
+
+
+def test_files_are_merged_key_by_key_and_the_later_wins(tree):
+    folder = tree(
+        parts__model="ENV_VARS:\n  A: 1\n  B: 1\n" + model_args("--num-layers: 12", "--bf16: true", "--lr: 1"),
+        parts__muon="BASE: model.yaml\n" + model_args("--lr: 2", "--clip-grad: 1.0"),
+        parts__data=model_args("--lr: 3", "--recompute-modules: [a, b]"),
+        run="BASE: [parts/muon.yaml, parts/data.yaml]\nENV_VARS:\n  B: 2\n  A: null\n"
+        + model_args("--clip-grad: null", "--bf16: false", "--recompute-modules: c"),
+    )
+    config = load_config(folder / "run.yaml", {})
+    assert dict(config.flags) == {"--num-layers": ("12",), "--lr": ("3",), "--recompute-modules": ("c",)}
+    assert config.env == {"B": "2"}
+    assert [path.name for path in config.files] == ["model.yaml", "muon.yaml", "data.yaml", "run.yaml"]
+    origins = {flag: path.name for flag, path in config.origins.items()}
+    assert origins == {"--num-layers": "model.yaml", "--lr": "data.yaml", "--recompute-modules": "run.yaml"}
+
+
+def test_an_overriding_flag_comes_after_its_opposite(tree, parser):
+    """On a command line the last of --overlap and --no-overlap counts; so it does over files."""
+    base, middle = model_args("--no-overlap: true"), "BASE: base.yaml\n" + model_args("--overlap: true")
+    folder = tree(base=base, middle=middle, run="BASE: middle.yaml\n" + model_args("--no-overlap: true"))
+    assert parser.parse_args(load_config(folder / "middle.yaml", {}).argv).overlap
+    assert not parser.parse_args(load_config(folder / "run.yaml", {}).argv).overlap
+
+
+def test_a_file_may_rest_on_others_alone(tree):
+    folder = tree(base=model_args("--lr: 1"), run="BASE: base.yaml\n", nothing="BASE: empty.yaml", empty="ENV_VARS:\n")
+    assert load_config(folder / "run.yaml", {}).argv == ("--lr", "1")
+    with pytest.raises(UserError, match=r"nothing\.yaml: has no MODEL_ARGS"):
+        load_config(folder / "nothing.yaml", {})
+
+
+def test_one_base_twice_is_no_circle_but_a_circle_is(tree):
+    folder = tree(
+        model=model_args("--lr: 1"),
+        a="BASE: model.yaml\n",
+        b="BASE: model.yaml\n",
+        run="BASE: [a.yaml, b.yaml]\n",
+        ring="BASE: back.yaml\n" + model_args("--lr: 1"),
+        back="BASE: ring.yaml\n",
+    )
+    assert load_config(folder / "run.yaml", {}).argv == ("--lr", "1")
+    with pytest.raises(
+        UserError, match=r"back\.yaml: BASE goes round in a circle: .*ring\.yaml -> .*back\.yaml -> .*ring"
+    ):
+        load_config(folder / "ring.yaml", {})
+
+
+def test_slips_about_bases_are_named(tree):
+    folder = tree(gone="BASE: none.yaml\n", wrong="BASE: {a: 1}\n", flag="BASE: bad.yaml\n", bad=model_args("lr: 1"))
+    with pytest.raises(UserError, match=r"none\.yaml', the BASE of .*gone\.yaml: No such file"):
+        load_config(folder / "gone.yaml", {})
+    with pytest.raises(UserError, match=r"wrong\.yaml:1: BASE must be a file or a list of files"):
+        load_config(folder / "wrong.yaml", {})
+    with pytest.raises(UserError, match=r"bad\.yaml:2: MODEL_ARGS key 'lr' is no flag"):
+        load_config(folder / "flag.yaml", {})
+
+
+def test_placeholders_matter_where_they_are_used(tree):
+    base = model_args("--data-path: ${DATA}/text", "--save: ${SAVE}", "--load: $LOAD")
+    folder = tree(base=base, run="BASE: base.yaml\n" + model_args("--data-path: here"))
+    config = load_config(folder / "run.yaml", {}, overridden=given_flags(["--save=x", "--unset", "load", "--lr", "1"]))
+    assert config.argv == ("--data-path", "here")
+    assert merge(config, ["--save=x", "--unset", "load"]) == ["--data-path", "here", "--save=x"]
+    with pytest.raises(UserError, match=r"--data-path needs .* variable DATA, which is not set \(so are SAVE, LOAD\)"):
+        load_config(folder / "base.yaml", {})
+
+
+def test_two_dollars_are_one(load):
+    assert load(model_args("--note: a$$b$${C}")).argv == ("--note", "a$b${C}")
+
+
 # Flags against a parser
+
+
+def test_all_flags_that_a_version_lacks_are_named(load, parser):
+    config = load(model_args("--lr: 1", "--new-flag: 1", "--newer-flag: true"))
+    with pytest.raises(
+        UserError, match=r"run\.yaml: megatron-core 0\.19 does not know --new-flag, --newer-flag; leave out"
+    ):
+        check_flags(config, parser, software="megatron-core 0.19")
 
 
 @pytest.mark.parametrize(

@@ -351,7 +351,7 @@ def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, cap
     assert "skipped: 1 binary files" in out
     assert cli.main(argv) == 0
     assert "up to date" in capsys.readouterr().out
-    assert cli.main([*argv, "--no-append-eod"]) == 1
+    assert cli.main([*argv, "--no-append-eod"]) == 2
     assert capsys.readouterr().err.startswith("megatron-muon: error: ")
 
 

@@ -110,7 +110,7 @@ def test_a_damaged_one_and_the_exit_status(write, tmp_path, capsys) -> None:
 @pytest.mark.parametrize("directory", ["nowhere", "."])
 def test_no_checkpoint(directory, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["doctor", "--checkpoint", directory]) == cli.EXIT_FAILURE
+    assert cli.main(["doctor", "--checkpoint", directory]) == cli.EXIT_USAGE
     assert "error: " in capsys.readouterr().err
 
 
@@ -184,5 +184,5 @@ def test_a_killed_runs_files_and_the_exit_status(tmp_path, capsys) -> None:
 
 def test_no_directory_of_momentum_files(tmp_path, capsys) -> None:
     assert lying_there(tmp_path / "absent") == {"offload": ("wrong", f"{tmp_path}/absent: No such file or directory")}
-    assert cli.main(["doctor", "--remove"]) == cli.EXIT_FAILURE
+    assert cli.main(["doctor", "--remove"]) == cli.EXIT_USAGE
     assert "--remove needs --offload-dir DIR" in capsys.readouterr().err

@@ -300,7 +300,7 @@ def test_buckets_are_megatrons(variant: str, bucket_size: int | None, strategy: 
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 8])), min_size=1, max_size=8),
     st.integers(1, 5),

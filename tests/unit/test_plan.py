@@ -196,7 +196,7 @@ def test_loads_of_a_gpt_are_even(world_size: int) -> None:
     assert plan.imbalance <= 1.05
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(2, 8), st.integers(1, 4), st.sampled_from([64, 96, 256]), st.booleans())
 def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: int, whole: bool) -> None:
     shapes = [(hidden * (kind + 1), hidden) for kind in range(kinds)]

@@ -41,7 +41,7 @@ def config(tmp_path: Path, **changes: str | None) -> Path:
 
 
 def message(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
-    assert cli.main(["plan", *map(str, argv)]) == 1
+    assert cli.main(["plan", *map(str, argv)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     return error

@@ -180,6 +180,6 @@ def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):
     assert "20% of the step" in out
     assert f"tensorboard --logdir {run_dir / 'tensorboard'}" in out
     assert json.loads((tmp_path / "figures.json").read_text())["tokens_per_second"] == pytest.approx(4096)
-    assert cli.main(["summary", str(tmp_path / "nowhere")]) == 1
-    assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 1
+    assert cli.main(["summary", str(tmp_path / "nowhere")]) == 2
+    assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 2
     assert "megatron-muon: error: cannot write" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Where a step's time goes, what it sends and what memory it takes, measured in steps of their own.
+"""Where a step's time goes, what it sends and what memory it takes, measured in single steps.
 
 Methods of the optimizer and its exchange are wrapped for a few steps and put back; the timed steps run without any of
 it. A wrapped method that has been renamed is an error, not a missing figure.
@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.exchange import AllGatherExchange, OwnerExchange
-from megatron_muon.experiment.bench_floor import synchronize
+from megatron_muon.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
 from megatron_muon.optim.sharded_muon import ShardedMuon
 from megatron_muon.patching import Patches
 
@@ -42,6 +41,13 @@ _OWNER = {
     "_receive": "scatter_wait",
 }
 _ALLGATHER = {"_gather": "gather_wait", "orthogonalize": "orthogonalize"}
+_SHARED = {"_orthogonalize": "orthogonalize", "_receive": "scatter_wait"}
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU's queue; nothing to wait for on CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Timers:
@@ -88,6 +94,11 @@ def attach(optimizer: torch.optim.Optimizer, timers: Timers) -> Patches:
     elif isinstance(exchange, OwnerExchange):
         _wrap(patches, exchange, _OWNER, timers)
         patches.wrap(exchange, "_gather", functools.partial(_gather, timers))
+    elif isinstance(exchange, SharedExchange):
+        _wrap(patches, exchange, _SHARED, timers)
+    elif isinstance(exchange, LocalExchange):
+        for _, batch in exchange._parts:
+            patches.wrap(batch, "orthogonalize", functools.partial(timers.timed, "orthogonalize"))
     return patches
 
 
@@ -118,6 +129,7 @@ class ByteCounter:
     def __enter__(self) -> ByteCounter:
         self._patches.wrap(dist, "all_to_all_single", self._all_to_all, takes=("output_split_sizes",))
         self._patches.wrap(dist, "all_gather_into_tensor", self._all_gather, takes=("output_tensor", "input_tensor"))
+        self._patches.wrap(dist, "broadcast", self._broadcast, takes=("group_src",))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -135,6 +147,14 @@ class ByteCounter:
         def counted(output: torch.Tensor, input: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             self.received += (output.numel() - input.numel()) * output.element_size()
             return call(output, input, *args, **kwargs)
+
+        return counted
+
+    def _broadcast(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group_src") != dist.get_rank(kwargs.get("group")):
+                self.received += tensor.nbytes
+            return call(tensor, *args, **kwargs)
 
         return counted
 

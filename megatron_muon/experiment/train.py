@@ -1,0 +1,296 @@
+"""Runs one experiment: settles it, writes its folder, launches torchrun, and sums up what came of it.
+
+`prepare` settles and shows nothing, `execute` runs what was prepared; the command `megatron-muon train` does one after
+the other, and so may whatever runs many. The folder's files are described in `run_folder` and `run_summary`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import run_folder
+from megatron_muon.experiment.processes import (
+    Ended,
+    Nodes,
+    environment,
+    pretrain_program,
+    torchrun,
+    torchrun_on_nodes,
+    watch,
+)
+from megatron_muon.experiment.provenance import checkout, machine, package_versions
+from megatron_muon.experiment.resolve import Flag, Request, Resolved, resolve
+from megatron_muon.experiment.run_folder import RunFolder
+from megatron_muon.experiment.run_summary import strict, summary_of
+from megatron_muon.mcore.launch import EXIT_TEMPFAIL, STATUS_FILE
+
+GRACE_SECONDS = 600
+"""How long ranks may take to finish their step and save, once they have been asked to end."""
+
+_FRESH = ("--finetune", "--no-load-optim", "--no-load-rng")
+"""Flags with which a checkpoint is loaded without where it stood: they are for a run's first start."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A settled run.
+
+    Attributes:
+        resolved: its settings and folder.
+        nodes: the machines, where there are several.
+        resume: whether it goes on from its own checkpoint, where there is one.
+        overwrite: whether what lies in its folder is deleted first.
+        grace_s: see `GRACE_SECONDS`.
+        command: what the user typed.
+    """
+
+    resolved: Resolved
+    nodes: Nodes | None = None
+    resume: bool = False
+    overwrite: bool = False
+    grace_s: int = GRACE_SECONDS
+    command: str = ""
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where its files lie."""
+        return self.resolved.folder
+
+    @property
+    def is_first_node(self) -> bool:
+        """Whether this machine writes what there is once for all of them."""
+        return self.nodes is None or self.nodes.rank == 0
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved experiment file that this machine's ranks read."""
+        name = run_folder.CONFIG if self.nodes is None or self.is_first_node else f"config.node-{self.nodes.rank}.yaml"
+        return self.folder.root / name
+
+    @property
+    def log(self) -> Path:
+        """Where this machine's output goes."""
+        name = run_folder.LOG if self.nodes is None or self.is_first_node else f"train.node-{self.nodes.rank}.log"
+        return self.folder.root / name
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """What the run goes on from."""
+        return self.folder.checkpoint if self.resume else None
+
+    @property
+    def shown_command(self) -> str:
+        """`torchrun` as a user would type it: by its name, and without what makes it wait longer."""
+        command = self.torchrun(waits=False)
+        return shlex.join(["torchrun", *command[command.index("torch.distributed.run") + 1 :]])
+
+    def torchrun(self, *, waits: bool = True) -> list[str]:
+        """The command that runs it.
+
+        Args:
+            waits: with the flag that gives ranks `grace_s` seconds to save.
+        """
+        wait = ("--shutdown-timeout", str(self.grace_s)) if waits and self.resolved.can_wait else ()
+        program = [*pretrain_program(), "--config", str(self.config_file)]
+        if self.checkpoint is not None:
+            given = [flag.name for flag in self.resolved.flags]
+            program += ["--load", str(self.folder.checkpoints)]
+            program += [token for flag in _FRESH if flag in given for token in ("--unset", flag)]
+        if self.nodes is not None:
+            return torchrun_on_nodes(self.resolved.ranks, self.nodes, *program, more=wait)
+        return torchrun(self.resolved.ranks, *program, more=wait)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: exit status, see docs/experiments.md.
+        summary: contents of summary.json; empty on other machines than the first.
+        started: whether anything was started: False where the run was finished before.
+    """
+
+    status: int
+    summary: Mapping[str, Any]
+    started: bool = True
+
+
+def prepare(
+    request: Request,
+    *,
+    nodes: Nodes | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    grace_s: int = GRACE_SECONDS,
+    command: str = "",
+) -> Experiment:
+    """Settles an experiment; writes nothing but what `request.writes` allows.
+
+    Raises:
+        UserError: what the user got wrong, a folder that is taken included.
+    """
+    is_first = nodes is None or nodes.rank == 0
+    if request.out is not None and is_first:  # told at once, where the flags have no say
+        run_folder.check_free(
+            run_folder.locate({}, {}, out=request.out, default="")[0], resume=resume, overwrite=overwrite
+        )
+    resolved = resolve(request)
+    experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
+    if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
+        raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
+    if is_first:
+        run_folder.check_free(resolved.folder, resume=resume, overwrite=overwrite)
+    return experiment
+
+
+def execute(
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None = None,
+    on_line: Callable[[str], object] | None = None,
+    stop: threading.Event | None = None,
+) -> Outcome:
+    """Runs an experiment to its end and writes its folder.
+
+    Args:
+        experiment: what `prepare` returned.
+        show: gets the output as it comes, in pieces.
+        on_line: gets every line of it.
+        stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
+    """
+    folder = experiment.folder
+    if experiment.resume and (done := _finished(experiment)):
+        return Outcome(0, done, started=False)
+    if experiment.overwrite and experiment.is_first_node:
+        run_folder.clear(folder)
+    folder.root.mkdir(parents=True, exist_ok=True)
+    run = _run_record(experiment)
+    experiment.config_file.write_text(_config_text(experiment, run), "utf-8")
+    if experiment.is_first_node:
+        (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
+        run_folder.write_json(folder.root / run_folder.RUN, run)
+    append = experiment.checkpoint is not None
+    began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
+    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop)
+    status = _exit_status(ended, status)
+    if not experiment.is_first_node:
+        return Outcome(status, {})
+    now = datetime.now(UTC)
+    summary = {
+        **summary_of(folder, status=status, log=experiment.log, run=run, began_at=began_at),
+        "started": run["started"],
+        "ended": now.isoformat(timespec="seconds"),
+        "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
+    }
+    summary = strict(summary)
+    run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
+    return Outcome(status, summary)
+
+
+def _launch(
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None,
+    on_line: Callable[[str], object] | None,
+    stop: threading.Event | None,
+) -> tuple[Ended, int | None]:
+    """How torchrun ended, and what status the first rank left."""
+    resolved = experiment.resolved
+    env = environment(resolved.ranks, nodes=experiment.nodes.count if experiment.nodes else 1, settings=resolved.env)
+    with tempfile.TemporaryDirectory(prefix="train-") as scratch:
+        file = Path(scratch, "status")
+        ended = watch(
+            experiment.torchrun(),
+            experiment.log,
+            env={**env, STATUS_FILE: str(file)},
+            show=show,
+            on_line=on_line,
+            append=experiment.checkpoint is not None,
+            grace_s=experiment.grace_s,
+            stop=stop,
+        )
+        with contextlib.suppress(OSError, ValueError):
+            return ended, int(file.read_text("utf-8"))
+    return ended, None
+
+
+def _exit_status(ended: Ended, rank: int | None) -> int:
+    """The run's status: what a rank said counts for more than torchrun's, which is 1 for anything but 0."""
+    if ended.signal == signal.SIGINT:
+        return 128 + signal.SIGINT
+    if ended.signal is not None:
+        return rank if rank == EXIT_TEMPFAIL else 128 + ended.signal
+    if ended.status == 0:
+        return 0
+    return rank or ended.status
+
+
+def _finished(experiment: Experiment) -> dict[str, Any] | None:
+    """The summary of a run that has done all that is asked for."""
+    summary = run_folder.read_json(experiment.folder.root / run_folder.SUMMARY)
+    done, asked = summary.get("iterations"), experiment.resolved.settings.get("train_iters")
+    is_done = summary.get("outcome") == "finished" and asked is not None and done is not None and done >= asked
+    return summary if is_done else None
+
+
+def _run_record(experiment: Experiment) -> dict[str, Any]:
+    """The contents of run.json."""
+    resolved, folder = experiment.resolved, experiment.folder
+    before = run_folder.read_json(folder.root / run_folder.RUN) if experiment.resume else {}
+    flags = [(flag.name, flag.values) for flag in resolved.flags]
+    found, dirty = checkout()
+    return {
+        "name": folder.root.resolve().name,
+        "command": experiment.command,
+        "torchrun": experiment.shown_command,
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "versions": package_versions(),
+        "commit": found,
+        "dirty": dirty,
+        "config_files": list(resolved.files),
+        "config_hash": run_folder.config_hash(flags, resolved.env),
+        "device": resolved.device,
+        "nodes": experiment.nodes.count if experiment.nodes else 1,
+        "ranks": resolved.ranks,
+        "settings": dict(resolved.settings),
+        "filled_in": [token for flag in resolved.filled_in for token in (flag.name, *flag.values)],
+        "tensorboard_dir": str(folder.tensorboard),
+        "checkpoint_dir": str(folder.checkpoints) if folder.checkpoints else None,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "starts": before.get("starts", 0) + 1,
+        "resumed_from": str(experiment.checkpoint) if experiment.checkpoint else None,
+    }
+
+
+def _config_text(experiment: Experiment, run: Mapping[str, Any]) -> str:
+    heading = f"Resolved from {', '.join(run['config_files'])}"
+    heading += f" at {run['started']}; runs alone:\n{run['torchrun']}" if run["started"] else ""
+    flags = [(flag.name, flag.values) for flag in experiment.resolved.flags]
+    return run_folder.config_text(flags, experiment.resolved.env, heading=heading)
+
+
+def settings_lines(experiment: Experiment) -> list[str]:
+    """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
+    flags = (*experiment.resolved.flags, *experiment.resolved.filled_in)
+    rows = [(flag.name, _shown(flag), flag.source) for flag in flags]
+    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 44), (1, 40))]
+    return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+
+
+def _shown(flag: Flag) -> str:
+    return shlex.join(flag.values) if flag.values else "true"

@@ -1,0 +1,14 @@
+"""The script pretrain_gpt.py for an installed package, without a checkout.
+
+    torchrun --nproc-per-node 2 -m megatron_muon.pretrain_gpt --config FILE.yaml
+
+A run that names no model takes configs/quickstart.yaml of the current folder.
+"""
+
+import sys
+from pathlib import Path
+
+from megatron_muon.mcore.launch import main
+
+if __name__ == "__main__":
+    sys.exit(main(root=Path.cwd()))

@@ -1,0 +1,66 @@
+"""Metrics of a step are those of its tensors, and measuring changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional.model import Case, Trainer
+from tests.functional.pool import Pool
+from tests.functional.test_layouts import MOE, TP
+
+QUIET = {"weight_decay": 0.0, "lr": 0.01}
+CASES = {
+    "owner": (2, Case(optimizer=QUIET)),
+    "allgather": (2, Case(optimizer={**QUIET, "muon_exchange": "allgather"})),
+    "no_shard": (2, Case(strategy="no_shard", optimizer=QUIET)),
+    "shared": (2, Case(strategy="no_shard", optimizer={**QUIET, "muon_share_replicated": True})),
+    "tp2 hsdp": (4, TP.but(instances=2, optimizer={**TP.optimizer, **QUIET})),
+    "experts": (2, MOE.but(expert_parallel=2, optimizer=QUIET)),
+    "adamuon": (2, Case(optimizer={**QUIET, "optimizer": "adaptive_muon"})),
+}
+
+
+def measure(rank: int, world_size: int, *, case: Case) -> dict[str, Any]:
+    """In a worker: what the second step's metrics say, and the same from whole tensors before and after it."""
+    plain = Trainer(case)
+    trainer = Trainer(case.but(optimizer={**case.optimizer, "muon_metrics_interval": 2}))
+    for _ in range(2):
+        plain.step()
+    trainer.step()
+    assert trainer.optimizer.metrics.latest is None
+    before = trainer.whole()
+    rate = max(group["lr"] for group in trainer.optimizer.param_groups)
+    trainer.step()
+    after, momentum = trainer.whole(), trainer.whole_state("momentum_buffer")
+    same = all(torch.equal(value, after[name]) for name, value in plain.whole().items())
+    updates = torch.cat([((before[name] - after[name]) / rate).reshape(-1) for name in momentum])
+    return {
+        "metrics": trainer.optimizer.metrics.latest,
+        "same": same,
+        "update_rms": updates.square().mean().sqrt().item(),
+        "momentum_norm": torch.cat([value.reshape(-1) for value in momentum.values()]).norm().item(),
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
+    world_size, case = CASES[name]
+    found = ranks(world_size, measure, case=case)
+    metrics = found[0]["metrics"]
+    assert all(other["metrics"] == metrics for other in found)
+    assert found[0]["same"]
+    assert metrics.step == 2
+    values = metrics.values
+    # Weights of 0.1 in fp32 hold differences of 0.01 to about 1e-6 of an update of 1.
+    assert values["update_rms"] == pytest.approx(found[0]["update_rms"], rel=1e-4)
+    assert values["momentum_norm"] == pytest.approx(found[0]["momentum_norm"], rel=1e-5)
+    assert values["skipped_steps"] == 0
+    parts = [values[f"{part}_ms"] for part in ("momentum", "gather", "newton_schulz", "scatter", "apply")]
+    assert values["newton_schulz_ms"] > 0
+    assert sum(parts) <= values["step_ms"] * 1.001
+    assert (values["exchanged_mb"] > 0) is (name != "no_shard")
+    if name != "no_shard":
+        assert 0.0 < values["orthogonality_error"] < 1.0

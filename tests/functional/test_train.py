@@ -1,0 +1,232 @@
+"""`megatron-muon train` with real trainings of one rank: what lies in the run's folder, and how a run is ended."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.cli import main
+from megatron_muon.experiment import processes
+from megatron_muon.experiment.events import read_events
+from megatron_muon.mcore.config_file import load_config
+from tests.functional import cli
+
+pytestmark = pytest.mark.timeout(450)
+
+SECONDS = cli.SECONDS
+MANY = "100000"
+"""Iterations that no test waits for."""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_config(path: Path, *flags: str, base: str | None = None) -> None:
+    """Write `flags`, as on a command line, as an experiment file."""
+    lines = [f"BASE: {base}"] if base else []
+    lines.append("MODEL_ARGS:")
+    for token in flags:
+        if token.startswith("--"):
+            lines.append(f"  {token}: true")
+        else:
+            lines[-1] = lines[-1].removesuffix("true") + token
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def command(*args: str) -> list[str]:
+    return [sys.executable, "-m", "megatron_muon.cli", *args]
+
+
+def train(cwd: Path, *args: str) -> cli.Run:
+    return cli.run(command("train", *args), cwd, seconds=SECONDS)
+
+
+class Running:
+    """A command that is ended by a signal; it must leave no process behind."""
+
+    def __init__(self, cwd: Path, *args: str) -> None:
+        self.log = cwd / f"{args[0]}-{time.monotonic_ns()}.log"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(cli.ROOT)}
+        self.process = subprocess.Popen(
+            # A shell that runs tests in the background has SIGINT ignored, which children inherit.
+            [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+             "import sys; from megatron_muon.cli import main; sys.exit(main())", *args],
+            cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text("utf-8", errors="replace")
+
+    def wait_for(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not what():
+            assert self.process.poll() is None, self.output[-4000:]
+            assert time.monotonic() < deadline, self.output[-4000:]
+            time.sleep(0.1)
+
+    def end(self, number: int) -> int:
+        """Send the signal; the exit status, once all processes are gone."""
+        family = processes.descendants(self.process.pid)
+        assert len(family) >= 2  # torchrun and its rank
+        self.process.send_signal(number)
+        status = self.process.wait(timeout=120)
+        left = {pid for pid, started in family.items() if processes._start_time(pid) == started}
+        assert not left
+        return status
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        cli.end_tree(self.process)
+
+
+def test_from_a_file_to_a_summary(tmp_path, corpus):
+    """Composed files, --set, flags after --; then the folder is not written over, and the resolved file is whole."""
+    write_config(tmp_path / "base.yaml", *cli.TINY, *corpus, "--weight-decay", "0.3", "--train-iters", "99")
+    write_config(tmp_path / "tiny.yaml", *cli.MUON, "--global-batch-size", "4", "--train-iters", "6", base="base.yaml")
+    line = ("--config", "tiny.yaml", "--set", "muon_lr=0.02", "--set", "weight-decay=null", "--out", "runs/one")
+    run = train(tmp_path, *line, "--", "--eval-iters", "1").checked()
+    assert len(run.losses) == 6
+    assert re.search(r"--muon-lr +0\.02 +--set$", run.output, re.MULTILINE)
+    assert re.search(r"--train-iters +6 +tiny\.yaml$", run.output, re.MULTILINE)
+    assert re.search(r"--seq-length +32 +base\.yaml$", run.output, re.MULTILINE)
+    assert re.search(r"--eval-iters +1 +command line$", run.output, re.MULTILINE)
+    assert re.search(r"--transformer-impl +local +filled in$", run.output, re.MULTILINE)
+
+    folder = tmp_path / "runs/one"
+    names = {"config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
+    assert {path.name for path in folder.iterdir()} == names
+    summary, record = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
+    assert (summary["outcome"], summary["status"], summary["diverged"]) == ("finished", 0, False)
+    assert (summary["iterations"], summary["train_iters"], summary["tokens"]) == (6, 6, 6 * 4 * 32)
+    losses = [point.value for point in read_events(folder / "tensorboard").points("lm loss")]
+    assert losses == pytest.approx([losses[0], *losses[1:2], *run.losses[2:]], abs=1e-5)
+    assert (summary["loss_first"], summary["loss_last"]) == (losses[0], pytest.approx(sum(losses) / 6))
+    assert summary["validation_loss"] == {"": pytest.approx(run.validation_losses[0], abs=1e-5)}
+    assert summary["parameters"] > summary["muon_parameters"] == 3 * 39 * (3 * 39 + 39 + 102 + 102)
+    assert summary["seconds"] >= summary["train_seconds"] > 0
+    assert record["versions"].keys() >= {"python", "torch", "megatron-core", "emerging-optimizers", "megatron-muon"}
+    assert record["config_files"] == ["base.yaml", "tiny.yaml"]
+    assert "iteration        6/       6" in (folder / "train.log").read_text()
+
+    resolved = dict(load_config(folder / "config.yaml").flags)
+    assert resolved["--muon-lr"] == ("0.02",)
+    assert resolved["--tensorboard-dir"] == ("runs/one/tensorboard",)
+    assert "--weight-decay" not in resolved
+    again = train(tmp_path, *line)
+    assert again.returncode == 2
+    (error,) = (line for line in again.output.splitlines() if "error" in line)
+    assert "runs/one holds a run that finished after 6 of 6 iterations" in error
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+
+UPSTREAM_FORM = """\
+ENV_VARS:
+  NCCL_ALGO: Ring
+  SKIP_PYTEST: 1
+BEFORE_SCRIPT: |
+  echo before
+TEST_TYPE: ckpt-resume
+MODEL_ARGS:
+  --num-layers: 2
+  --hidden-size: 32
+  --num-attention-heads: 2
+  --seq-length: 32
+  --max-position-embeddings: 32
+  --micro-batch-size: 1
+  --train-iters: 5
+  --lr: 0.00015
+  --mock-data: true
+  --tokenizer-type: NullTokenizer
+  --vocab-size: 256
+  --tensorboard-dir: ${TENSORBOARD_PATH}
+  --save: ${CHECKPOINT_SAVE_PATH}
+  --save-interval: 50
+  --data-cache-path: ${DATA_CACHE_PATH}
+  --use-checkpoint-opt_param-scheduler: true
+  --transformer-impl: local
+  --use-mcore-models: true
+  --bf16: true
+MODEL_ARGS_2:
+  --train-iters: 10
+METRICS:
+  - "lm loss"
+LAUNCHER: ft_launcher
+"""
+
+
+def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
+    """Placeholders come from the environment, what means nothing here is told, and a dry run leaves nothing behind."""
+    folder = tmp_path / "gpt3_tiny"
+    folder.mkdir()
+    (folder / "model_config.yaml").write_text(UPSTREAM_FORM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DATA_CACHE_PATH", "cache")
+    line = ("train", "--config", "gpt3_tiny/model_config.yaml", "--dry-run")
+    assert main([*line, "--set", "tensorboard_dir=tb"]) == 2
+    assert "--save needs the environment variable CHECKPOINT_SAVE_PATH" in capfd.readouterr().err
+    monkeypatch.setenv("CHECKPOINT_SAVE_PATH", "x/checkpoints")
+    monkeypatch.setenv("TENSORBOARD_PATH", "x/tensorboard")
+    assert main([*line, "--set", "use_checkpoint_opt_param_scheduler=null"]) == 0
+    shown = capfd.readouterr().out
+    passed_over = "BEFORE_SCRIPT, TEST_TYPE, MODEL_ARGS_2, METRICS, LAUNCHER"
+    assert f"gpt3_tiny/model_config.yaml: no meaning here, passed over: {passed_over}\n" in shown
+    assert re.search(r"--data-cache-path +cache +gpt3_tiny/model_config.yaml$", shown, re.MULTILINE)
+    assert re.search(r"^run folder +x$", shown, re.MULTILINE)
+    assert "pretrain_gpt.py --config x/config.yaml" in shown
+    assert "opt_param" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["gpt3_tiny"]
+
+
+def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
+    """SIGTERM: a checkpoint and 75. The resumed run goes on from there; Ctrl-C: a checkpoint and 130."""
+    flags = ("--global-batch-size", "4", "--train-iters", MANY, "--exit-signal-handler")
+    flags = (*flags, "--save", "x/checkpoints", "--save-interval", MANY)
+    write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
+    summary = tmp_path / "x" / "summary.json"
+    with Running(tmp_path, "train", "--config", "long.yaml", "--resume", "--quiet") as running:
+        running.wait_for(lambda: "iteration        5/" in running.output)
+        assert running.end(signal.SIGTERM) == 75, running.output[-4000:]
+    stopped = json.loads(summary.read_text())
+    assert (stopped["outcome"], stopped["status"]) == ("stopped", 75)
+    assert stopped["checkpoint"] == f"x/checkpoints/iter_{stopped['iterations']:07d}"
+    assert "to go on: megatron-muon train --resume --out x" in running.output
+
+    following = stopped["iterations"] + 5
+    with Running(tmp_path, "train", "--resume", "--out", "x", "--quiet") as running:
+        running.wait_for(lambda: f"iteration {following:8d}/" in running.output)
+        assert running.end(signal.SIGINT) == 130, running.output[-4000:]
+    assert f"iteration {stopped['iterations']:8d}/" not in running.output
+    interrupted = json.loads(summary.read_text())
+    assert interrupted["outcome"] == "interrupted"
+    assert interrupted["checkpoint"] == f"x/checkpoints/iter_{interrupted['iterations']:07d}"
+    steps = [point.step for point in read_events(tmp_path / "x" / "tensorboard").points("lm loss")]
+    assert steps == list(range(1, interrupted["iterations"] + 1))
+    record = json.loads((tmp_path / "x" / "run.json").read_text())
+    assert (record["starts"], record["resumed_from"]) == (2, stopped["checkpoint"])
+
+
+def test_ctrl_c_ends_a_bench(tmp_path, corpus):
+    write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4")
+    line = ("bench", "train", "--config", "tiny.yaml", "--ranks", "1", "--steps", MANY, "--warmup", "1")
+    with Running(tmp_path, *line) as running:
+
+        def rank_is_training() -> bool:
+            maps = (Path(f"/proc/{pid}/maps") for pid in processes.descendants(running.process.pid))
+            return sum("libtorch_cpu" in file.read_text() for file in maps if file.exists()) >= 2
+
+        running.wait_for(rank_is_training)
+        assert running.end(signal.SIGINT) == 130, running.output[-4000:]
+    assert "Traceback" not in running.output

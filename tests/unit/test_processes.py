@@ -1,0 +1,133 @@
+"""Launching and ending processes: nothing is left behind, nothing of the output is lost. Real processes, no ranks."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.experiment import processes
+from megatron_muon.experiment.processes import Ended, Job, watch
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+CHILD = "import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], "
+CHILD += "start_new_session=True); print(child.pid, flush=True); "
+"""Starts a process in a session of its own, as torchrun does, and tells its number."""
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"
+)
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def is_gone(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while processes._start_time(pid) is not None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return processes._start_time(pid) is None
+
+
+def signal_when(log: Path, text: str, *numbers: int) -> threading.Thread:
+    """Sends signals to this process, one after the other, once `log` holds `text`."""
+
+    def send() -> None:
+        deadline = time.monotonic() + 20
+        while not (log.exists() and text in log.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.3)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+def test_ranks_of_a_killed_launcher_are_found(tmp_path):
+    """The parent of orphans is no longer the launcher: only the mark in their environment tells whose they are."""
+    job = Job(python(CHILD + "import os; os.kill(os.getpid(), 9)"), tmp_path / "log", env=dict(os.environ))
+    assert job.finish() == 137
+    assert is_gone(int((tmp_path / "log").read_text()))
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, status):
+    ended = watch(python(CHILD + f"sys.exit({status})"), tmp_path / "log", env=dict(os.environ))
+    assert ended == Ended(status)
+    assert is_gone(int((tmp_path / "log").read_text()))
+
+
+def test_what_does_not_end_in_time_is_killed(tmp_path):
+    sender = signal_when(tmp_path / "log", "ready", signal.SIGTERM)
+    ended = watch(python(STUBBORN), tmp_path / "log", env=dict(os.environ), grace_s=0.2)
+    sender.join()
+    assert ended == Ended(137, signal.SIGTERM)
+
+
+def test_a_second_signal_kills_at_once(tmp_path):
+    sender = signal_when(tmp_path / "log", "ready", signal.SIGINT, signal.SIGINT)
+    began = time.monotonic()
+    ended = watch(python(STUBBORN), tmp_path / "log", env=dict(os.environ), grace_s=60)
+    sender.join()
+    assert ended == Ended(137, signal.SIGINT)
+    assert time.monotonic() - began < 25
+
+
+def test_time_to_save_is_given(tmp_path):
+    code = (
+        "import signal, sys, time\n"
+        "def save(*_): time.sleep(0.5); print('saved', flush=True); sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, save); print('ready', flush=True); time.sleep(60)"
+    )
+    sender = signal_when(tmp_path / "log", "ready", signal.SIGTERM)
+    ended = watch(python(code), tmp_path / "log", env=dict(os.environ), grace_s=30)
+    sender.join()
+    assert ended == Ended(75, signal.SIGTERM)
+    assert (tmp_path / "log").read_text() == "ready\nsaved\n"
+
+
+def test_a_run_in_a_thread_is_stopped_by_an_event(tmp_path):
+    stop = threading.Event()
+    sender = signal_when(tmp_path / "log", "ready")
+    ended: list[Ended] = []
+    log = tmp_path / "log"
+    code = "print('ready', flush=True); import time; time.sleep(60)"
+    run = threading.Thread(target=lambda: ended.append(watch(python(code), log, env=dict(os.environ), stop=stop)))
+    run.start()
+    sender.join()
+    assert run.is_alive()
+    stop.set()
+    run.join(timeout=20)
+    assert ended == [Ended(143, signal.SIGINT)]
+
+
+def test_handlers_are_put_back(tmp_path):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    watch(python("pass"), tmp_path / "log", env=dict(os.environ))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_all_output_is_shown_and_logged(tmp_path):
+    """Pieces may end within a character or a line; whoever stops reading does not stop the log."""
+    code = (
+        "import sys; [sys.stdout.buffer.write('zwölf\\nüber'.encode()[n:n+1]) or sys.stdout.flush() for n in range(12)]"
+    )
+    pieces: list[str] = []
+    lines: list[str] = []
+    log = tmp_path / "log"
+    watch(python(code), log, env=dict(os.environ), show=pieces.append, on_line=lines.append)
+    assert "".join(pieces) == log.read_text("utf-8") == "zwölf\nüber"
+    assert lines == ["zwölf", "über"]
+
+    def closed(text: str) -> None:
+        raise BrokenPipeError
+
+    watch(python("print('on')"), log, env=dict(os.environ), show=closed, append=True)
+    assert log.read_text("utf-8") == "zwölf\nüberon\n"

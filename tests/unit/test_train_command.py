@@ -1,0 +1,337 @@
+"""`megatron-muon train` without a training: where a run's files go, what --set means, what is refused and recorded."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import processes, run_folder, run_summary
+from megatron_muon.experiment.processes import Ended, Nodes, torchrun_on_nodes
+from megatron_muon.experiment.resolve import flag_named, pairs, set_flag
+from megatron_muon.experiment.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
+from megatron_muon.experiment.run_summary import summary_of
+from megatron_muon.experiment.train import _exit_status
+from megatron_muon.mcore.config_file import load_config
+
+
+@pytest.fixture
+def actions():
+    """Flags of each kind that Megatron has."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--muon-lr", type=float)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--use-checkpoint-opt_param-scheduler", action="store_true")
+    parser.add_argument("--no-rope-fusion", action="store_false", dest="rope_fusion")
+    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction)
+    parser.add_argument("--data-path", nargs="*")
+    parser.add_argument("--offset", type=int)
+    return parser._option_string_actions
+
+
+# --set
+
+
+@pytest.mark.parametrize("key", ["muon_lr", "muon-lr", "--muon-lr", "--muon_lr", "MUON_LR"])
+def test_every_spelling_of_a_key_is_the_flag(actions, key):
+    assert flag_named(key, actions) == "--muon-lr"
+
+
+def test_a_flag_that_is_spelt_with_an_underscore_is_found(actions):
+    assert flag_named("use_checkpoint_opt_param_scheduler", actions) == "--use-checkpoint-opt_param-scheduler"
+
+
+def test_an_unknown_key_is_refused_with_the_nearest(actions):
+    with pytest.raises(UserError, match=r"--set muon_rl: there is no flag --muon-rl; did you mean muon-lr\?"):
+        flag_named("muon_rl", actions)
+    with pytest.raises(UserError, match=r"--set zzz: there is no flag --zzz; see pretrain_gpt.py --help"):
+        flag_named("zzz", actions)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "argv"),
+    [
+        ("lr", "0.001", ["--lr", "0.001"]),
+        ("offset", "-3", ["--offset=-3"]),
+        ("bf16", "true", ["--bf16"]),
+        ("bf16", "false", ["--unset", "--bf16"]),
+        ("lr", "null", ["--unset", "--lr"]),
+        ("offset", "null", []),  # the file has none
+        ("overlap", "false", ["--no-overlap"]),
+        ("data_path", "0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
+    ],
+)
+def test_a_setting_is_what_would_be_typed(actions, key, value, argv):
+    assert set_flag(key, value, actions, in_file=["--lr", "--bf16", "--overlap"]) == argv
+
+
+def test_a_flag_that_megatron_does_not_know_can_be_taken_away(actions):
+    assert set_flag("brand_new", "null", actions, in_file=["--brand-new"]) == ["--unset", "--brand-new"]
+
+
+def test_a_value_for_a_bare_flag_is_refused(actions):
+    with pytest.raises(UserError, match=r"--set bf16=1: --bf16 takes no value; type bf16=true or bf16=false"):
+        set_flag("bf16", "1", actions, in_file=[])
+
+
+def test_a_command_line_is_read_back_as_pairs(actions):
+    argv = ["--lr", "1", "--bf16", "--data-path", "a", "b", "--offset=-3"]
+    assert pairs(argv, actions) == [
+        ("--lr", ("1",)),
+        ("--bf16", ()),
+        ("--data-path", ("a", "b")),
+        ("--offset", ("-3",)),
+    ]
+
+
+# The folder
+
+
+@pytest.mark.parametrize(
+    ("values", "chosen", "out", "folder", "flags"),
+    [
+        ({}, {}, None, ("d", "d/tensorboard", None), {"--tensorboard-dir": "d/tensorboard"}),
+        (
+            {"--tensorboard-dir": "runs/q/tensorboard", "--save": "/big/q"}, {}, None,
+            ("runs/q", "runs/q/tensorboard", "/big/q"), {},
+        ),
+        (
+            {"--save": "x/checkpoints"}, {}, None,
+            ("x", "x/tensorboard", "x/checkpoints"), {"--tensorboard-dir": "x/tensorboard"},
+        ),
+        ({"--tensorboard-dir": "logs"}, {}, None, ("d", "logs", None), {}),
+        ({"--tensorboard-dir": "a/tensorboard"}, {"--tensorboard-dir": "b/tensorboard"}, None,
+         ("b", "b/tensorboard", None), {}),
+        (
+            {"--tensorboard-dir": "a/tensorboard", "--save": "a/c", "--load": "a/c"}, {}, "o",
+            ("o", "o/tensorboard", "o/checkpoints"),
+            {"--save": "o/checkpoints", "--load": "o/checkpoints", "--tensorboard-dir": "o/tensorboard"},
+        ),
+        (
+            {"--save": "a/c", "--load": "pretrained"}, {"--save": "/big"}, "o",
+            ("o", "o/tensorboard", "/big"), {"--tensorboard-dir": "o/tensorboard"},
+        ),
+    ],
+)  # fmt: skip
+def test_where_a_run_goes(values, chosen, out, folder, flags):
+    root, tensorboard, checkpoints = (path and Path(path) for path in folder)
+    assert locate(values, chosen, out=out, default="d") == (RunFolder(root, tensorboard, checkpoints), flags)
+
+
+def test_a_run_is_named_after_its_file(tmp_path):
+    assert name_of(Path("configs/tiny.yaml")) == "tiny"
+    assert name_of(tmp_path / "gpt3_tp2" / "model_config.yaml") == "gpt3_tp2"
+
+
+@pytest.fixture
+def taken(tmp_path):
+    """A folder with a run of 7 steps and a checkpoint."""
+    folder = RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints")
+    for path in (folder.tensorboard, tmp_path / "checkpoints" / "iter_0000007"):
+        path.mkdir(parents=True)
+    (folder.tensorboard / "events.out.tfevents.1.host.2.0").write_text("")
+    (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7\n")
+    (tmp_path / "notes.txt").write_text("mine")
+    summary = {"outcome": "stopped", "iterations": 7, "train_iters": 20}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def test_a_run_is_not_written_over(taken):
+    with pytest.raises(
+        UserError, match=r"holds a run that stopped after 7 of 20 iterations; .*--resume.*--overwrite.*--out"
+    ):
+        check_free(taken, resume=False, overwrite=False)
+    check_free(taken, resume=True, overwrite=False)
+    check_free(taken, resume=False, overwrite=True)
+
+
+def test_what_is_no_summary_counts_too(taken):
+    (taken.root / "summary.json").unlink()
+    with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
+        check_free(taken, resume=False, overwrite=False)
+    (taken.root / "run.json").write_text("{}")
+    with pytest.raises(UserError, match="a run that is under way, or was cut off"):
+        check_free(taken, resume=False, overwrite=False)
+
+
+def test_a_start_that_came_to_nothing_is_in_nobodys_way(tmp_path):
+    (tmp_path / "summary.json").write_text('{"outcome": "refused", "iterations": 0}')
+    check_free(RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints"), resume=False, overwrite=False)
+
+
+def test_overwriting_deletes_the_run_and_nothing_else(taken):
+    clear(taken)
+    assert sorted(path.name for path in taken.root.iterdir()) == ["notes.txt", "tensorboard"]
+    assert not taken.has_events
+
+
+def test_overwriting_leaves_checkpoints_elsewhere(taken, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere") / "checkpoints"
+    elsewhere.mkdir()
+    for folder in (RunFolder(taken.root, taken.tensorboard, elsewhere), RunFolder(taken.root, elsewhere, None)):
+        with pytest.raises(
+            UserError, match=r"deletes nothing outside of .*; remove .*elsewhere.*/checkpoints yourself"
+        ):
+            clear(folder)
+    assert elsewhere.exists()
+    assert taken.checkpoint is not None
+    assert taken.has_events
+
+
+# The resolved file
+
+
+def test_the_resolved_file_says_the_same(tmp_path):
+    flags = (
+        ("--lr", ("8.0e-3",)),
+        ("--bf16", ()),
+        ("--split", ("98,2,0",)),
+        ("--literal", ("true",)),
+        ("--pattern", ("[0]*1+[1]*2",)),
+        ("--data-path", ("0.3", "a b", "null", "it's $5")),
+        ("--none", ("null",)),
+        ("--empty", ("",)),
+        ("--note", ('say "no": # $HOME',)),
+        ("--offset", ("-3",)),
+    )
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PLAIN": "1"}
+    path = tmp_path / "config.yaml"
+    path.write_text(config_text(flags, env, heading="made for\na test"), "utf-8")
+    read = load_config(path, {})
+    assert read.flags == flags
+    assert read.env == env
+
+
+def test_equal_experiments_have_equal_hashes():
+    one = config_hash([("--lr", ("1",)), ("--bf16", ()), ("--save", ("a",))], {"A": "1"})
+    assert one == config_hash([("--bf16", ()), ("--lr", ("1",)), ("--tensorboard-dir", ("b",))], {"A": "1"})
+    assert one != config_hash([("--bf16", ()), ("--lr", ("2",))], {"A": "1"})
+    assert one != config_hash([("--bf16", ()), ("--lr", ("1",))], {"A": "2"})
+
+
+# How it ends
+
+
+@pytest.mark.parametrize(
+    ("ended", "rank", "status"),
+    [
+        (Ended(0), 0, 0),
+        (Ended(1), 2, 2),
+        (Ended(1), 16, 16),
+        (Ended(1), 75, 75),  # a rank got the signal, not we
+        (Ended(1), None, 1),
+        (Ended(137), 0, 137),
+        (Ended(1, 15), 75, 75),
+        (Ended(1, 15), None, 143),
+        (Ended(1, 2), 75, 130),
+        (Ended(1, 1), None, 129),
+    ],
+)
+def test_the_status_is_the_runs(ended, rank, status):
+    assert _exit_status(ended, rank) == status
+
+
+NAN_LOG = """\
+ > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank (0, 0, 0): 54828
+ [2026-01-01 00:00:00] iteration        1/       6 | lm loss: 5.574095E+00 | number of \
+skipped iterations:   0 | number of nan iterations:   0 |
+ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0 at iteration #3 invocation #1
+"""
+
+
+def test_a_loss_that_is_no_number_is_a_divergence(tmp_path):
+    """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
+    log = tmp_path / "train.log"
+    log.write_text(NAN_LOG)
+    run = dict.fromkeys(("command", "torchrun", "config_hash", "tensorboard_dir"), "x")
+    run |= {"name": "x", "settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
+    folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
+    summary = summary_of(folder, status=16, log=log, run=run)
+    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 1)
+    assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
+    later = summary_of(folder, status=0, log=log, run=run, began_at=len(NAN_LOG))
+    assert not later["diverged"]
+
+
+TRACEBACK = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:     raise wrong
+[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
+        (f"pretrain_gpt.py: error: --lr x is wrong; type y\n{TRACEBACK}", "--lr x is wrong; type y"),
+        ("nothing to be seen", None),
+    ],
+)
+def test_the_line_that_says_why_is_found(log, error):
+    assert run_summary._error(log) == error
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "give --config FILE, or --resume --out DIR"),
+        (["--config", "x", "--resume", "--overwrite"], "give one of them"),
+        (["--config", "x", "--set", "lr"], "--set lr: write KEY=VALUE"),
+        (["--config", "x", "--nnodes", "2"], "--nnodes 2 needs --node-rank R (0 to 1) and --rdzv-endpoint HOST:PORT"),
+        (["--config", "x", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "choose 0 to 1"),
+        (["--config", "x", "--node-rank", "1"], "give --nnodes N too"),
+    ],
+)
+def test_arguments_that_do_not_go_together(argv, message, capsys):
+    assert cli.main(["train", *argv]) == cli.EXIT_USAGE
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
+    code = (
+        "import sys\nfrom megatron_muon.cli import main\n"
+        f"code = main(['train', '--config', 'x.yaml', '--out', {str(taken.root)!r}])\n"
+        "sys.exit('imported torch' if 'torch' in sys.modules else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == cli.EXIT_USAGE, done.stderr
+    assert "7 of 20 iterations" in done.stderr
+
+
+def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
+    command = torchrun_on_nodes(8, Nodes(4, 2, "node0:29500", "job7"), "pretrain_gpt.py", more=("--max-restarts", "0"))
+    line = " ".join(command[command.index("torch.distributed.run") + 1 :])
+    assert line == (
+        "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
+        "--max-restarts 0 pretrain_gpt.py"
+    )
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert "GLOO_SOCKET_IFNAME" not in processes.environment(8, nodes=4)
+
+
+def test_an_installed_package_has_its_own_script(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    assert processes.pretrain_program() == ("-m", "megatron_muon.pretrain_gpt")
+    (tmp_path / "pretrain_gpt.py").write_text("")
+    assert processes.pretrain_program() == (str(tmp_path / "pretrain_gpt.py"),)
+    monkeypatch.chdir(tmp_path)
+    assert processes.pretrain_program() == ("pretrain_gpt.py",)
+
+
+def test_names_of_the_folders_files_are_documented():
+    for name in (run_folder.CONFIG, run_folder.RUN, run_folder.LOG, run_folder.SUMMARY):
+        assert name in (run_folder.__doc__ or "")
