@@ -87,6 +87,12 @@ def full_disk(store: Any) -> Callable[[], None]:
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def full_for_good(store: Any) -> Callable[[], None]:
+    """As a full disk, for checkpoints too."""
+    full_disk(store)
+    return lambda: None
+
+
 def unreadable(store: Any) -> Callable[[], None]:
     """What the store has open takes writes alone."""
     for file in {id(file): file for file, _ in store._files.values()}.values():
@@ -153,6 +159,16 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings) -> None:
     assert lying_there(training) == []
     run = training("--load", "ck", "--train-iters", "5", "--override-opt-param-scheduler").checked()
     assert [iteration.number for iteration in run.iterations] == [5]
+
+
+def test_a_checkpoint_that_finds_no_room_either(training: Trainings) -> None:
+    """Both are told in one line, with the checkpoint to go back to."""
+    error = error_of(with_fault(training, "full_for_good", "--save", "ck", on_rank=1), status=1)
+    assert "rank 1 cannot write momentum in " in error
+    assert "Iteration 4 was finished, and is lost: the checkpoint of iteration 4 could not be written to ck" in error
+    assert "resume with --load ck --ckpt-step 2" in error
+    assert files.latest(training.folder / "ck") == 2
+    assert lying_there(training) == []
 
 
 def test_without_a_place_to_save(training: Trainings) -> None:
