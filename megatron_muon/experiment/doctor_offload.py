@@ -47,32 +47,38 @@ def offload(directory: Path, *, remove: bool) -> Iterator[Finding]:
     elif not found:
         yield Finding("offload", OK, f"{directory} holds no momentum files")
     for path in found:
-        yield _file(path, of_living_run=held and path.name.startswith(f"{PREFIX}{owner.get('run')}-"), remove=remove)
+        of_living_run = held and path.name.startswith(f"{PREFIX}{owner.get('run')}-")
+        state, text = _file(path, of_living_run=of_living_run, remove=remove)
+        yield Finding("momentum file", state, f"{path.name}: {text}")  # a column of names would leave text no room
     lock = directory / LOCK
     if not held and lock.exists():
         if not remove:
             yield Finding(LOCK, NOTE, "left by a run that has ended; the next one takes it over")
-        elif delete_unused(lock):
-            yield Finding(LOCK, OK, "left by a run that has ended; removed")
+            return
+        try:
+            if delete_unused(lock):
+                yield Finding(LOCK, OK, "left by a run that has ended; removed")
+        except OSError as error:
+            yield Finding(LOCK, WRONG, f"{error.strerror}; its owner may remove it")
 
 
-def _file(path: Path, *, of_living_run: bool, remove: bool) -> Finding:
+def _file(path: Path, *, of_living_run: bool, remove: bool) -> tuple[str, str]:
     try:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
-            return Finding(path.name, WRONG, "not a file, so not of a run; remove it by hand")
+            return WRONG, "not a file, so not of a run; remove it by hand"
         text = f"{_described(path)}, {found.st_size:,} bytes"
         if of_living_run or in_use(path):
-            return Finding(path.name, OK, f"{text}, in use")
+            return OK, f"{text}, in use"
         if not remove:
-            return Finding(path.name, WRONG, f"{text}, left over; to remove it type --remove")
+            return WRONG, f"{text}, left over; to remove it type --remove"
         if delete_unused(path):
-            return Finding(path.name, OK, f"{text}, left over; removed")
-        return Finding(path.name, OK, f"{text}, in use")
+            return OK, f"{text}, left over; removed"
+        return OK, f"{text}, in use"
     except FileNotFoundError:
-        return Finding(path.name, OK, "gone by now")
+        return OK, "gone by now"
     except OSError as error:
-        return Finding(path.name, WRONG, f"{error.strerror}; its owner may remove it")
+        return WRONG, f"{error.strerror}; its owner may remove it"
 
 
 def _described(path: Path) -> str:

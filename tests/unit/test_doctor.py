@@ -126,7 +126,13 @@ LEFT = Header("0a1b2c3d", 100, 3, "dense0", "bf16", "node7", 4321, (), 2 * PAGE)
 
 
 def lying_there(directory: Path, *, remove: bool = False) -> dict[str, tuple[str, str]]:
-    return {finding.about: (finding.state, finding.text) for finding in offload(directory, remove=remove)}
+    """State and text by what each finding is about, momentum files by their names."""
+    found = {}
+    for finding in offload(directory, remove=remove):
+        is_file = finding.about == "momentum file"
+        about, text = finding.text.split(": ", 1) if is_file else (finding.about, finding.text)
+        found[about] = finding.state, text
+    return found
 
 
 def test_files_of_a_living_run_and_of_others(tmp_path) -> None:
