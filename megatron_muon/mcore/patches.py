@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import files
-from megatron_muon.errors import OffloadError, UserError
+from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import checkpoint_patches
 from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
 from megatron_muon.mcore.progress import show_progress
@@ -170,6 +170,8 @@ def _iteration_to_load() -> int:
     from megatron.training import get_args
 
     args = get_args()
+    if args.finetune:
+        return 0
     found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
     return int(found) if found and str(found).isdigit() else 0
 
@@ -177,14 +179,18 @@ def _iteration_to_load() -> int:
 def stop_after_offload_failure(patches: Patches) -> None:
     """Save a checkpoint and stop once momentum could not be read or written.
 
-    The step in which that happened was finished on every rank, so what is saved is whole.
+    The step in which that happened was finished on every rank, so what is saved is whole. Where saving itself is what
+    found that momentum cannot be read, the run stops after it.
     """
     import megatron.training.training as training
+
+    from megatron_muon.offload.run import note_iteration
 
     def around(decide: Callable[..., bool]) -> Callable[..., bool]:
         def checkpoint_and_decide_exit(
             model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, flops: Any, context: Any, data: Any
         ) -> bool:
+            note_iteration(iteration)
             failure = getattr(optimizer, "offload_failure", None)
             if failure is None:
                 return decide(model, optimizer, opt_param_scheduler, iteration, flops, context, data)
@@ -192,12 +198,27 @@ def stop_after_offload_failure(patches: Patches) -> None:
 
             if not get_args().save:
                 raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
-            training.save_checkpoint_and_time(
-                iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
-            )
-            raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+            try:
+                training.save_checkpoint_and_time(
+                    iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
+                )
+            except SaveError as error:
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
+            raise AssertionError("a save after a failure ends the run")
 
         return checkpoint_and_decide_exit
+
+    def then_stop(save: Callable[..., None]) -> Callable[..., None]:
+        def save_checkpoint(iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            save(iteration, model, optimizer, *args, **kwargs)
+            if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+                from megatron.training import get_args
+
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+
+        return save_checkpoint
+
+    patches.wrap(training, "save_checkpoint", then_stop, takes=["iteration", "model", "optimizer"])
 
     patches.wrap(
         training,

@@ -162,6 +162,7 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
         header = Header("run", 0, rank, "dense0", dtype, "host", 1, (), 0)
         front = header_bytes(header)
         file = MomentumFile(Path(folder), Header(**{**vars(header), "size": front + 4096 * len(shards)}))
+        file.take_space()
         files = {index: (file, front + 4096 * index) for index in range(len(shards))}
     kept = store.RecordStore(
         shards, [place] * len(shards), codec, device=torch.device("cuda", 0), staging_bytes=4096, files=files
@@ -174,6 +175,8 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
         kept.end_step()
     found = {"values": [kept.read(index).unique().tolist() for index in range(len(shards))], **kept.bytes}
     kept.close()
+    for file, _ in files.values():
+        file.close()
     return found
 
 

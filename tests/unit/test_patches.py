@@ -198,7 +198,7 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
 
     monkeypatch.setattr("megatron_muon.factory.get_megatron_muon_optimizer", factory)
     monkeypatch.setattr("megatron.training.get_args", lambda: options)
-    options = argparse.Namespace(ckpt_step=7, load=None, tensorboard_dir=None, wandb_project="")
+    options = argparse.Namespace(ckpt_step=7, load=None, finetune=False, tensorboard_dir=None, wandb_project="")
     mcore_patches.use_factory(patches)
     assert training.OptimizerConfig is MuonOptimizerConfig
     config = MuonOptimizerConfig(lr=0.1, muon_metrics_interval=10)
