@@ -47,6 +47,7 @@ class Command:
 COMMANDS = {
     "train": Command("megatron_muon.experiment.train_command", "train what an experiment file says"),
     "sweep": Command("megatron_muon.experiment.sweep_command", "train at many settings and seeds, and compare"),
+    "report": Command("megatron_muon.experiment.report_command", "write a page with plots on one run or many"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
     "plan": Command(
         "megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks", MEASURE
@@ -64,6 +65,7 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2
   megatron-muon summary runs/quickstart
   megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --grid lr=4e-3,8e-3,1.6e-2 --seeds 3
+  megatron-muon report runs/quickstart-sweep --out runs/report
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints
   megatron-muon COMMAND --help
