@@ -20,7 +20,7 @@ POINTS = ("lr=0.01", "lr=1e20")
 def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
     """Ctrl-C leaves no process; the second start trains what is missing, marks what diverged, and makes the table."""
     model = cli.TINY[: cli.TINY.index("--eval-iters")]
-    flags = ("--global-batch-size", "4", "--train-iters", "8", "--eval-interval", "4", "--eval-iters", "1")
+    flags = ("--global-batch-size", "4", "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1")
     write_config(tmp_path / "tiny.yaml", *model, *cli.make_corpus(tmp_path), *cli.MUON, *flags)
     line = ("sweep", "--config", "tiny.yaml", "--grid", "lr=0.01,1e20", "--seeds", "2", "--jobs", "2", "--out", "s")
     with Running(tmp_path, *line) as running:
@@ -52,15 +52,13 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     one, summary = rows[POINTS[0], 1], summaries[POINTS[0], 1]
     assert float(one["loss_last"]) == pytest.approx(summary["loss_last"])
     assert float(one["validation_loss"]) == pytest.approx(summary["validation_loss"][""])
-    assert (int(one["tokens"]), int(one["iterations"])) == (8 * 4 * 32, 8)
+    assert (int(one["tokens"]), int(one["iterations"])) == (4 * 4 * 32, 4)
     assert int(one["state_bytes"]) > 0
     assert int(one["peak_bytes"]) > 0
     points = json.loads((tmp_path / "s" / "results.json").read_text())["points"]
     assert [(point["finished"], point["diverged"], point["best"]) for point in points] == [(2, 0, True), (0, 2, False)]
 
     monkeypatch.chdir(tmp_path)
-    assert main([*line, "--dry-run"]) == 0
-    assert capsys.readouterr().out.count(": done, s/lr=") == 4
     assert main([*line, "--set", "weight_decay=0.3"]) == 2
     assert "--weight-decay was not given, now 0.3" in capsys.readouterr().err
     assert main(["report", "s", "--out", "page"]) == 0

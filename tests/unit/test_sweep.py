@@ -162,13 +162,15 @@ def test_changed_settings_are_named(tmp_path):
 
 
 def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
-    (tmp_path / "tiny.yaml").write_text("MODEL_ARGS:\n  --optimizer: muon\n  --lr: 1\n  --muon-momentum: 0.9\n")
+    (tmp_path / "tiny.yaml").write_text(
+        "MODEL_ARGS:\n  --optimizer: muon\n  --lr: 1\n  --muon-momentum: 0.9\n  --save: ${X}\n"
+    )
     task = tasks_of([Point((("lr", "0.01"),))], 1, tmp_path)[0]
     more = (Flag("--offset", ("-3",), FROM_SET), Flag("--data-path", ("a b", "c"), FROM_SET))
     settled = resolved_of(tmp_path / "run", more=more)
     plan = sweep.Plan(task, Request(str(tmp_path / "tiny.yaml")), settled, sweep.FRESH)
     assert plan.flags == [
-        "--unset", "--muon-momentum", "--lr", "0.01", "--offset=-3", "--data-path", "a b", "c",
+        "--unset", "--muon-momentum", "--unset", "--save", "--lr", "0.01", "--offset=-3", "--data-path", "a b", "c",
         "--tensorboard-dir", str(tmp_path / "run" / "tensorboard"),
     ]  # fmt: skip
 
@@ -198,6 +200,16 @@ def test_cores_are_shared_where_nobody_has_chosen(tmp_path, monkeypatch):
     assert sweep._share(Experiment(plan.resolved), 0, 2) == {"OMP_NUM_THREADS": "4"}
     chosen = plan_of(tmp_path / "run", env={"OMP_NUM_THREADS": "1"})
     assert sweep._share(Experiment(chosen.resolved), 0, 2) == {}
+
+
+def test_runs_that_may_share_an_index_of_their_data():
+    points = parse_grids([["optimizer=muon", "lr=1,2", "muon_lr=1", "seq_length=32,64"]])
+    tasks = tasks_of(points, 2, Path("out"))
+    assert [sweep._data_of(task) for task in tasks[:4]] == [
+        (1, (("seq_length", "32"),)), (1, (("seq_length", "64"),)), (1, (("seq_length", "32"),)),
+        (1, (("seq_length", "64"),)),
+    ]  # fmt: skip
+    assert sweep._data_of(tasks[4]) == (2, (("seq_length", "32"),))
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path):
