@@ -223,6 +223,40 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
         pass
 
 
+# What is shown
+
+LINE = (
+    " [2026-11-21 20:09:25.286282] iteration       12/      20 | consumed samples:           48 | elapsed time per "
+    "iteration (ms): 94.4 | learning rate: 1.0E-02 | lm loss: 2.851484E+00 | loss scale: 1.0 | grad norm: 0.950 |"
+)
+ENDED = {
+    "outcome": "finished", "status": 0, "iterations": 20, "loss_last": 2.5, "validation_loss": {"": 2.25},
+    "diverged": False, "error": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress(tmp_path, monkeypatch, capsys, terminal):
+    from megatron_muon.experiment import sweep_show
+    from megatron_muon.experiment.train import Outcome
+
+    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    monkeypatch.setattr(sweep_show, "_LINE_EVERY_S", 0.0)
+    plan = plan_of(tmp_path / "run")
+    with sweep_show.Display(2, 1) as display:
+        display.started(plan)
+        display.line(plan, "building data sets")
+        display.line(plan, LINE)
+        display.refresh()
+        if display._bars is not None:
+            display._bars.refresh()
+        display.ended(plan, Outcome(0, ENDED))
+    shown = capsys.readouterr().out
+    assert ("12/20" in shown) if terminal else ("lr=0.01 seed=1: iteration 12/20, loss 2.8515\n" in shown)
+    assert "[2/2] lr=0.01 seed=1: finished after 20 iterations, training loss 2.5000, validation loss 2.2500" in shown
+    assert ("\x1b[" in shown) is terminal
+
+
 # The table
 
 
