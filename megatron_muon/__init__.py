@@ -1,11 +1,39 @@
 """Muon for Megatron-FSDP: every matrix is orthogonalised whole, wherever its shards lie.
 
 megatron_muon extends megatron-core. Megatron-FSDP (ZeRO-1/2/3) leaves each rank with a few rows of a matrix, while Muon
-needs the whole momentum matrix; the package brings the two together under Megatron's own command line.
+needs the whole momentum matrix; the package brings the two together under Megatron's own command line, and for training
+loops of one's own:
+
+    megatron_muon.mend_megatron_fsdp()                                   # before the model is wrapped
+    optimizer = megatron_muon.get_megatron_muon_optimizer(config, [model])
 
 Importing this package is cheap and changes nothing: neither torch nor megatron-core is imported, nothing is patched.
+What is named above is imported when it is first used.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from megatron_muon.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from megatron_muon.factory import get_megatron_muon_optimizer
+    from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
+    from megatron_muon.settings import MuonOptimizerConfig
+
+__all__ = ["MuonOptimizerConfig", "__version__", "get_megatron_muon_optimizer", "mend_megatron_fsdp"]
+
+_PLACES = {
+    "MuonOptimizerConfig": "megatron_muon.settings",
+    "get_megatron_muon_optimizer": "megatron_muon.factory",
+    "mend_megatron_fsdp": "megatron_muon.mcore.fsdp_patches",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_PLACES[name]), name)

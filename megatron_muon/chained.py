@@ -102,14 +102,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
         stores = [muon.store for _, muon in self._muons if muon.store is not None and muon.store.on_disk]
         if not stores:
             return
-        failure = next((str(store.failure) for store in stores if store.failure is not None), None)
-        failed = torch.tensor([failure is not None], dtype=torch.int32, device=self.get_parameters()[0].device)
+        found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]
+        failed = torch.tensor([bool(found)], dtype=torch.int32, device=self.get_parameters()[0].device)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         if not failed.item():
             return
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, failure)
-        rank, text = next((rank, text) for rank, text in enumerate(everyone) if text is not None)
+        dist.all_gather_object(everyone, min(found, default=None))
+        # One is told: where momentum was lost, if it was.
+        (_, text), rank = min((failure, rank) for rank, failure in enumerate(everyone) if failure is not None)
         self.offload_failure = OffloadError(f"rank {rank} {text}")
 
     def sharded_state_dict(
@@ -129,10 +130,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for optimizer, muon in self._muons:
             for parameter, momentum in muon.momentum_state(empty=is_loading).items():
                 merged["state"].setdefault(optimizer._param_name(parameter), {})[MOMENTUM] = momentum
+        self._look_for_failures()
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `sharded_state_dict` returned, each optimizer its own parameters."""
+        """Load what `sharded_state_dict` returned, each optimizer its own parameters.
+
+        Raises:
+            OffloadError: momentum could not be written, on any rank.
+        """
         for optimizer in self.chained_optimizers:
             if optimizer.is_stub_optimizer:
                 continue
@@ -154,6 +160,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
             )
             if muon is not None:
                 muon.load_momentum(kept_elsewhere)
+        self._look_for_failures()
+        if self.offload_failure is not None:
+            raise self.offload_failure
 
     @staticmethod
     def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:

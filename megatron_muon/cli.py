@@ -46,6 +46,7 @@ class Command:
 
 COMMANDS = {
     "train": Command("megatron_muon.experiment.train_command", "train what an experiment file says"),
+    "submit": Command("megatron_muon.experiment.submit_command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
     "plan": Command(
         "megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks", MEASURE

@@ -13,6 +13,7 @@ from typing import Any
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron_muon.errors import UserError
+from megatron_muon.mcore.fsdp_patches import is_mended
 from megatron_muon.mcore.fused import BlockSettings
 from megatron_muon.mcore.offload_flags import check_offload
 from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
@@ -96,6 +97,11 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(
             "the model is not wrapped in Megatron-FSDP; wrap it first, or use megatron-core's own optimizer"
+        )
+    if not is_mended():
+        raise UserError(
+            "Megatron-FSDP of megatron-core 0.19 gets some gradients wrong; call megatron_muon.mend_megatron_fsdp() "
+            "before the model is wrapped"
         )
     if config.optimizer == "adaptive_muon":
         check_adaptive(

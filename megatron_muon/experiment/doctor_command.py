@@ -1,4 +1,4 @@
-"""`megatron-muon doctor`: what of this environment, and of a checkpoint, would keep a run from starting.
+"""`megatron-muon doctor`: what of the environment, a checkpoint or an offload directory keeps a run from starting.
 
 Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit status is 1 where something is wrong.
 """
@@ -13,11 +13,11 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 from megatron_muon.errors import UserError
+from megatron_muon.experiment.findings import NOTE, OK, WRONG, Finding
 from megatron_muon.quiet import quiet_imports
 
 EXAMPLES = """\
@@ -25,27 +25,19 @@ examples:
   megatron-muon doctor
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
+  megatron-muon doctor --offload-dir /scratch/momentum --remove
 """
 
-OK, NOTE, WRONG = "ok", "note", "wrong"
 _COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
 _SHOWN = 5
 _TORCH = (2, 11)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report: what was looked at, how it is, and the details or the remedy."""
-
-    about: str
-    state: str
-    text: str
-
-
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon doctor`."""
     parser.description = (
-        "Check this environment and, with --checkpoint, whether a checkpoint can be loaded and by whom."
+        "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom; with "
+        "--offload-dir, whose files of momentum lie there."
     )
     parser.epilog = EXAMPLES
     parser.add_argument(
@@ -54,14 +46,29 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="a run's --save directory, for the checkpoint that it calls the latest, or one of its iter_ folders",
     )
+    parser.add_argument(
+        "--offload-dir",
+        type=Path,
+        metavar="DIR",
+        help="a run's --muon-offload-dir: each momentum file there, and whether a run still uses it",
+    )
+    parser.add_argument(
+        "--remove", action="store_true", help="with --offload-dir: delete momentum files that no run uses"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what was found; 1 where something is wrong."""
+    if args.remove and args.offload_dir is None:
+        raise UserError("--remove needs --offload-dir DIR, the directory to remove momentum files from")
     findings = list(environment())
     if args.checkpoint is not None:
         findings += checkpoint(args.checkpoint)
+    if args.offload_dir is not None:
+        from megatron_muon.experiment.doctor_offload import offload
+
+        findings += offload(args.offload_dir, remove=args.remove)
     _show(findings)
     if args.json is not None:
         text = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2) + "\n"

@@ -307,7 +307,7 @@ def check_settings(
         UserError: names the value and the remedy.
     """
     world_size = int(environ.get("WORLD_SIZE", "1"))
-    _check_parallelism(args, world_size)
+    check_parallelism(args, world_size)
     if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
         raise UserError(
             "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
@@ -454,7 +454,12 @@ def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> N
             check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))
 
 
-def _check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    """Check that the parallel sizes fit the number of ranks, and each other.
+
+    Raises:
+        UserError: names the size and the remedy.
+    """
     sizes = {
         "--tensor-model-parallel-size": args.tensor_model_parallel_size,
         "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,

@@ -19,8 +19,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import files
-from megatron_muon.errors import OffloadError, UserError
+from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import checkpoint_patches
+from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
 from megatron_muon.mcore.progress import show_progress
 from megatron_muon.patching import Patches, versions
 
@@ -40,10 +41,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         accept_muon(patches)
         use_factory(patches)
         stop_after_offload_failure(patches)
-        reduce_without_frozen(patches)
-        average_over_sharing_instances(patches)
-        average_lone_gradients_once(patches)  # sees the factors that the one before sets
-        reduce_over_instances(patches)
+        mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
         split_momentum_of_swiglu(patches)
@@ -172,6 +170,8 @@ def _iteration_to_load() -> int:
     from megatron.training import get_args
 
     args = get_args()
+    if args.finetune:
+        return 0
     found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
     return int(found) if found and str(found).isdigit() else 0
 
@@ -179,14 +179,18 @@ def _iteration_to_load() -> int:
 def stop_after_offload_failure(patches: Patches) -> None:
     """Save a checkpoint and stop once momentum could not be read or written.
 
-    The step in which that happened was finished on every rank, so what is saved is whole.
+    The step in which that happened was finished on every rank, so what is saved is whole. Where saving itself is what
+    found that momentum cannot be read, the run stops after it.
     """
     import megatron.training.training as training
+
+    from megatron_muon.offload.run import note_iteration
 
     def around(decide: Callable[..., bool]) -> Callable[..., bool]:
         def checkpoint_and_decide_exit(
             model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, flops: Any, context: Any, data: Any
         ) -> bool:
+            note_iteration(iteration)
             failure = getattr(optimizer, "offload_failure", None)
             if failure is None:
                 return decide(model, optimizer, opt_param_scheduler, iteration, flops, context, data)
@@ -194,12 +198,27 @@ def stop_after_offload_failure(patches: Patches) -> None:
 
             if not get_args().save:
                 raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
-            training.save_checkpoint_and_time(
-                iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
-            )
-            raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+            try:
+                training.save_checkpoint_and_time(
+                    iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
+                )
+            except SaveError as error:
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
+            raise AssertionError("a save after a failure ends the run")
 
         return checkpoint_and_decide_exit
+
+    def then_stop(save: Callable[..., None]) -> Callable[..., None]:
+        def save_checkpoint(iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            save(iteration, model, optimizer, *args, **kwargs)
+            if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+                from megatron.training import get_args
+
+                raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
+
+        return save_checkpoint
+
+    patches.wrap(training, "save_checkpoint", then_stop, takes=["iteration", "model", "optimizer"])
 
     patches.wrap(
         training,
@@ -215,138 +234,6 @@ def stop_after_offload_failure(patches: Patches) -> None:
             "train_data_iterator",
         ],
     )
-
-
-def reduce_without_frozen(patches: Patches) -> None:
-    """Let the `optim` strategy train a model with frozen parameters.
-
-    Parameters that do not train have no gradient buffer. 0.19's reduce_scatter_gradients asks every buffer how it is
-    distributed and fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
-    """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
-
-    def around(reduce: Callable[..., None]) -> Callable[..., None]:
-        def reduce_scatter_gradients(self: Any, async_op: bool = True) -> None:
-            everything = self.parameter_groups
-            self.parameter_groups = [group for group in everything if group.main_grad_buffer is not None]
-            try:
-                reduce(self, async_op=async_op)
-            finally:
-                self.parameter_groups = everything
-
-        return reduce_scatter_gradients
-
-    patches.wrap(ParamAndGradBuffer, "reduce_scatter_gradients", around, takes=["async_op"])
-
-
-def average_lone_gradients_once(patches: Patches) -> None:
-    """Let gradients that one rank alone reduces be averaged once, not once for each micro-batch.
-
-    Where a data-parallel group has one rank, as that of the experts has when expert parallelism takes all ranks, 0.19
-    accumulates micro-batches in an unsharded buffer. Under `optim_grads` and `optim_grads_params` it reduces after each
-    of them, and every time multiplies the whole buffer by one over the number of data-parallel ranks
-    (_bucket_group_gradient_reduce, gradient_reduce_preprocessing): all micro-batches but the last count too little,
-    whatever the optimizer. Here the factor waits until the reduction is finished.
-    """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
-
-    def hold_back(init: Callable[..., None]) -> Callable[..., None]:
-        def holding_back(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, ddp_config, *args, **kwargs)
-            self.lone_gradients = []
-            sharded = ddp_config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-            if not sharded or ddp_config.average_in_collective:  # the collective's average takes no factor
-                return
-            for group in self.parameter_groups:
-                reduced = group.hfsdp_helper_gbuf or group.main_grad_buffer
-                if reduced is None or reduced.is_data_distributed or reduced.gradient_scaling_factor is None:
-                    continue
-                self.lone_gradients.append((group.main_grad_buffer, reduced.gradient_scaling_factor))
-                reduced.gradient_scaling_factor = None
-
-        return holding_back
-
-    def average(attach: Callable[..., None]) -> Callable[..., None]:
-        def attach_grad_to_optimizer_state(self: Any) -> None:
-            for gradients, factor in self.param_and_grad_buffer.lone_gradients:
-                gradients.data.mul_(factor)
-            attach(self)
-
-        return attach_grad_to_optimizer_state
-
-    patches.wrap(ParamAndGradBuffer, "__init__", hold_back, takes=["ddp_config"])
-    patches.wrap(MegatronFSDP, "attach_grad_to_optimizer_state", average)
-
-
-def reduce_over_instances(patches: Patches) -> None:
-    """Let several instances of the distributed optimizer (HSDP) reduce gradients among themselves in every step.
-
-    0.19 does so in the backward pass of the last micro-batch, and only the `no_sync` context of
-    `--overlap-grad-reduce` says which that is: without the flag no instance ever hears of the others. Here what the
-    backward pass has left out is done when the reduction is finished.
-    """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import GradReducePipeline
-
-    def note(reduce: Callable[..., None]) -> Callable[..., None]:
-        def reduce_gradients(
-            self: Any, params: Any, *args: Any, outer_fsdp_group_grad_reduce: bool = False, **kwargs: Any
-        ) -> None:
-            reduce(self, params, *args, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce, **kwargs)
-            self.reduced_over_instances = getattr(self, "reduced_over_instances", False) or outer_fsdp_group_grad_reduce
-
-        return reduce_gradients
-
-    def catch_up(synchronize: Callable[..., None]) -> Callable[..., None]:
-        def synchronize_gradient_reduce(self: Any) -> None:
-            synchronize(self)
-            pipeline = self.grad_reduce_pipeline
-            done, pipeline.reduced_over_instances = getattr(pipeline, "reduced_over_instances", False), False
-            if self.dist_index.use_hybrid_fsdp and not done:
-                _reduce_over_instances(self)
-
-        return synchronize_gradient_reduce
-
-    patches.wrap(GradReducePipeline, "reduce_gradients", note, takes=["params", "outer_fsdp_group_grad_reduce"])
-    patches.wrap(MegatronFSDP, "synchronize_gradient_reduce", catch_up)
-
-
-def average_over_sharing_instances(patches: Patches) -> None:
-    """Let gradients be averaged where instances of the distributed optimizer share its state too (outer `optim`).
-
-    0.19 reduces them in a buffer that it makes without the factor of the average (_create_hfsdp_helper_buffer), so they
-    come out as sums: the gradient norm, and with it clipping, is wrong by the number of data-parallel ranks.
-    """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
-
-    def around(init: Callable[..., None]) -> Callable[..., None]:
-        def with_factors(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, ddp_config, *args, **kwargs)
-            for group in self.parameter_groups:
-                if group.hfsdp_helper_gbuf is not None and group.main_grad_buffer is not None:
-                    group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
-
-        return with_factors
-
-    patches.wrap(ParamAndGradBuffer, "__init__", around, takes=["ddp_config"])
-
-
-def _reduce_over_instances(fsdp: Any) -> None:
-    """Sum what each instance has reduced within itself; gradients carry the factor of their average already."""
-    config, pipeline = fsdp.ddp_config, fsdp.grad_reduce_pipeline
-    operation = torch.distributed.ReduceOp.AVG if config.average_in_collective else torch.distributed.ReduceOp.SUM
-    group = fsdp.dist_index.get_outer_fsdp_group()
-    for bucket, parameters in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
-        gradients = parameters.main_grad_buffer
-        if gradients is None:
-            continue
-        within = pipeline.get_fsdp_buffer(bucket)
-        if config.outer_dp_sharding_strategy == "no_shard":
-            torch.distributed.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
-        else:
-            shard = gradients.get_shard_from_local_buffer()
-            torch.distributed.reduce_scatter_tensor(shard, within.data, op=operation, group=group)
 
 
 def split_momentum_of_swiglu(patches: Patches) -> None:

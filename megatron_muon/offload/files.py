@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import mmap
 import os
 import socket
 import struct
 import tempfile
+import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -34,6 +36,7 @@ LOCK = "muon-momentum.lock"
 PAGE = 4096
 """Alignment of offsets, lengths and addresses, which direct I/O asks for."""
 
+_SECONDS_TO_CLAIM = 1.0
 _MAGIC = b"MUONMOM\n"
 _VERSION = 1
 _FRONT = struct.Struct("<8sIII")  # magic, version, bytes of the JSON, their CRC-32
@@ -53,6 +56,7 @@ class Header:
         pid: the process.
         records: `[name, first row, rows, first column, columns, offset, bytes]` of each shard.
         size: bytes of the whole file.
+        kept: whether its run came to an end and left it on purpose, so that it holds what it says.
     """
 
     run: str
@@ -64,6 +68,7 @@ class Header:
     pid: int
     records: tuple[tuple[str, int, int, int, int, int, int], ...]
     size: int
+    kept: bool = False
 
     @property
     def name(self) -> str:
@@ -106,8 +111,11 @@ def read_header(path: Path) -> Header:
         raise UserError(f"{path}: {error.strerror}") from error
     if len(text) < length or zlib.crc32(text) != checksum:
         raise UserError(f"{path} has a damaged header")
-    values = json.loads(text)
-    return Header(**{**values, "records": tuple(tuple(record) for record in values["records"])})
+    try:
+        values = json.loads(text)
+        return Header(**{**values, "records": tuple(tuple(record) for record in values["records"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path} has a damaged header") from error
 
 
 class MomentumFile:
@@ -119,24 +127,28 @@ class MomentumFile:
     """
 
     def __init__(self, directory: Path, header: Header) -> None:
-        """Make the file and take its space.
+        """Make the file, still empty, so that `close` can delete it whatever happens next.
 
         Raises:
-            OSError: it exists, or there is no room for it.
+            OSError: it exists, or cannot be made.
         """
         self.path = directory / header.name
         self.header = header
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self.direct = False
         self._data = -1
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.posix_fallocate(self._file, 0, header.size)
-            os.pwrite(self._file, header.pages(), 0)
-            os.fsync(self._file)
-            self.direct, self._data = _open_for_data(self.path)
-        except OSError:
-            self.close()
-            raise
+        self._file = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+
+    def take_space(self) -> None:
+        """Lock the file, take its space and write its header.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.posix_fallocate(self._file, 0, self.header.size)
+        os.pwrite(self._file, self.header.pages(), 0)
+        os.fsync(self._file)
+        self.direct, self._data = _open_for_data(self.path)
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`.
@@ -155,11 +167,14 @@ class MomentumFile:
         """Write `buffer`, as `read` takes it, at `offset`.
 
         Raises:
-            OSError: what the system said.
+            OSError: what the system said, or EIO where it takes nothing.
         """
         view, done = memoryview(buffer.numpy()), 0
         while done < len(view):
-            done += os.pwritev(self._data, [view[done:]], offset + done)
+            count = os.pwritev(self._data, [view[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "the file takes no more of this record")
+            done += count
 
     def close(self, *, keep_as: Header | None = None) -> None:
         """Delete the file, or give it the name and header `keep_as`."""
@@ -174,19 +189,48 @@ class MomentumFile:
         for descriptor in (self._file, self._data):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
-                    os.close(descriptor)
+                    _close(descriptor)
         self._file = self._data = -1
 
 
 def _open_for_data(path: Path) -> tuple[bool, int]:
     """A descriptor for the records, past the page cache if the file system can."""
-    flags = os.O_RDWR | os.O_CLOEXEC
     try:
-        return True, os.open(path, flags | os.O_DIRECT)
+        return True, _open(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return False, os.open(path, flags)
+    return False, _open(path, os.O_RDWR)
+
+
+_descriptors: set[int] = set()
+
+
+def _open(path: Path, flags: int, mode: int = 0o777) -> int:
+    """A descriptor that children do not inherit: a lock would live as long as the last of them.
+
+    A rank that is killed leaves its data loader's workers for some seconds, and they are forks.
+    """
+    if not _descriptors:
+        _forget_in_children()
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+    _descriptors.add(descriptor)
+    return descriptor
+
+
+def _close(descriptor: int) -> None:
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    def forget() -> None:
+        while _descriptors:
+            with contextlib.suppress(OSError):
+                os.close(_descriptors.pop())
+
+    os.register_at_fork(after_in_child=forget)
 
 
 class RunDirectory:
@@ -210,30 +254,48 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            os.close(self._lock)
+            _close(self._lock)
         self._lock = -1
 
     def _claim(self) -> int:
         """The descriptor of the lock's file, locked for sharing, with this run's name in it.
 
         Whoever locks it alone writes the name; the others find it. Turning a lock of one's own into a shared one is not
-        atomic, so the name is read again afterwards: of two runs that start at once one finds the other's.
+        atomic, so the name is read again afterwards: of two runs that start at once one finds the other's. Another name
+        is believed when it stays: somebody who only looked may have kept this run from writing its own.
         """
+        give_up = time.monotonic() + _SECONDS_TO_CLAIM
         while True:
-            lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                if self._hold(lock):
-                    return lock
-            except BaseException:
-                os.close(lock)
-                raise
-            os.close(lock)  # the last rank of a run that ended has just taken the file away
+                lock = _open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+                try:
+                    holder = self._hold(lock)
+                except BaseException:
+                    _close(lock)
+                    raise
+            except OSError as error:
+                raise UserError(
+                    f"--muon-offload-dir {self.path}: cannot lock {LOCK} there ({error.strerror}); remove it if no run "
+                    "uses the directory, or choose another one"
+                ) from error
+            if holder is not None and holder.get("run") == self.run:
+                return lock
+            _close(lock)
+            if holder is not None and time.monotonic() > give_up:
+                raise UserError(
+                    f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "
+                    f"{holder.get('pid', '?')} on {holder.get('host', '?')}); choose another directory, or wait for "
+                    "its end"
+                )
+            time.sleep(0.02)
 
-    def _hold(self, lock: int) -> bool:
+    def _hold(self, lock: int) -> dict[str, Any] | None:
+        """Lock the lock's file for sharing; who holds it, None where it has just been taken away."""
         alone = _try_lock(lock)
-        if alone and _holder(lock).get("run") != self.run:
+        if alone and _is_still(lock, self.path / LOCK) and _holder(lock).get("run") != self.run:
             left = [path.name for path in momentum_files(self.path) if f"-{self.run}-" not in path.name]
             if left:
+                (self.path / LOCK).unlink()  # this run's other ranks, which wait for it, look for themselves
                 more = f" and {len(left) - 1} more" if len(left) > 1 else ""
                 raise UserError(
                     f"--muon-offload-dir {self.path} holds {left[0]}{more}, left by another run; momentum files are "
@@ -243,32 +305,61 @@ class RunDirectory:
             os.truncate(lock, 0)
             os.pwrite(lock, json.dumps({"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        if not _is_still(lock, self.path / LOCK):
-            return False
-        holder = _holder(lock)
-        if holder.get("run") != self.run:
-            raise UserError(
-                f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "
-                f"{holder.get('pid', '?')} on {holder.get('host', '?')}); choose another directory, or wait for its end"
-            )
-        return True
+        return _holder(lock) if _is_still(lock, self.path / LOCK) else None
 
 
 def momentum_files(directory: Path) -> list[Path]:
-    """The momentum files of a directory, of any run, whole or damaged."""
-    return sorted(directory.glob(f"{PREFIX}*"))
+    """What has a momentum file's name in a directory: files of any run, whole or damaged.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    return sorted(path for path in directory.iterdir() if path.name.startswith(PREFIX))
 
 
 def in_use(path: Path) -> bool:
-    """Whether a living process holds this file; one that may not be read counts as held."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return True
+    """Whether a living process holds this file.
+
+    Raises:
+        OSError: it may not be opened, so nobody can tell.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return not _try_lock(descriptor)
     finally:
         os.close(descriptor)
+
+
+def delete_unused(path: Path) -> bool:
+    """Delete a file that no living process holds; whether it did.
+
+    Raises:
+        OSError: it may not be opened or deleted.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        if not _try_lock(descriptor) or not _is_still(descriptor, path):
+            return False
+        path.unlink()
+        return True
+    finally:
+        os.close(descriptor)
+
+
+def holder(directory: Path) -> tuple[dict[str, Any], bool]:
+    """The run, host and pid that the lock's file of a directory names, and whether that run lives.
+
+    Raises:
+        OSError: the file may not be opened.
+    """
+    try:
+        lock = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return {}, False
+    try:
+        return _holder(lock), not _try_lock(lock)
+    finally:
+        os.close(lock)
 
 
 def temporary_memory(directory: Path, size: int) -> torch.Tensor:
@@ -290,11 +381,11 @@ def require_writable(directory: Path) -> None:
     Raises:
         UserError: it is missing, not a directory, or not writable.
     """
-    if not directory.exists():
-        raise UserError(f"--muon-offload-dir {directory} does not exist; make it: mkdir -p {directory}")
-    if not directory.is_dir():
-        raise UserError(f"--muon-offload-dir {directory} is not a directory; choose one on a local disk")
     try:
+        if not directory.exists():
+            raise UserError(f"--muon-offload-dir {directory} does not exist; make it: mkdir -p {directory}")
+        if not directory.is_dir():
+            raise UserError(f"--muon-offload-dir {directory} is not a directory; choose one on a local disk")
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:

@@ -66,13 +66,15 @@ class Ring:
         return piece
 
     def give_back(self, piece: Piece) -> None:
-        """The piece is no longer used; its memory is free when all older pieces are."""
+        """The piece is no longer used; its memory is free when all older pieces, or all younger ones, are."""
         piece.free = True
         self._drop_free()
 
     def _drop_free(self) -> None:
         while self._taken and self._taken[0].free:
             self._taken.popleft()
+        while self._taken and self._taken[-1].free:
+            self._taken.pop()
 
 
 def aligned(size: int, *, device: torch.device, pinned: bool = False) -> torch.Tensor:

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,11 @@ class OffloadRun:
         self.dtype = dtype
         self.fraction = fraction
         self.stores: list[RecordStore] = []
+        self.finished_iteration: int | None = None
+        """The last one, where the training loop tells: a step that is skipped counts there, and not for the stores."""
+        self._files: list[MomentumFile] = []
+        self._kinds: list[str] = []
+        self._needed = 0
         self._iteration = iteration
         self._keep = keep
         self._staging_bytes = int(buffer_mb * 2**20)
@@ -75,12 +79,12 @@ class OffloadRun:
             error = None
             try:
                 self._directory = RunDirectory(Path(directory).absolute(), self.name)
-            except (UserError, OSError) as refusal:
+            except UserError as refusal:
                 error = str(refusal)
             _open_runs.append(self)
             self._agree(error)
             atexit.register(self.close)
-            _close_at_sigterm()
+            _delete_at_signals()
 
     def make_store(
         self, shards: Sequence[Held], group_of: Sequence[int], *, kind: str, device: torch.device
@@ -101,17 +105,32 @@ class OffloadRun:
         places = places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         files: dict[int, tuple[MomentumFile, int]] = {}
         if self._directory is not None:
+            headers = []
+            for group in sorted(set(group_of)):
+                of_group = [i for i, place in enumerate(places) if place == DISK and group_of[i] == group]
+                if of_group:
+                    headers.append((of_group, self._header(f"{kind}{group}", of_group, shards, sizes)))
+            self._kinds.append(kind)
+            self._needed += sum(header.size for _, header in headers)
             error = None
             try:
-                for group in sorted(set(group_of)):
-                    of_group = [i for i, place in enumerate(places) if place == DISK and group_of[i] == group]
-                    if of_group:
-                        files |= self._make_file(f"{kind}{group}", of_group, shards, sizes)
+                for of_group, header in headers:
+                    file = MomentumFile(self._directory.path, header)
+                    self._files.append(file)
+                    file.take_space()
+                    files |= {i: (file, record[5]) for i, record in zip(of_group, header.records, strict=True)}
             except OSError as refusal:
                 error = refusal.strerror or str(refusal)
-            self._agree_on_room(error, sum(in_pages(size) for size, place in zip(sizes, places, strict=True)
-                                           if place == DISK))  # fmt: skip
-        store = RecordStore(shards, places, codec, device=device, staging_bytes=self._staging_bytes, files=files)
+            self._agree_on_room(error)
+        store = RecordStore(
+            shards,
+            places,
+            codec,
+            device=device,
+            staging_bytes=self._staging_bytes,
+            files=files,
+            on_disk=self._directory is not None,
+        )
         self.stores.append(store)
         return store
 
@@ -119,10 +138,14 @@ class OffloadRun:
         """Delete the files, or with `keep` name them after the iteration that they hold, and leave the directory."""
         if os.getpid() != self._process:
             return  # a forked child has the files of its parent
+        steps = max((store.steps - store.begun_at for store in self.stores), default=0)
+        at_end = self._iteration + steps if self.finished_iteration is None else self.finished_iteration
+        whole = bool(self.stores) and not any(store.in_step or store.failure for store in self.stores)
         for store in self.stores:
-            at_end = self._iteration + store.steps - store.begun_at
-            store.close(keep=partial(_renamed, iteration=at_end) if self._keep else None)
-        self.stores = []
+            store.close()
+        for file in self._files:
+            file.close(keep_as=replace(file.header, iteration=at_end, kept=whole) if self._keep else None)
+        self.stores, self._files = [], []
         if self._directory is not None:
             self._directory.close()
             self._directory = None
@@ -130,11 +153,22 @@ class OffloadRun:
             _open_runs.remove(self)
         atexit.unregister(self.close)
 
-    def _make_file(
-        self, part: str, indices: Sequence[int], shards: Sequence[Held], sizes: Sequence[int]
-    ) -> dict[int, tuple[MomentumFile, int]]:
-        """The file of a parameter group with room for its records; for each of them the file and the offset."""
-        assert self._directory is not None
+    def delete_files(self) -> None:
+        """Delete the files, unless they are to be kept, and leave the directory; for a signal's handler.
+
+        What it interrupted may hold locks, so it only asks the system.
+        """
+        if os.getpid() != self._process:
+            return
+        for file in self._files:
+            if not self._keep:
+                with suppress(OSError):
+                    file.path.unlink()
+        if self._directory is not None:
+            self._directory.close()
+
+    def _header(self, part: str, indices: Sequence[int], shards: Sequence[Held], sizes: Sequence[int]) -> Header:
+        """The header of a parameter group's file: what is where in it."""
         offsets, end = [], 0
         for index in indices:
             offsets.append(end)
@@ -158,8 +192,7 @@ class OffloadRun:
         records = tuple((*record[:5], record[5] + front, record[6]) for record in header.records)
         header = replace(header, records=records, size=front + end)
         assert len(header.pages()) <= front
-        file = MomentumFile(self._directory.path, header)
-        return {index: (file, offset + front) for index, offset in zip(indices, offsets, strict=True)}
+        return header
 
     def _agree(self, error: str | None) -> None:
         """Raise on every rank what one rank found."""
@@ -169,12 +202,12 @@ class OffloadRun:
             self.close()
             raise UserError(found)
 
-    def _agree_on_room(self, error: str | None, needed: int) -> None:
+    def _agree_on_room(self, error: str | None) -> None:
         """Raise on every rank that one of them found too little room, with what is needed."""
         assert self._directory is not None
         host = socket.gethostname()
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (host, error, needed))
+        dist.all_gather_object(everyone, (host, error, self._needed))
         failed = next((one for one in everyone if one[1] is not None), None)
         if failed is None:
             return
@@ -184,14 +217,11 @@ class OffloadRun:
         dist.barrier()  # every rank has given its room back
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
         raise UserError(
-            f"--muon-offload-dir {path} is too small ({failed[1]}): momentum of the ranks on {failed[0]} takes "
-            f"{all_of_host:,} bytes as {self.dtype}, {failed[2]:,} of them the rank that failed; {free:,} bytes are "
-            "free. Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
+            f"--muon-offload-dir {path} is too small ({failed[1]}): momentum ({' and '.join(self._kinds)}) of the "
+            f"ranks on {failed[0]} takes {all_of_host:,} bytes as {self.dtype}, {failed[2]:,} of them on the rank that "
+            f"failed; {free:,} bytes are free. Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller "
+            "--muon-offload-fraction"
         )
-
-
-def _renamed(file: MomentumFile, *, iteration: int) -> Header:
-    return replace(file.header, iteration=iteration)
 
 
 def held_shards(layout: Layout, rank: int, *, replicated: bool = False) -> list[Held]:
@@ -226,14 +256,23 @@ def close_runs() -> None:
         run.close()
 
 
-def _close_at_sigterm() -> None:
-    """Delete the files when SIGTERM ends the process, as torchrun ends the others when one rank has failed."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+def note_iteration(iteration: int) -> None:
+    """The training loop has finished this iteration."""
+    for run in _open_runs:
+        run.finished_iteration = iteration
+
+
+def _delete_at_signals() -> None:
+    """Delete the files when a signal ends the process, as torchrun ends the others when one rank has failed."""
+    if threading.current_thread() is not threading.main_thread():
         return
 
     def end(number: int, _: Any) -> None:
-        close_runs()
+        for run in list(_open_runs):
+            run.delete_files()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
-    signal.signal(signal.SIGTERM, end)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, end)

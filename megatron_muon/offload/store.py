@@ -6,16 +6,17 @@ them in the same order as the step before it, so that while one part of a wave i
 one before is written back. It does no arithmetic on momentum, and no collectives.
 
 When a write fails, the record stays in memory and the step goes on to its end; when a read fails twice, the record's
-momentum starts at zero. In either way every rank finishes the step, and `failure` tells what happened.
+momentum starts at zero, and stays in memory from then on. In either way every rank finishes the step, a checkpoint can
+be saved, and `failure` tells what happened.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,22 +84,24 @@ class Failure:
         path: the file.
         offset: bytes from its start.
         reason: what the system said.
-        lost: the matrix whose momentum could not be read, None if nothing is lost.
+        lost: the matrices whose momentum could not be read.
     """
 
     doing: str
     path: Path
     offset: int
     reason: str
-    lost: str | None = None
+    lost: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"cannot {self.doing} momentum in {self.path} at offset {self.offset:,}: {self.reason}"
-        if self.lost is None:
-            return f"{text}; nothing is lost, the step was finished with what is in memory"
+        if not self.lost:
+            kept = "a second try worked" if self.doing == "read" else "what was to be written is kept in memory"
+            return f"{text}; nothing is lost, {kept}"
+        more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
         return (
-            f"{text}; momentum of {self.lost} on this rank is lost and started at zero; to have it, go back to an "
-            "earlier checkpoint"
+            f"{text}; momentum of {self.lost[0]}{more} on this rank is lost and started at zero; to have it, go back "
+            "to an earlier checkpoint"
         )
 
 
@@ -131,6 +134,7 @@ class RecordStore:
         device: where the arithmetic is.
         staging_bytes: of each ring; at least three times the largest record.
         files: for each shard on disk its file and the offset in it.
+        on_disk: momentum is in files, on this rank or on another one.
     """
 
     def __init__(
@@ -142,7 +146,9 @@ class RecordStore:
         device: torch.device,
         staging_bytes: int,
         files: dict[int, tuple[MomentumFile, int]],
+        on_disk: bool = False,
     ) -> None:
+        self.on_disk = on_disk or bool(files)
         self.shards = shards
         self.places = places
         self.codec = codec
@@ -180,7 +186,8 @@ class RecordStore:
         self._order: list[int] = []  # of the step before
         self._asked: dict[int, None] = {}  # of this step, in order
         self._next = 0
-        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
+        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written, or not be read
+        self._lost: set[int] = set()  # of these, the ones whose place on disk is not to be trusted
         self._guard = threading.Lock()
 
     def go_on_from(self, steps: int) -> None:
@@ -196,11 +203,6 @@ class RecordStore:
         hosted = sum(self._sizes[i] for i in range(len(self.shards)) if self.places[i] == HOST)
         disk = sum(in_pages(self._sizes[i]) for i in self._files)
         return {DEVICE: at_hand + device_ring, HOST: hosted + host_ring, DISK: disk}
-
-    @property
-    def on_disk(self) -> bool:
-        """Whether some of the momentum is in files."""
-        return bool(self._files)
 
     def buffered_files(self) -> list[MomentumFile]:
         """The files that are read and written through the page cache, because their file system wants it."""
@@ -228,7 +230,7 @@ class RecordStore:
 
     def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
-        records = [self._record(index) for index in indices]
+        records = self._records(indices)
         self._lent = [
             self.codec.decode(record, self.shards[index].rows, self.shards[index].cols)
             for index, record in zip(indices, records, strict=True)
@@ -258,53 +260,60 @@ class RecordStore:
     def read(self, index: int) -> torch.Tensor:
         """A copy `(rows, cols)` fp32 of a shard's momentum, between steps, on the device or in host memory.
 
-        Raises:
-            OSError: it cannot be read.
+        It is zero where it cannot be read, and `failure` tells so.
         """
         self._settle()
         shard = self.shards[index]
-        record = self._at_hand.get(index, self._in_host.get(index, self._kept.get(index)))
+        record = self._at_hand.get(index, self._in_host.get(index))
         if record is None:
-            file, offset = self._files[index]
             record = aligned(in_pages(self._sizes[index]), device=torch.device("cpu"))
-            file.read(offset, record)
+            self._read(index, record)
         values = self.codec.decode(record[: self._sizes[index]], shard.rows, shard.cols)
         return values.clone() if index in self._at_hand else values
 
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps.
 
-        Raises:
-            OSError: it cannot be written.
+        It stays in memory where it cannot be written, and `failure` tells so.
         """
         self._settle()
         at_hand = self._at_hand.get(index, self._in_host.get(index))
         if at_hand is not None:
             self._encode(index, values.to(at_hand.device, torch.float32), at_hand)
             return
-        file, offset = self._files[index]
         record = aligned(in_pages(self._sizes[index]), device=torch.device("cpu"))
         self._encode(index, values.to("cpu", torch.float32), record[: self._sizes[index]])
-        file.write(offset, record)
+        self._write(index, record)
 
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """Room outside this process's own memory for fp32 tensors of so many elements, where momentum is on disk.
 
-        Raises:
-            OSError: the directory has no room for it.
+        Where the directory has no room for them they are in memory, with a warning: a checkpoint comes first.
         """
         directories = {file.path.parent for file, _ in self._files.values()}
         if not directories:
             return [torch.empty(size) for size in sizes]
-        memory = temporary_memory(directories.pop(), 4 * sum(sizes)).view(torch.float32)
+        directory, needed = directories.pop(), 4 * sum(sizes)
+        try:
+            memory = temporary_memory(directory, needed).view(torch.float32)
+        except OSError as error:
+            print(
+                f"megatron-muon: warning: {directory} has no {needed:,} bytes for the momentum of a checkpoint "
+                f"({error.strerror}); they are taken from main memory",
+                flush=True,
+            )
+            memory = torch.empty(sum(sizes))
         return list(memory.split(list(sizes)))
 
-    def close(self, *, keep: Callable[[MomentumFile], Any] | None = None) -> None:
-        """Delete the files, or with `keep` give each the header that it returns. The store is of no use afterwards."""
+    @property
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended, so that some records are older than others."""
+        return bool(self._asked)
+
+    def close(self) -> None:
+        """Nothing is read or written any more. The store is of no use afterwards; its files are as they were."""
         if self.staged:
             self._threads.shutdown(wait=True, cancel_futures=True)
-        for file in {id(file): file for file, _ in self._files.values()}.values():
-            file.close(keep_as=keep(file) if keep is not None else None)
 
     def _make_resident(self) -> None:
         """Zeros for every record that does not come from a file."""
@@ -327,20 +336,17 @@ class RecordStore:
         place = Place(self._keys[index], shard.row_start, shard.col_start)
         self.codec.encode(values, record, place, step=self.steps)
 
-    def _record(self, index: int) -> torch.Tensor:
-        """A shard's record where the arithmetic is."""
-        if (record := self._at_hand.get(index)) is not None:
-            return record
-        self._asked[index] = None
-        staged = self._staged.get(index)
-        while staged is None:
-            staged = self._bring_in(index)
-            if staged is None:
-                self._make_room()
-        event = staged.ready.result()
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
-        return staged.record
+    def _records(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The records of a part where the arithmetic is."""
+        moving = [index for index in indices if index not in self._at_hand]
+        self._asked |= dict.fromkeys(moving)
+        while not all(index in self._staged or self._bring_in(index) for index in moving):
+            self._make_room()
+        for index in moving:
+            event = self._staged[index].ready.result()
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+        return [self._staged[index].record if index in self._staged else self._at_hand[index] for index in indices]
 
     def _stage_ahead(self) -> None:
         """Begin to read what will be asked for next, as far as there is room."""
@@ -370,13 +376,15 @@ class RecordStore:
         return staged
 
     def _make_room(self) -> None:
-        """Wait for a write, or where none is under way drop what was read too early."""
+        """Wait for a write, or where none is under way drop all that was read, as nothing is lent.
+
+        What was read too early goes, and with it what was read of this part, which may lie across the room.
+        """
         if self._leaving:
             self._reclaim(wait=True)
             return
-        early = [staged for index, staged in self._staged.items() if index not in self._asked]
-        assert early, "a part does not fit the ring"
-        for staged in early:
+        assert self._staged, "a part does not fit the ring"
+        for staged in list(self._staged.values()):
             self._drop(staged)
         self._next = len(self._order)  # the order has changed; learn the new one
 
@@ -439,15 +447,19 @@ class RecordStore:
         try:
             file.read(offset, buffer)
         except OSError as first:
+            lost: tuple[str, ...] = ()
             try:
                 file.read(offset, buffer)
-                lost = None
             except OSError:
-                buffer.zero_()
-                lost = self.shards[index].name
+                self._kept[index] = buffer.zero_().clone()
+                self._lost.add(index)
+                lost = (self.shards[index].name,)
             self._fail(Failure("read", file.path, offset, first.strerror or str(first), lost))
 
     def _write(self, index: int, buffer: torch.Tensor) -> None:
+        if index in self._lost:
+            self._kept[index] = buffer.clone()
+            return
         file, offset = self._files[index]
         try:
             file.write(offset, buffer)
@@ -460,3 +472,5 @@ class RecordStore:
         with self._guard:
             if self.failure is None or (failure.lost and not self.failure.lost):
                 self.failure = failure
+            elif failure.lost:
+                self.failure = replace(self.failure, lost=self.failure.lost + failure.lost)

@@ -128,9 +128,6 @@ class ShardedMuon(torch.optim.Optimizer):
 
         Args:
             empty: leave out the values, as they will be loaded.
-
-        Raises:
-            OSError: momentum cannot be read.
         """
         if self.store is None:
             return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}
@@ -144,11 +141,7 @@ class ShardedMuon(torch.optim.Optimizer):
         return state
 
     def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Take the momentum of a checkpoint, as `momentum_state` gives it, into the store.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Take the momentum of a checkpoint, as `momentum_state` gives it, into the store."""
         assert self.store is not None
         for index, parameter in enumerate(self._matrices):
             if parameter in state and local_rows(parameter).numel():

@@ -192,15 +192,12 @@ def _work(index: int, descriptor: int) -> None:
     cpu.install()
 
     import megatron_muon.factory  # noqa: F401
-    from megatron_muon.mcore import patches
+    from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
     from megatron_muon.patching import Patches
 
     global installed  # a task that is a whole training run takes them back and installs its own
     installed = Patches()  # the patches of a run that do not concern megatron.training
-    patches.reduce_without_frozen(installed)
-    patches.average_over_sharing_instances(installed)
-    patches.average_lone_gradients_once(installed)
-    patches.reduce_over_instances(installed)
+    mend_megatron_fsdp(installed)
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:

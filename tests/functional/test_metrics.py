@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_muon.experiment.events import read_events
+from tests.functional import cli
 from tests.functional.model import Case, Trainer
 from tests.functional.pool import Pool
 from tests.functional.test_layouts import MOE, TP
+from tests.functional.training import Trainings
 
 QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {
@@ -64,3 +69,24 @@ def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
     assert (values["exchanged_mb"] > 0) is (name != "no_shard")
     if name != "no_shard":
         assert 0.0 < values["orthogonality_error"] < 1.0
+
+
+def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) -> None:
+    corpus = cli.make_corpus(tmp_path)
+    batches = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6")
+    training = Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *batches, "--log-interval", "2"))
+    shown = re.compile(
+        r"^megatron-muon: [\d,]+ tokens/s, optimizer \d+\.\d% of the step, \d:\d\d:\d\d left$", re.MULTILINE
+    )
+    run = training(*cli.MUON, "--tensorboard-dir", "events", "--muon-metrics-interval", "3").checked()
+    assert len(shown.findall(run.output)) == 3
+    assert run.output.rstrip().count("0:00:00 left") >= 1
+    scalars = read_events(tmp_path / "events").scalars
+    names = {name for name in scalars if name.startswith("muon/")}
+    assert {"muon/update_rms", "muon/orthogonality_error", "muon/momentum_norm", "muon/skipped_steps"} <= names
+    assert {f"muon/{part}_ms" for part in ("gather", "newton_schulz", "scatter", "apply", "step")} <= names
+    assert all([point.step for point in scalars[name]] == [3, 6] for name in names)
+
+    run = training("--optimizer", "adam", "--use-megatron-fsdp", "--tensorboard-dir", "of-adam").checked()
+    assert len(shown.findall(run.output)) == 3
+    assert not any(name.startswith("muon/") for name in read_events(tmp_path / "of-adam").scalars)

@@ -141,6 +141,54 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings, tmp_p
     assert all(torch.equal(value, value.bfloat16().float()) for value in momentum)
 
 
+def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str) -> dict[str, Any]:
+    """In a worker, where the CPU stands in for a GPU: momentum through the device's ring, counted up from zero.
+
+    The stand-in's streams do their work at once, so this shows what is copied where, not that it waits.
+    """
+    from megatron_muon.offload import ring, store
+    from megatron_muon.offload.codecs import codec_of
+    from megatron_muon.offload.files import Header, MomentumFile, header_bytes
+
+    def not_pinned(size: int, *, device: torch.device, pinned: bool = False) -> torch.Tensor:
+        return ring.aligned(size, device=device)  # nothing here can lock memory for a GPU
+
+    store.aligned, made = not_pinned, ring.Ring.__init__
+    ring.Ring.__init__ = lambda self, size, *, device, pinned=False: made(self, size, device=device)
+    codec = codec_of(dtype)
+    shards = [store.Held(f"w{index}", 0, 8 + index, 0, 16) for index in range(12)]
+    files = {}
+    if place == store.DISK:
+        header = Header("run", 0, rank, "dense0", dtype, "host", 1, (), 0)
+        front = header_bytes(header)
+        file = MomentumFile(Path(folder), Header(**{**vars(header), "size": front + 4096 * len(shards)}))
+        file.take_space()
+        files = {index: (file, front + 4096 * index) for index in range(len(shards))}
+    kept = store.RecordStore(
+        shards, [place] * len(shards), codec, device=torch.device("cuda", 0), staging_bytes=4096, files=files
+    )
+    for _ in range(3):
+        for part in kept.parts(range(len(shards))):
+            for momentum in kept.lend(part):
+                momentum.add_(1.0)
+            kept.take_back(part)
+        kept.end_step()
+    found = {"values": [kept.read(index).unique().tolist() for index in range(len(shards))], **kept.bytes}
+    kept.close()
+    for file, _ in files.values():
+        file.close()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+@pytest.mark.parametrize("place", ["host", "disk"])
+def test_momentum_streams_through_the_device(ranks: Pool, tmp_path: Path, place: str, dtype: str) -> None:
+    found = ranks(1, count_up, place=place, dtype=dtype, folder=str(tmp_path))[0]
+    assert found["values"] == [[3.0]] * 12
+    assert found["device"] == 3 * 4096  # the ring alone
+    assert found[place] > 0
+
+
 def anonymous_bytes() -> int:
     """This process's own memory."""
     for line in Path("/proc/self/status").read_text().splitlines():

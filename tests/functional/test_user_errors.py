@@ -42,6 +42,7 @@ MODEL = ("--num-layers", "2", "--hidden-size", "32", "--num-attention-heads", "2
 MODEL = (*MODEL, "--max-position-embeddings", "32", "--micro-batch-size", "1", "--train-iters", "2", "--lr", "0.01")
 MODEL = (*MODEL, "--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0")
 RUN = (*cli.MUON, *MODEL, "--mock-data")
+OFFLOAD = ("--data-parallel-sharding-strategy", "optim", "--muon-offload", "nvme", "--muon-offload-dir")
 
 FILES = {
     "key.yaml": "MODEL_ARG:\n  --num-layers: 2\n",
@@ -120,6 +121,13 @@ CASES |= {
         ("--pipeline-model-parallel-size 2", "--use-megatron-fsdp", "use 1"),
     ),
     "unwritable save directory": ((*RUN, "--save", "a-file/below"), {}, ("--save a-file/below", "cannot write")),
+    "an absent offload directory": (
+        (*RUN, *OFFLOAD, "absent"),
+        {},
+        ("--muon-offload-dir absent does not exist", "mkdir -p absent"),
+    ),
+    "an offload directory that is a file": ((*RUN, *OFFLOAD, "a-file"), {}, ("a-file is not a directory",)),
+    "an offload directory of the system": ((*RUN, *OFFLOAD, "/proc"), {}, ("/proc: cannot write there",)),
     "a layout without shards": (
         (*RUN, "--data-parallel-sharding-strategy", "no_shard", "--muon-dump-layout", "layout.json"),
         {},

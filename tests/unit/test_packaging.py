@@ -24,6 +24,8 @@ SCRIPTS = [
     "scripts/quickstart.sh",
     "scripts/test.sh",
     "scripts/lib/setup.sh",
+    "scripts/slurm/local_cluster.sh",
+    "scripts/slurm/pretrain.sbatch",
     "requirements/update.sh",
     ".ci/run",
 ]
@@ -132,7 +134,7 @@ def test_scripts_are_executable_bash(script):
     subprocess.run(["bash", "-n", path], check=True)
 
 
-@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh"])
+@pytest.mark.parametrize("script", ["scripts/quickstart.sh", "scripts/test.sh", "scripts/slurm/local_cluster.sh"])
 def test_help_needs_no_set_up(script):
     done = subprocess.run([ROOT / script, "--help"], cwd="/", capture_output=True, text=True, check=True)
     assert done.stdout.startswith(f"Usage: {script}")

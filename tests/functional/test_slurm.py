@@ -1,0 +1,230 @@
+"""scripts/slurm on a real SLURM: two nodes on this machine's loopback, from scripts/slurm/local_cluster.sh.
+
+All jobs are submitted at once and run side by side, because each start costs ten seconds of imports. MUON_REQUIRE_SLURM
+turns "cannot be installed here" from a skip into a failure.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_muon import cli as command
+from megatron_muon.checkpoint import files
+from megatron_muon.experiment.events import read_events
+from tests.functional import cli
+from tests.functional.pool import Pool
+from tests.functional.training import Trainings
+
+pytestmark = pytest.mark.timeout(450)
+
+CLUSTER = cli.ROOT / "scripts/slurm/local_cluster.sh"
+SCRIPT = cli.ROOT / "scripts/slurm/pretrain.sbatch"
+STEPS = 100
+"""Some seconds of training: time enough to be preempted."""
+
+FLAGS = (
+    *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
+    *("--global-batch-size", "4", "--train-iters", str(STEPS), "--save", "ck", "--save-interval", "100000"),
+    *("--tensorboard-dir", "tensorboard", "--tensorboard-log-interval", "1"),
+)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The cluster, and where a job's environment points."""
+
+    env: Mapping[str, str]
+
+    def call(self, *arguments: str, cwd: Path | None = None) -> str:
+        """The output of one of SLURM's commands."""
+        done = subprocess.run(arguments, env=self.env, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+        assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def submit(self, folder: Path, *arguments: str) -> Job:
+        """`sbatch ARGUMENTS` in a folder."""
+        folder.mkdir(exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+        return Job(self, self.call("sbatch", "--parsable", *arguments, cwd=folder).strip(), folder)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was submitted in a folder.
+
+    Attributes:
+        cluster: knows it.
+        number: 7, or 7_2 for task 2 of an array. (A task is a job with a number of its own, but that of one of them is
+            the array's too, and then stands for all.)
+        folder: where it runs.
+    """
+
+    cluster: Cluster
+    number: str
+    folder: Path
+
+    @property
+    def shown(self) -> dict[str, str]:
+        """What SLURM knows of it: JobState, Restarts, ExitCode, ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.cluster.call("scontrol", "show", "job", self.number)))
+
+    def log(self, node: int | None = None) -> str:
+        """The log of the batch script, or of a node."""
+        kind = ".log" if node is None else f"-{node}-*.log"
+        number = self.shown["JobId"] if "_" in self.number else self.number
+        found = sorted(self.folder.glob(f"logs/*-{number}{kind}"))
+        return "".join(file.read_text("utf-8", errors="replace") for file in found)
+
+    @property
+    def iterations(self) -> list[int]:
+        """The iterations that it has logged, over all its starts. The last rank logs them."""
+        return [iteration.number for iteration in cli.Run(0, self.log(1) or self.log(0), 0.0).iterations]
+
+    def until(self, condition: Callable[[Job], Any], seconds: float = 100.0) -> None:
+        """Wait until `condition(job)` is true."""
+        deadline = time.monotonic() + seconds
+        while not condition(self):
+            assert time.monotonic() < deadline, f"{self.shown}\n{self.log()}\n{self.log(0)[-5000:]}"
+            time.sleep(0.2)
+
+    def ended(self) -> str:
+        """Its final state, once it is there."""
+        final = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+        self.until(lambda job: job.shown["JobState"] in final)
+        return self.shown["JobState"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    folder = Path(tempfile.mkdtemp(prefix="muon-slurm-", dir="/tmp"))
+    port = 20000 + os.getpid() % 3000 * 3
+    env = {**os.environ, "CLUSTER_DIR": str(folder / "cluster"), "BASE_PORT": str(port)}
+    started = subprocess.run([CLUSTER, "start"], env=env, capture_output=True, text=True, check=False, timeout=400)
+    if started.returncode:
+        shutil.rmtree(folder)
+        if re.search("needs root|cannot be|could not install", started.stderr) and not env.get("MUON_REQUIRE_SLURM"):
+            pytest.skip(f"no SLURM here: {started.stderr.splitlines()[-1]}")
+        pytest.fail(started.stderr)
+    for_jobs = {
+        "SLURM_CONF": str(folder / "cluster/slurm.conf"),
+        "MUON_ROOT": str(cli.ROOT),
+        "VENV": sys.prefix,
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    yield Cluster({**env, **for_jobs})
+    subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=120)
+    left = [
+        p.info for p in psutil.process_iter(["name", "cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())
+    ]
+    assert left == []
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of this module; see `jobs`."""
+
+    preempted: Job
+    limited: Job
+    failing: Job
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
+    """Submits all of them, and has the first preempted as soon as it is set up."""
+    here = tmp_path_factory.mktemp("jobs")
+    config = here / "tiny.yaml"
+    config.write_text("MODEL_ARGS:\n" + as_yaml([*cli.TINY, *FLAGS, *cli.make_corpus(here)]))
+    preempted = cluster.submit(here / "preempted", "--nodes=2", "--cpus-per-task=2", str(SCRIPT), str(config))
+
+    # In the partition whose jobs are never preempted. SLURM looks at time limits twice a minute, and signals a job that
+    # might otherwise be signalled late: 30 to 60 seconds after its start.
+    folder = here / "array"
+    folder.mkdir()
+    for_ever = "--train-iters 100000 --lr-decay-iters 100000"
+    (folder / "tasks.txt").write_text(f"{for_ever} --save a\n--data-path 'no such text' --save b\n")
+    array = ["--nodes", "1", "--array", "tasks.txt", "--partition", "urgent", "--time", "4"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, value in cluster.env.items():
+            patch.setenv(name, value)
+        assert command.main(["submit", "--config", str(config), *array]) == command.EXIT_OK
+    first = cluster.call("squeue", "--noheader", "--array", "--partition=urgent", "--format=%F").split()[0]
+
+    preempted.until(lambda job: "setting random seeds" in job.log(0))  # from there on SIGTERM leads to a checkpoint
+    other = ("--partition=urgent", "--nodes=2", "--cpus-per-task=2", "--wrap", "sleep 1")
+    cluster.submit(here / "urgent", *other).until(lambda job: job.shown["JobState"] == "COMPLETED")
+    return Jobs(preempted, *(Job(cluster, f"{first}_{task}", folder) for task in (1, 2)))
+
+
+def as_yaml(flags: list[str]) -> str:
+    """Flags as lines of a configuration; the last of a repeated flag counts."""
+    lines: dict[str, str] = {}
+    for token, following in zip(flags, [*flags[1:], "--"], strict=True):
+        if token.startswith("--"):
+            lines[token] = "true" if following.startswith("--") else following
+    return "".join(f"  {flag}: {value}\n" for flag, value in lines.items())
+
+
+def test_preempted_requeued_resumed_and_no_step_lost(jobs: Jobs, ranks: Pool, tmp_path: Path) -> None:
+    """Two nodes; every iteration once, and the losses of a run that nobody interrupted."""
+    job = jobs.preempted
+    corpus = cli.make_corpus(tmp_path)
+    whole = Trainings(ranks, tmp_path, (*cli.TINY, *FLAGS, *corpus))().checked()
+    assert len(whole.iterations) == STEPS
+
+    assert job.ended() == "COMPLETED", job.log()
+    assert job.shown["Restarts"] == "1"
+    assert "ended by SIGTERM (status 75)\npretrain.sbatch: back into the queue" in job.log()
+    assert job.iterations == list(range(1, STEPS + 1))
+    saved = files.iterations(job.folder / "ck")
+    assert saved[-1] == STEPS
+    assert saved[0] < STEPS
+    for node in (0, 1):
+        assert "no checkpoint in ck yet: a first start" in job.log(node)
+        assert f"going on from ck, iteration {saved[0]}\n" in job.log(node)
+    found = {point.step: point.value for point in read_events(job.folder / "tensorboard").points("lm loss")}
+    expected = {point.step: point.value for point in read_events(tmp_path / "tensorboard").points("lm loss")}
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert found == expected
+
+
+def test_a_failure_is_not_requeued(jobs: Jobs) -> None:
+    """The second task of the array, whose line of flags names data that is not there."""
+    job = jobs.failing
+    assert job.ended() == "FAILED"
+    assert (job.shown["ArrayTaskId"], job.shown["ExitCode"]) == ("2", "2:0")
+    assert job.log().endswith("failed with status 2: not requeued\n")
+    assert "no such text.bin does not exist" in job.log(0)
+
+
+def test_a_time_limit_leads_to_a_checkpoint_and_back_into_the_queue(jobs: Jobs) -> None:
+    """The first task of the array, and that task alone. In the end its user cancels it, which is final."""
+    job = jobs.limited
+    job.until(lambda job: "going on from a, iteration" in job.log(0))
+    saved = files.latest(job.folder / "a")
+    assert isinstance(saved, int)
+    job.until(lambda job: job.iterations[-1] > saved)
+    iterations = job.iterations
+    assert iterations == list(range(1, iterations[-1] + 1))
+    assert job.shown["ArrayTaskId"] == "1"
+    assert int(job.shown["Restarts"]) >= 1
+    starts = job.log().count(", start ")
+    assert job.log().count("ended by SIGTERM") == job.log().count("back into the queue") == starts - 1
+    job.cluster.call("scancel", job.number)
+    assert job.ended() == "CANCELLED"

@@ -1,0 +1,107 @@
+"""The flags that say where momentum lives: what is out of range, missing, or combined with what it does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.errors import UserError
+from megatron_muon.mcore import arguments
+from megatron_muon.mcore.arguments import check_settings, parse
+
+MUON = ("--optimizer", "muon", "--use-megatron-fsdp", "--mock-data", "--micro-batch-size", "1")
+SHARDED = (*MUON, "--data-parallel-sharding-strategy", "optim")
+NVME = ("--muon-offload", "nvme", "--muon-offload-dir", ".")
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return arguments.build_parser()
+
+
+def check(parser, *argv: str) -> None:
+    check_settings(parse(parser, ["--transformer-impl", "local", *argv]), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--muon-offload", "cpu"),
+        ("--muon-offload", "cpu", "--muon-offload-fraction", "0.5", "--muon-ns-device", "cpu"),
+        (*NVME, "--muon-offload-keep", "--muon-offload-buffer-mb", "1", "--muon-momentum-dtype", "int8"),
+        ("--muon-momentum-dtype", "bf16"),
+    ],
+)
+def test_what_fits(parser, flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(parser, *SHARDED, *flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "fragments"),
+    [
+        ((*NVME, "--muon-offload-fraction", "0"), ("--muon-offload-fraction 0 is out of range", "at most 1")),
+        ((*NVME, "--muon-offload-fraction", "1.01"), ("--muon-offload-fraction 1.01 is out of range",)),
+        ((*NVME, "--muon-offload-fraction", "nan"), ("--muon-offload-fraction nan is out of range",)),
+        ((*NVME, "--muon-offload-buffer-mb", "0"), ("--muon-offload-buffer-mb must be positive and finite, got 0",)),
+        (
+            (*NVME, "--muon-offload-buffer-mb", "inf"),
+            ("--muon-offload-buffer-mb must be positive and finite, got inf",),
+        ),
+        (("--muon-offload", "nvme"), ("--muon-offload nvme needs --muon-offload-dir DIR",)),
+        (("--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme, and it is none",)),
+        (("--muon-offload", "cpu", "--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme",)),
+        (("--muon-offload", "cpu", "--muon-offload-keep"), ("--muon-offload-keep needs", "and it is cpu")),
+        (("--muon-offload-fraction", "0.5"), ("--muon-offload-fraction needs --muon-offload cpu or nvme",)),
+        (("--muon-offload-buffer-mb", "8"), ("--muon-offload-buffer-mb needs --muon-offload cpu or nvme",)),
+        (("--muon-ns-device", "cpu"), ("--muon-ns-device needs --muon-offload cpu or nvme",)),
+        ((*NVME, "--muon-ns-device", "accelerator"), ("--muon-ns-device accelerator", "this run has none")),
+    ],
+)
+def test_what_does_not(parser, flags, fragments):
+    with pytest.raises(UserError) as refusal:
+        check(parser, *SHARDED, *flags)
+    for fragment in fragments:
+        assert fragment in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "choices"),
+    [
+        ("--muon-offload", "disk", "none, cpu, nvme"),
+        ("--muon-momentum-dtype", "fp8", "fp32, bf16, int8"),
+        ("--muon-ns-device", "gpu", "auto, accelerator, cpu"),
+    ],
+)
+def test_unknown_values(parser, flag, value, choices):
+    with pytest.raises(UserError) as refusal:
+        check(parser, *SHARDED, flag, value)
+    assert f"{flag}: invalid choice: '{value}'" in str(refusal.value).replace("argument ", "")
+    for choice in choices.split(", "):
+        assert choice in str(refusal.value)
+
+
+@pytest.mark.parametrize("flags", [("--muon-offload", "cpu"), NVME, ("--muon-momentum-dtype", "int8")])
+def test_replicas_need_shared_work(parser, flags):
+    plain = (*MUON, "--data-parallel-sharding-strategy", "no_shard")
+    with pytest.raises(UserError) as refusal:
+        check(parser, *plain, *flags)
+    assert f"{flags[0]} needs momentum that this package keeps" in str(refusal.value)
+    assert "--muon-share-replicated" in str(refusal.value)
+    check(parser, *plain, "--muon-share-replicated", *flags)
+
+
+@pytest.mark.parametrize("flags", [("--muon-offload", "cpu"), NVME, ("--muon-momentum-dtype", "bf16")])
+@pytest.mark.parametrize("others", [("--optimizer", "adam", "--use-megatron-fsdp"), ("--optimizer", "muon")])
+def test_other_optimizers_keep_their_own_momentum(parser, others, flags):
+    with pytest.raises(UserError) as refusal:
+        check(parser, *others, "--mock-data", "--micro-batch-size", "1", *flags)
+    assert flags[0] in str(refusal.value)
+
+
+def test_a_directory_is_looked_at_before_anything_starts(parser, tmp_path: Path):
+    with pytest.raises(UserError, match="absent does not exist; make it: mkdir -p"):
+        check(parser, *SHARDED, "--muon-offload", "nvme", "--muon-offload-dir", str(tmp_path / "absent"))

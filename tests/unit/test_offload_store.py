@@ -1,0 +1,264 @@
+"""A store of records against a plain dict: random schedules, changed orders, small rings, disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.files import PAGE, Header, MomentumFile, in_pages
+from megatron_muon.offload.store import DEVICE, DISK, HOST, Held, RecordStore
+
+CPU = torch.device("cpu")
+FRONT = 2 * PAGE
+
+
+class Bench:
+    """A store over a file in `folder`, and beside it a dict that holds what it should hold."""
+
+    def __init__(self, folder: Path, rows: list[int], places: list[str] | None = None, *, staging_pages: int) -> None:
+        self.shards = [Held(f"matrix{i}", 0, count, 0, 256) for i, count in enumerate(rows)]  # a row is 1 KiB
+        self.places = places or [DISK] * len(rows)
+        codec = codec_of("fp32")
+        sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in self.shards]
+        offsets, end = [], FRONT
+        for size in sizes:
+            offsets.append(end)
+            end += in_pages(size)
+        header = Header("run", 0, 0, "dense0", "fp32", "host", os.getpid(), (), end)
+        self.file = MomentumFile(folder, header)
+        self.file.take_space()
+        files = {i: (self.file, offset) for i, offset in enumerate(offsets) if self.places[i] == DISK and sizes[i]}
+        self.offsets = offsets
+        self.store = RecordStore(
+            self.shards, self.places, codec, device=CPU, staging_bytes=staging_pages * PAGE, files=files
+        )
+        self.expected = {i: torch.zeros(count, 256) for i, count in enumerate(rows)}
+
+    def step(self, order: list[int], *, wave: int, chance: random.Random) -> None:
+        """A step in this order, in waves of so many shards: every value is multiplied and added to."""
+        for start in range(0, len(order), wave):
+            for part in self.store.parts(order[start : start + wave]):
+                lent = self.store.lend(part)
+                for index, values in zip(part, lent, strict=True):
+                    assert torch.equal(values, self.expected[index]), f"shard {index} is not what it was"
+                    change = chance.random()
+                    self.expected[index].mul_(0.5).add_(change)
+                    values.mul_(0.5).add_(change)
+                self.store.take_back(part)
+        self.store.end_step()
+
+    def check(self) -> None:
+        for index, values in self.expected.items():
+            if values.numel():
+                assert torch.equal(self.store.read(index), values)
+
+    def close(self) -> None:
+        self.store.close()
+        self.file.close()
+
+
+@pytest.fixture
+def benches(tmp_path: Path) -> Iterator[Any]:
+    made: list[Bench] = []
+
+    def make(*args: Any, **kwargs: Any) -> Bench:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Bench(folder, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for bench in made:
+        bench.close()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.integers(0, 20), min_size=1, max_size=12),
+    places=st.lists(st.sampled_from([DISK, DISK, HOST, DEVICE]), min_size=12, max_size=12),
+    staging_pages=st.integers(1, 40),
+    waves=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+)
+def test_it_holds_what_a_dict_holds(
+    benches: Any, rows: list[int], places: list[str], staging_pages: int, waves: list[int], seed: int
+) -> None:
+    """Whatever the order, the waves and the ring's size; also after reads and writes between steps."""
+    chance = random.Random(seed)
+    bench = benches(rows, places[: len(rows)], staging_pages=staging_pages)
+    order = [i for i, count in enumerate(rows) if count]
+    for wave in waves:
+        bench.step(order, wave=wave, chance=chance)
+        if chance.random() < 0.5:
+            chance.shuffle(order)
+        if order and chance.random() < 0.3:
+            index = chance.choice(order)
+            bench.expected[index] = torch.full((rows[index], 256), chance.random())
+            bench.store.write(index, bench.expected[index])
+        if chance.random() < 0.3:
+            bench.check()
+    bench.check()
+    assert bench.store.failure is None
+    assert bench.store.steps == len(waves)
+    bench.close()
+
+
+@pytest.mark.parametrize("first", [[0, 8], [0, 6, 8]])
+def test_a_part_of_which_some_was_read_too_early(benches: Any, first: list[int]) -> None:
+    """Of a new order some records lie in the ring already, at its start or at both ends, and the next finds no room."""
+    bench = benches([1, 8, 8, 8, 8, 8, 1, 8, 8], staging_pages=12)
+    chance = random.Random(0)
+    order = list(range(9))
+    bench.step(order, wave=9, chance=chance)
+    bench.step(first + [index for index in order if index not in first], wave=9, chance=chance)
+    bench.step(order, wave=9, chance=chance)
+    bench.check()
+
+
+def test_memory_is_the_rings(benches: Any) -> None:
+    bench = benches([8] * 30, staging_pages=9)
+    assert bench.store.bytes == {DEVICE: 0, HOST: 9 * PAGE, DISK: 60 * PAGE}
+    assert max(len(part) for part in bench.store.parts(list(range(30)))) == 1
+
+
+class Disk:
+    """Makes this process's reads or writes of momentum fail, as a disk does, by offset."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads: dict[int, int] = {}
+        self.writes: dict[int, int] = {}
+        self._real = {"preadv": os.preadv, "pwritev": os.pwritev}
+        for name, plan in (("preadv", self.reads), ("pwritev", self.writes)):
+            monkeypatch.setattr(os, name, self._failing(name, plan))
+
+    def _failing(self, name: str, plan: dict[int, int]) -> Any:
+        def call(descriptor: int, buffers: Any, offset: int) -> int:
+            if plan.get(offset, 0) > 0:
+                plan[offset] -= 1
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return int(self._real[name](descriptor, buffers, offset))
+
+        return call
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(monkeypatch)
+
+
+ALWAYS = 1 << 30
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    failing=st.dictionaries(st.integers(0, 7), st.integers(1, 5), max_size=8),
+    staging_pages=st.integers(1, 24),
+    seed=st.integers(0, 2**32),
+)
+def test_nothing_is_lost_where_writes_fail(
+    benches: Any, disk: Disk, failing: dict[int, int], staging_pages: int, seed: int
+) -> None:
+    """For some steps or for ever: the record stays in memory, and goes to disk once that works again."""
+    chance = random.Random(seed)
+    bench = benches([8] * 8, staging_pages=staging_pages)
+    bench.step(list(range(8)), wave=3, chance=chance)
+    disk.writes.clear()
+    disk.writes.update({bench.offsets[index]: count for index, count in failing.items()})
+    for _ in range(4):
+        bench.step(list(range(8)), wave=3, chance=chance)
+        bench.check()
+    assert (bench.store.failure is not None) == bool(failing)
+    if failing:
+        assert bench.store.failure.lost == ()
+        assert "nothing is lost, what was to be written is kept in memory" in str(bench.store.failure)
+    bench.close()
+
+
+def test_a_read_that_works_the_second_time(benches: Any, disk: Disk) -> None:
+    bench = benches([8] * 4, staging_pages=6)
+    chance = random.Random(0)
+    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+    disk.reads[bench.offsets[2]] = 1
+    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+    bench.check()
+    failure = bench.store.failure
+    assert (failure.doing, failure.offset, failure.lost) == ("read", bench.offsets[2], ())
+    assert str(failure) == (
+        f"cannot read momentum in {bench.file.path} at offset {bench.offsets[2]:,}: Input/output error; nothing is "
+        "lost, a second try worked"
+    )
+
+
+@pytest.mark.parametrize("reads", [2, ALWAYS])
+def test_a_read_that_never_works(benches: Any, disk: Disk, reads: int) -> None:
+    """The matrix starts at zero, is kept in memory from then on, and is named; a checkpoint gets what memory holds."""
+    bench = benches([8] * 4, staging_pages=24)
+    chance = random.Random(0)
+    bench.store._order = []  # nothing is read ahead of the first step
+    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+    bench.store._settle()
+    disk.reads[bench.offsets[2]] = disk.reads[bench.offsets[3]] = reads
+    bench.expected[2].zero_()
+    bench.expected[3].zero_()
+    bench.step([0, 1, 2, 3], wave=4, chance=chance)
+    bench.check()
+    assert sorted(bench.store.failure.lost) == ["matrix2", "matrix3"]
+    assert "and 1 more on this rank is lost and started at zero" in str(bench.store.failure)
+
+
+def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) -> None:
+    bench = benches([8] * 4, staging_pages=6)
+    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
+    bench.store._settle()
+    disk.reads[bench.offsets[1]] = ALWAYS
+    assert not bench.store.read(1).any()
+    assert bench.store.failure.lost == ("matrix1",)
+    bench.expected[1].zero_()
+    bench.check()
+
+
+def test_a_checkpoint_that_cannot_be_taken_over(benches: Any, disk: Disk) -> None:
+    """What a failed write of loaded momentum leaves is whole, and told of."""
+    bench = benches([8] * 2, staging_pages=6)
+    disk.writes[bench.offsets[1]] = ALWAYS
+    for index in (0, 1):
+        bench.expected[index] = torch.full((8, 256), 3.0)
+        bench.store.write(index, bench.expected[index])
+    assert bench.store.failure.doing == "write"
+    bench.step([0, 1], wave=2, chance=random.Random(0))
+    bench.check()
+
+
+def test_lost_momentum_is_told_before_a_failed_write(benches: Any, disk: Disk) -> None:
+    bench = benches([8] * 3, staging_pages=6)
+    chance = random.Random(0)
+    bench.step([0, 1, 2], wave=3, chance=chance)
+    bench.store._settle()
+    disk.writes[bench.offsets[0]] = disk.reads[bench.offsets[2]] = ALWAYS
+    bench.expected[2].zero_()
+    bench.step([0, 1, 2], wave=3, chance=chance)
+    assert bench.store.failure.lost == ("matrix2",)
+    assert bench.store.failure.offset == bench.offsets[2]
+
+
+def test_room_for_a_checkpoint_from_main_memory(benches: Any, monkeypatch: Any, capsys: Any) -> None:
+    """A full disk takes no checkpoint's momentum either; the checkpoint is saved all the same."""
+    bench = benches([8], staging_pages=6)
+
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    (room,) = bench.store.scratch([2048])
+    assert (room.numel(), room.dtype) == (2048, torch.float32)
+    assert "has no 8,192 bytes for the momentum of a checkpoint (No space left on device)" in capsys.readouterr().out

@@ -1,0 +1,161 @@
+"""`megatron-muon submit`: what it finds before a job is queued, and the exact command that it would type."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.checkpoint import files
+from megatron_muon.experiment.processes import ROOT
+
+CONFIG = """\
+MODEL_ARGS:
+  --num-layers: 2
+  --lr: 0.01
+  --save: ck
+  --save-interval: 10
+"""
+
+
+@pytest.fixture
+def submit(tmp_path, monkeypatch, capsys):
+    """Runs `submit --config run.yaml --nodes 2 --dry-run ARGUMENTS` where no SLURM is; (status, output, errors)."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("VENV", "CONTAINER_IMAGE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    Path("run.yaml").write_text(CONFIG)
+
+    def run(*arguments: str, dry: bool = True) -> tuple[int, str, str]:
+        line = ["submit", "--config", "run.yaml", "--nodes", "2", *(["--dry-run"] if dry else []), *arguments]
+        return cli.main(line), *capsys.readouterr()
+
+    return run
+
+
+def command(output: str) -> list[str]:
+    """The sbatch line."""
+    (line,) = [line for line in output.splitlines() if " sbatch " in line and line.startswith("MUON_ROOT=")]
+    return shlex.split(line)
+
+
+def test_a_dry_run_shows_the_command_and_the_script(submit):
+    status, output, _ = submit()
+    assert status == 0
+    script = ROOT / "scripts/slurm/pretrain.sbatch"
+    assert command(output) == [
+        *(f"MUON_ROOT={ROOT}", f"VENV={sys.prefix}", "sbatch", "--export=ALL", "--nodes=2", "--job-name=run"),
+        *(str(script), "run.yaml"),
+    ]
+    assert output.endswith(script.read_text())
+    assert "ck: a first start" in output
+    assert not Path("logs").exists()
+
+
+def test_every_option_reaches_sbatch_and_flags_the_script(submit, monkeypatch):
+    monkeypatch.setenv("CONTAINER_IMAGE", "image.sqsh")
+    options = ("--gpus-per-node", "8", "--time", "4:00:00", "--partition", "gpu", "--account", "me", "--job-name", "it")
+    status, output, _ = submit(*options, "--sbatch=--qos=high", "--sbatch=--exclusive", "--", "--lr", "1e-3")
+    assert status == 0
+    assert command(output) == [
+        *(f"MUON_ROOT={ROOT}", "NPROC_PER_NODE=8", "sbatch", "--export=ALL", "--nodes=2", "--job-name=it"),
+        *("--gpus-per-node=8", "--time=4:00:00", "--partition=gpu", "--account=me", "--qos=high", "--exclusive"),
+        *(str(ROOT / "scripts/slurm/pretrain.sbatch"), "run.yaml", "--lr", "1e-3"),
+    ]
+    assert "2 nodes x 8 = 16 ranks" in output
+    assert "image.sqsh" in output
+
+
+def test_it_says_from_where_the_run_goes_on(submit):
+    Path("ck").mkdir()
+    Path("ck", files.TRACKER).write_text("30")
+    assert "ck: goes on from iteration 30" in submit()[1]
+
+
+def test_an_array_has_a_task_for_each_line(submit):
+    Path("rates.txt").write_text("--lr 1e-3 --save 'runs/one of them'\n--lr 2e-3 --save runs/b\n")
+    status, output, _ = submit("--array", "rates.txt", "--at-once", "1", "--nproc-per-node", "1")
+    assert status == 0
+    assert "--array=1-2%1" in command(output)
+    assert "ARRAY_FLAGS=rates.txt" in command(output)
+    assert "2, from rates.txt" in output
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ("", "rates.txt is empty; write a line of flags for each task"),
+        ("--lr 1e-3 --save a\n\n--lr 2e-3 --save b\n", "rates.txt:2: a line holds the flags of a task, found ''"),
+        ("--lr 1e-3 --save 'a\n", "rates.txt:1: No closing quotation; quote as in a shell"),
+        ("--lr 1e-3\n--lr 2e-3\n", "tasks 1 and 2 of rates.txt would write the same checkpoints, --save ck; give each"),
+        ("--lr 1e-3 --save a\n--lrr 2e-3 --save b\n", "unknown flag --lrr; did you mean --lr?"),
+    ],
+)
+def test_array_files_that_would_go_wrong(submit, tasks, message):
+    Path("rates.txt").write_text(tasks)
+    status, _, errors = submit("--array", "rates.txt")
+    assert status == cli.EXIT_USAGE
+    assert message in errors
+
+
+@pytest.mark.parametrize(
+    ("change", "arguments", "message"),
+    [
+        ("--lr: -> --lrr:", (), "run.yaml: unknown flag --lrr; did you mean --lr?"),
+        ("", ("--", "--no-such-flag"), "unknown flag --no-such-flag"),
+        ("", ("--", "--unset", "save"), "no --save, so the run could not be resumed; add '-- --save DIR'"),
+        ("--save-interval: 10 -> --seed: 1", (), "--save ck needs --save-interval N too"),
+        ("", ("--nproc-per-node", "4", "--", "--tensor-model-parallel-size", "3"), "does not fit 8 ranks"),
+        ("", ("--array", "none.txt"), "cannot read --array 'none.txt': No such file"),
+        ("", ("--at-once", "2"), "--at-once 2 is for arrays; give --array FILE too"),
+    ],
+)
+def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, message):
+    if change:
+        Path("run.yaml").write_text(CONFIG.replace(*change.split(" -> ")))
+    status, output, errors = submit(*arguments)
+    assert status == cli.EXIT_USAGE
+    assert errors.startswith("megatron-muon: error: ")
+    assert message in errors
+    assert "sbatch" not in output
+
+
+@pytest.mark.parametrize("wrong", [("--nodes", "0"), ("--gpus-per-node", "8", "--nproc-per-node", "8")])
+def test_usage_errors(submit, wrong):
+    assert submit(*wrong)[0] == cli.EXIT_USAGE
+
+
+def test_without_slurm_it_says_where_to_go(submit):
+    status, _, errors = submit(dry=False)
+    assert status == cli.EXIT_USAGE
+    assert "sbatch is not installed here" in errors
+    assert "scripts/slurm/local_cluster.sh start" in errors
+
+
+def documented() -> list[str]:
+    """The lines of docs/clusters.md that call submit."""
+    lines = [line.strip() for line in (ROOT / "docs/clusters.md").read_text("utf-8").splitlines()]
+    return [
+        line[line.index("megatron-muon submit") :]
+        for line in lines
+        if re.match(r"([A-Z_]+=\S+ )*megatron-muon submit", line)
+    ]
+
+
+@pytest.mark.parametrize("line", documented())
+def test_the_documented_commands(line, tmp_path, monkeypatch, capsys):
+    page = (ROOT / "docs/clusters.md").read_text("utf-8")
+    tasks = re.findall(r"^    (--lr .*)$", page, re.MULTILINE)
+    assert len(tasks) == 2
+    (tmp_path / "rates.txt").write_text("\n".join(tasks) + "\n")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    _, *arguments = shlex.split(line)
+    arguments.insert(1, "--dry-run")
+    assert cli.main(arguments) == cli.EXIT_OK, capsys.readouterr().err
+    assert command(capsys.readouterr().out)[-1]
