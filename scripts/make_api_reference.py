@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
-MODULES = ("__init__", "settings", "factory", "chained", "metrics", "errors", "names")
+MODULES = ("__init__", "settings", "factory", "chained", "metrics", "mcore/fsdp_patches", "errors", "names")
 """Public modules beside those of PACKAGES."""
 PACKAGES = ("optim", "exchange", "sharding", "offload", "checkpoint")
 
