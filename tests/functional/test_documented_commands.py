@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +83,12 @@ class Reader:
     Attributes:
         folder: where; a copy of the repository's files.
         ranks: the pool that trains.
-        corpus: flags of the tiny corpus: none, where commands name their own data.
         trains: whether trainings run, or only have their settings settled.
-        done: commands that have been tried, each with how.
     """
 
     folder: Path
     ranks: Pool
     trains: bool
-    done: list[str] = field(default_factory=list)
 
     def types(self, command: Command) -> str:
         """Try a command; how it was tried."""
@@ -132,6 +129,9 @@ class Reader:
         if program in ("mkdir", "python"):
             command = [sys.executable, *rest] if program == "python" else words
             subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=120)
+            for figure in (ROOT / "docs" / "figures").glob("*.svg"):
+                drawn = self.folder / "docs" / "figures" / figure.name
+                assert drawn.read_bytes() == figure.read_bytes(), f"{figure.name} is not what its script draws"
             return "as it stands"
         raise AssertionError(f"nothing here runs {shlex.join(words)}: add it to ELSEWHERE, NOT_HERE or Reader.run")
 
@@ -151,10 +151,12 @@ class Reader:
                 argv.insert(1, "--dry-run")
             if "--nnodes" in argv and "--dry-run" not in argv:
                 argv.insert(1, "--dry-run")
-            if "--resume" in argv and "--dry-run" in argv and "--config" not in argv:
+            if "--resume" in argv and "--config" not in argv and not self.trains:
+                ours._build_parser(argv)[0].parse_args(argv)
                 return "parsed"  # there is no run to go on with
-        if argv[0] == "summary" and not self.trains:
-            return "no run to sum up"
+        if not self.trains and (argv[0] == "summary" or "--checkpoint" in argv):
+            ours._build_parser(argv)[0].parse_args(argv)
+            return "parsed"  # there is no run to look at
         self.ours(argv)
         return "dry run" if "--dry-run" in argv else "as it stands"
 
@@ -182,7 +184,8 @@ class Reader:
 
     def settle(self, flags: Sequence[str], *, ranks: int = 2) -> None:
         """Check the flags of pretrain_gpt.py as a rank would."""
-        self.ranks(1, settle_flags, argv=[*flags, *SHORT], world_size_=ranks, folder=str(self.folder))
+        (error,) = self.ranks(1, settle_flags, argv=[*flags, *SHORT], ranks=ranks, folder=str(self.folder))
+        assert not error, error
 
     def sbatch(self, argv: list[str]) -> str:
         """What `submit` says of the same flags."""
@@ -227,14 +230,19 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def settle_flags(rank: int, world_size: int, *, argv: list[str], world_size_: int, folder: str) -> None:
-    """In a worker: what a rank does before it trains."""
+def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
+    """In a worker: what a rank does before it trains; what is wrong with the flags."""
+    from megatron_muon.errors import UserError
     from megatron_muon.mcore import launch
 
     sys.modules["__main__"].installed.undo()
     os.chdir(folder)
-    os.environ["WORLD_SIZE"] = str(world_size_)
-    launch.prepare(argv, root=ROOT, writes=False)
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        launch.prepare(argv, root=ROOT, writes=False)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def settle(rank: int, world_size: int, *, request: dict[str, Any], folder: str) -> dict[str, Any]:
