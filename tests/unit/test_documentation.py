@@ -120,7 +120,7 @@ def test_scale_factors_of_the_table(mode):
 
 def test_rms_of_the_updates():
     """An orthogonal `(m, n)` matrix, m <= n, has the RMS 1 / sqrt(n)."""
-    sentence = TUNING[TUNING.index("RMS of the update before the learning rate") :].split(". ")[0]
+    sentence = " ".join(TUNING[TUNING.index("RMS of the update before the learning rate") :].split()).split(". ")[0]
     groups = re.findall(r"((?:[\d.]+, ){2}[\d.]+) for `(\w+)`", sentence)
     assert len(groups) == 3
     for numbers, mode in groups:
