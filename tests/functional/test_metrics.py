@@ -50,7 +50,12 @@ def measure(rank: int, world_size: int, *, case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+OFTEN = ("owner", "no_shard", "tp2 hsdp")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.wide) for name in CASES]
+)
 def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
     world_size, case = CASES[name]
     found = ranks(world_size, measure, case=case)
