@@ -114,6 +114,8 @@ class Reader:
             return self.run(words)
 
     def run(self, words: list[str]) -> str:
+        if ">" in words:
+            words = words[: words.index(">")]
         program, *rest = words
         if program == "megatron-muon":
             return self.megatron_muon(rest)
@@ -143,7 +145,7 @@ class Reader:
             if "--config" in argv:
                 self.settle([*argv[argv.index("--config") :][:2], *argv[argv.index("--") + 1 :]])
             return "parsed"
-        if argv[0] == "submit" and "--dry-run" not in argv:
+        if argv[0] in ("submit", "sweep") and not {"--dry-run", "--list-flags"} & set(argv):
             argv.insert(1, "--dry-run")
         if argv[0] == "train":
             argv += [*(() if "--" in argv else ("--",)), *SHORT]
@@ -154,7 +156,7 @@ class Reader:
             if "--resume" in argv and "--config" not in argv and not self.trains:
                 ours._build_parser(argv)[0].parse_args(argv)
                 return "parsed"  # there is no run to go on with
-        if not self.trains and (argv[0] == "summary" or "--checkpoint" in argv):
+        if argv[0] == "report" or (not self.trains and (argv[0] == "summary" or "--checkpoint" in argv)):
             ours._build_parser(argv)[0].parse_args(argv)
             return "parsed"  # there is no run to look at
         self.ours(argv)
