@@ -52,7 +52,7 @@ def commands(page: str) -> list[Command]:
     return found
 
 
-def tests_in(file: Path) -> set[str]:
+def names_of_tests(file: Path) -> set[str]:
     """The names of a file's tests."""
     return set(re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE))
 

@@ -28,7 +28,7 @@ import pytest
 from megatron_muon import cli as ours
 from megatron_muon.experiment import processes, resolve, train
 from tests.functional.cli import ROOT, make_corpus
-from tests.functional.documented import PROGRAM, Command, commands, pages, tests_in
+from tests.functional.documented import PROGRAM, Command, commands, pages, names_of_tests
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
 
@@ -95,7 +95,7 @@ class Reader:
         text = command.text
         for beginning, (file, name) in ELSEWHERE.items():
             if text.startswith(beginning):
-                assert name in tests_in(ROOT / "tests" / file), f"{command}: tests/{file} has no {name}"
+                assert name in names_of_tests(ROOT / "tests" / file), f"{command}: tests/{file} has no {name}"
                 return f"tests/{file}::{name}"
         for beginning, reason in NOT_HERE.items():
             if re.match(beginning, text):
