@@ -28,7 +28,7 @@ import pytest
 from megatron_muon import cli as ours
 from megatron_muon.experiment import processes, resolve, train
 from tests.functional.cli import ROOT, make_corpus
-from tests.functional.documented import PROGRAM, Command, commands, pages, names_of_tests
+from tests.functional.documented import PROGRAM, Command, commands, names_of_tests, pages
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
 
