@@ -138,13 +138,24 @@ def _function(node: Function, level: str, *, owner: str = "") -> list[str]:
 
 def _parameters(node: Function) -> list[str]:
     """The parameters as they are written, `*` and `/` among them."""
-    text, parts, depth, start = ast.unparse(node.args), [], 0, 0
-    for place, character in enumerate(text):
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and not depth:
-            parts.append(text[start:place].strip())
-            start = place + 1
-    return [part for part in (*parts, text[start:].strip()) if part]
+    given = node.args
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + list(given.defaults)
+    found = [_parameter(one, default) for one, default in zip(positional, defaults, strict=True)]
+    if given.posonlyargs:
+        found.insert(len(given.posonlyargs), "/")
+    if given.vararg is not None:
+        found.append("*" + _parameter(given.vararg))
+    elif given.kwonlyargs:
+        found.append("*")
+    found += [_parameter(one, default) for one, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)]
+    return found + (["**" + _parameter(given.kwarg)] if given.kwarg is not None else [])
+
+
+def _parameter(one: ast.arg, default: ast.expr | None = None) -> str:
+    annotation = f": {ast.unparse(one.annotation)}" if one.annotation is not None else ""
+    equals = " = " if annotation else "="
+    return one.arg + annotation + (f"{equals}{ast.unparse(default)}" if default is not None else "")
 
 
 def _call(name: str, parameters: list[str]) -> str:
