@@ -46,6 +46,8 @@ class Command:
 
 COMMANDS = {
     "train": Command("megatron_muon.experiment.train_command", "train what an experiment file says"),
+    "sweep": Command("megatron_muon.experiment.sweep_command", "train at many settings and seeds, and compare"),
+    "report": Command("megatron_muon.experiment.report_command", "write a page with plots on one run or many"),
     "submit": Command("megatron_muon.experiment.submit_command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
     "plan": Command(
@@ -63,6 +65,9 @@ examples:
   megatron-muon data prepare --stdlib --output data/stdlib
   megatron-muon train --config configs/quickstart.yaml --nproc 2
   megatron-muon summary runs/quickstart
+  megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --grid lr=4e-3,8e-3,1.6e-2 --seeds 3
+  megatron-muon report runs/quickstart-sweep --out runs/report
+  megatron-muon submit --config configs/quickstart.yaml --nodes 2 --dry-run
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints
   megatron-muon COMMAND --help

@@ -34,15 +34,28 @@ class RunEvents:
         args: Megatron's arguments as strings, by their name in its namespace (`seq_length`).
         train_seconds: Wall time from the start of the training loop to the last logged loss, summed over
             starts.
+        starts: Of each start, when its training loop began and when it logged its last loss, in seconds since
+            the epoch.
     """
 
     scalars: dict[str, list[Point]]
     args: dict[str, str]
     train_seconds: float
+    starts: tuple[tuple[float, float], ...] = ()
 
     def points(self, tag: str) -> list[Point]:
         """Returns the points of a tag, none where it was never written."""
         return self.scalars.get(tag, [])
+
+    def seconds_at(self, point: Point) -> float:
+        """Returns the seconds that all starts together had trained when a point was written."""
+        seconds = 0.0
+        for began, end in self.starts:
+            if point.wall_time < began:
+                break
+            latest = not any(began < other <= point.wall_time for other, _ in self.starts)
+            seconds += (point.wall_time if latest else end) - began
+        return seconds
 
 
 def read_events(directory: Path) -> RunEvents:
@@ -76,11 +89,12 @@ def read_events(directory: Path) -> RunEvents:
                 starts[-2] = (starts[-2][0], began)
 
     losses = scalars.get(LOSS_TAG, [])
-    seconds = 0.0
+    trained = []
     for began, end in starts:
         times = [point.wall_time for point in losses if began <= point.wall_time < end]
-        seconds += max(times) - began if times else 0.0
-    return RunEvents(scalars=scalars, args=args, train_seconds=seconds)
+        trained.append((began, max(times, default=began)))
+    seconds = sum((end - began for began, end in trained), start=0.0)
+    return RunEvents(scalars=scalars, args=args, train_seconds=seconds, starts=tuple(trained))
 
 
 def _load(file: Path) -> Any:

@@ -260,7 +260,7 @@ def watch(
                 pass_on(signal.SIGINT, None)
                 return
 
-    with _handled(pass_on):
+    with signals_handled(pass_on):
         try:
             job = Job(command, log, env=env, show=show, on_line=on_line, append=append)
             launched.append(job)
@@ -279,8 +279,12 @@ def watch(
 
 
 @contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has the signals that end a program handled so; in the main thread only, as Python wants it."""
+def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Has the signals that end a program handled so; in the main thread only, as Python wants it.
+
+    Args:
+        handler: gets the number of SIGINT, SIGTERM or SIGHUP; a signal that is ignored stays so.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -305,7 +309,7 @@ def sigterm_unwinds() -> Iterator[None]:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
-    with _handled(end):
+    with signals_handled(end):
         yield
 
 

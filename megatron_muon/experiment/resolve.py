@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,6 +95,7 @@ class Resolved:
         notes: what a user should be told.
         device: "cuda" or "cpu".
         ranks: processes on each machine.
+        gpus: CUDA devices of this machine.
         folder: where the run's files go.
         settings: some of Megatron's arguments by name.
         files: experiment files read.
@@ -106,6 +108,7 @@ class Resolved:
     notes: tuple[str, ...]
     device: str
     ranks: int
+    gpus: int
     folder: RunFolder
     settings: Mapping[str, Any]
     files: tuple[str, ...]
@@ -127,11 +130,33 @@ def resolve(request: Request, *, environ: Mapping[str, str] | None = None) -> Re
         UserError: what the user got wrong, as pretrain_gpt.py would say it.
         RunFailedError: the process failed; what it printed has been shown.
     """
+    (answer,) = resolve_each([request], environ=environ)
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def resolve_each(
+    requests: Sequence[Request], *, environ: Mapping[str, str] | None = None
+) -> list[Resolved | UserError]:
+    """Settles several experiments, each in a process of its own that need not import torch anew.
+
+    Args:
+        requests: what is asked for.
+        environ: environment of those processes; this one's by default.
+
+    Returns:
+        For each request what is settled, or what the user got wrong.
+
+    Raises:
+        RunFailedError: a process failed; what it printed has been shown.
+    """
     environ = dict(os.environ if environ is None else environ)
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="resolve-") as folder:
-        answer = Path(folder, "answer.json")
-        command = [sys.executable, "-m", __name__, json.dumps(dataclasses.asdict(request)), str(answer)]
+        asked, answer = Path(folder, "asked.json"), Path(folder, "answer.json")
+        asked.write_text(json.dumps([dataclasses.asdict(request) for request in requests]), "utf-8")
+        command = [sys.executable, "-m", __name__, str(asked), str(answer)]
         done = subprocess.run(
             command,
             env=environ,
@@ -144,10 +169,8 @@ def resolve(request: Request, *, environ: Mapping[str, str] | None = None) -> Re
         if not answer.exists():
             print(done.stdout + done.stderr, end="", file=sys.stderr)
             raise RunFailedError(f"the settings could not be checked (status {done.returncode}); see above")
-        said = json.loads(answer.read_text("utf-8"))
-    if "error" in said:
-        raise UserError(said["error"])
-    return _from_json(said)
+        answers = json.loads(answer.read_text("utf-8"))
+    return [UserError(said["error"]) if "error" in said else _from_json(said) for said in answers]
 
 
 def _from_json(said: dict[str, Any]) -> Resolved:
@@ -231,7 +254,8 @@ def _main(request: Request) -> dict[str, Any]:
     from megatron_muon.mcore import launch
     from megatron_muon.mcore.config_file import ExperimentConfig, given_flags
 
-    ranks = request.ranks or _gpus() or 1
+    gpus = _gpus()
+    ranks = request.ranks or gpus or 1
     os.environ["WORLD_SIZE"] = str(ranks * request.nodes)
     devices = [value for key, value in request.sets if _plain(key) == "device"]
     sets = [(key, value) for key, value in request.sets if _plain(key) != "device"]
@@ -284,6 +308,7 @@ def _main(request: Request) -> dict[str, Any]:
             notes=tuple(note for note in settled.notes if not note.startswith("defaults filled in")),
             device=settled.device,
             ranks=ranks,
+            gpus=gpus,
             folder=place["folder"],
             settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
             files=tuple(str(file) for file in config.files),
@@ -302,13 +327,59 @@ def _gpus() -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-if __name__ == "__main__":
-    answer_file = Path(sys.argv[2])  # settling replaces sys.argv
-    asked = json.loads(sys.argv[1])
-    asked["sets"] = tuple((key, value) for key, value in asked["sets"])
-    asked["flags"] = tuple(asked["flags"])
+def _said(asked: dict[str, Any]) -> dict[str, Any]:
+    """The answer to a request that came as JSON."""
+    sets = tuple((key, value) for key, value in asked["sets"])
     try:
-        said = _main(Request(**asked))
+        return _main(Request(**{**asked, "sets": sets, "flags": tuple(asked["flags"])}))
     except UserError as error:
-        said = {"error": str(error)}
-    answer_file.write_text(json.dumps(said, default=str), "utf-8")
+        return {"error": str(error)}
+
+
+def _said_by_child(asked: dict[str, Any], answer: Path) -> dict[str, Any]:
+    """`_said` by a child of this process: settling replaces sys.argv, patches megatron-core, sets the environment."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            answer.write_text(json.dumps(_said(asked), default=str), "utf-8")
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    _, ended = os.waitpid(child, 0)
+    if ended:
+        sys.exit(f"a child ended with status {os.waitstatus_to_exitcode(ended)}")
+    return dict(json.loads(answer.read_text("utf-8")))
+
+
+def _import_once() -> None:
+    """Imports what takes longest, for all children. CUDA is not touched: a child could not use it then."""
+    from megatron_muon.quiet import quiet_imports
+
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    with quiet_imports():
+        import torch
+
+        if not torch.cuda.is_available():  # else children import what asks for a GPU by themselves
+            import megatron.core.distributed.fsdp.mcore_fsdp_adapter  # noqa: F401
+
+
+def _settle_all(asked: Path, answer: Path) -> None:
+    """The process that settles: an answer for each request, or none at all."""
+    requests = json.loads(asked.read_text("utf-8"))
+    if len(requests) == 1:
+        answers = [_said(requests[0])]
+    else:
+        _import_once()
+        answers = [_said_by_child(request, answer.with_name(f"{at}.json")) for at, request in enumerate(requests)]
+    partial = answer.with_suffix(".partial")
+    partial.write_text(json.dumps(answers, default=str), "utf-8")
+    partial.replace(answer)
+
+
+if __name__ == "__main__":
+    _settle_all(Path(sys.argv[1]), Path(sys.argv[2]))

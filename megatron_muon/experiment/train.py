@@ -136,8 +136,18 @@ def prepare(
     overwrite: bool = False,
     grace_s: int = GRACE_SECONDS,
     command: str = "",
+    resolved: Resolved | None = None,
 ) -> Experiment:
     """Settles an experiment; writes nothing but what `request.writes` allows.
+
+    Args:
+        request: what is asked for.
+        nodes: see `Experiment`, as all that follow.
+        resume: see there.
+        overwrite: see there.
+        grace_s: see there.
+        command: see there.
+        resolved: what `resolve` or `resolve_each` returned for this request.
 
     Raises:
         UserError: what the user got wrong, a folder that is taken included.
@@ -147,7 +157,7 @@ def prepare(
         run_folder.check_free(
             run_folder.locate({}, {}, out=request.out, default="")[0], resume=resume, overwrite=overwrite
         )
-    resolved = resolve(request)
+    resolved = resolve(request) if resolved is None else resolved
     experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
     if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
@@ -162,6 +172,7 @@ def execute(
     show: Callable[[str], object] | None = None,
     on_line: Callable[[str], object] | None = None,
     stop: threading.Event | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Runs an experiment to its end and writes its folder.
 
@@ -170,6 +181,7 @@ def execute(
         show: gets the output as it comes, in pieces.
         on_line: gets every line of it.
         stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
+        env: variables for the ranks, which win over all others.
     """
     folder = experiment.folder
     if experiment.resume and (done := _finished(experiment)):
@@ -184,7 +196,7 @@ def execute(
         run_folder.write_json(folder.root / run_folder.RUN, run)
     append = experiment.checkpoint is not None
     began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
-    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop)
+    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop, more_env=env or {})
     status = _exit_status(ended, status)
     if not experiment.is_first_node:
         return Outcome(status, {})
@@ -206,6 +218,7 @@ def _launch(
     show: Callable[[str], object] | None,
     on_line: Callable[[str], object] | None,
     stop: threading.Event | None,
+    more_env: Mapping[str, str],
 ) -> tuple[Ended, int | None]:
     """How torchrun ended, and what status the first rank left."""
     resolved = experiment.resolved
@@ -215,7 +228,7 @@ def _launch(
         ended = watch(
             experiment.torchrun(),
             experiment.log,
-            env={**env, STATUS_FILE: str(file)},
+            env={**env, **more_env, STATUS_FILE: str(file)},
             show=show,
             on_line=on_line,
             append=experiment.checkpoint is not None,

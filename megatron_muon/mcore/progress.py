@@ -66,6 +66,7 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     steps, of_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
     made: list[Any] = []
     logged: list[int] = []
+    reported: list[Any] = []
 
     def around_factory(build: Callable[..., Any]) -> Callable[..., Any]:
         def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,9 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
         ) -> Any:
             result = log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
             settings = get_args()
+            if made and not reported:
+                reported.append(made[0])
+                _report_state(made[0])
             metrics = getattr(getattr(made[0], "metrics", None), "latest", None) if made else None
             if metrics is not None and logged != [metrics.step]:
                 logged[:] = [metrics.step]
@@ -109,6 +113,22 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     patches.wrap(training, "get_megatron_optimizer", around_factory)
     patches.wrap(training, "train_step", steps.timed)
     patches.wrap(training, "training_log", around_log, takes=["loss_dict", "iteration"])
+
+
+def _report_state(optimizer: Any) -> None:
+    """Prints how much state an optimizer of megatron-core has, which begins with its first step. Collective.
+
+    This package's factory tells that of its own before.
+    """
+    import torch.distributed as dist
+
+    from megatron_muon.chained import MuonChainedOptimizer
+    from megatron_muon.offload.report import adam_report
+
+    if not isinstance(optimizer, MuonChainedOptimizer):
+        report = adam_report(optimizer)
+        if dist.get_rank() == 0:
+            print(report, flush=True)
 
 
 def progress_line(*, tokens_per_s: float, optimizer_share: float, seconds_left: float) -> str:

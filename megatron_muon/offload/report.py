@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from megatron_muon import cpu
 from megatron_muon.offload.store import DEVICE, DISK, HOST
 from megatron_muon.optim.sharded_muon import ShardedMuon
 
@@ -35,6 +36,25 @@ def state_report(chain: Any) -> str:
         f"optimizer state: {name}: {_line([one[place] for one in everyone])}"
         for place, name in enumerate((text, "all else"))
     )
+
+
+def adam_report(optimizer: Any) -> str:
+    """A line for the state of an optimizer of megatron-core, of the fullest rank and of all. Collective.
+
+    Args:
+        optimizer: any MegatronOptimizer, or a chain of them, after its first step.
+    """
+    members = getattr(optimizer, "chained_optimizers", [optimizer])
+    here = dict.fromkeys(_PLACES, 0)
+    for member in members:
+        for slots in member.optimizer.state.values() if member.optimizer is not None else ():
+            for value in slots.values():
+                if isinstance(value, torch.Tensor):
+                    local = value._local_tensor if isinstance(value, DTensor) else value
+                    here[HOST if local.device.type == "cpu" and not cpu.installed() else DEVICE] += local.nbytes
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, here)
+    return f"optimizer state: all of it: {_line(everyone)}"
 
 
 def state_bytes(chain: Any) -> tuple[dict[str, int], dict[str, int]]:

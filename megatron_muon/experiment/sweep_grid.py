@@ -1,0 +1,150 @@
+"""What a sweep tries: points from `--grid`, each a few settings, and the folders and flags that belong to them.
+
+One `--grid` is a product of its keys' values; several are alternatives, so that settings which make sense for one
+optimizer only are tried with it alone:
+
+    --grid optimizer=adam lr=1e-3,2e-3  --grid optimizer=muon lr=4e-3,8e-3 muon_momentum=0.9,0.95
+
+are 2 + 4 points.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import itertools
+import re
+import urllib.parse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_muon.errors import UserError
+
+_KEY = re.compile(r"-*([A-Za-z_][A-Za-z0-9_-]*)=(.*)\Z", re.DOTALL)
+_LONGEST_NAME = 150
+_SAFE = "+,=.@:"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of settings.
+
+    Attributes:
+        settings: key and value of each, as they are typed for `--set`, in the order of the grid.
+        hidden: keys that its name leaves out: those that take a setting away and do nothing else in their grid.
+    """
+
+    settings: tuple[tuple[str, str], ...]
+    hidden: frozenset[str] = frozenset()
+
+    @property
+    def name(self) -> str:
+        """What tells it from others, for people: optimizer=muon,lr=0.008."""
+        shown = [f"{key}={value}" for key, value in self.settings if key not in self.hidden]
+        return ",".join(shown) or ",".join(f"{key}={value}" for key, value in self.settings)
+
+    @property
+    def folder(self) -> str:
+        """Its name as a folder: without slashes or blanks, and not too long."""
+        quoted = urllib.parse.quote(self.name, safe=_SAFE).replace("%2F", "-")
+        if len(quoted) > _LONGEST_NAME or "%" in quoted:
+            digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
+            quoted = f"{quoted.replace('%', '_')[:_LONGEST_NAME]}-{digest}"
+        return quoted
+
+    def value(self, key: str) -> str | None:
+        """The value of a setting, where it is one of the point's."""
+        return dict(self.settings).get(key)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run of a sweep: a point with a seed, in its own folder below the sweep's."""
+
+    point: Point
+    seed: int
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        """For people: optimizer=muon,lr=0.008 seed=1."""
+        return f"{self.point.name} seed={self.seed}"
+
+
+def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
+    """The points of all `--grid`s, in their order, none of them twice.
+
+    Args:
+        grids: of each `--grid` its words: KEY=VALUE,VALUE,...; further KEY=VALUES may follow in the same word.
+
+    Raises:
+        UserError: what cannot be read, a key that is given twice, or alternatives that have nothing in common.
+    """
+    parsed = [_parse(words) for words in grids]
+    _check_alternatives(parsed)
+    points: dict[tuple[tuple[str, str], ...], Point] = {}
+    for grid in parsed:
+        hidden = frozenset(key for key, values in grid.items() if values == ("null",))
+        for values in itertools.product(*grid.values()):
+            point = Point(tuple(zip(grid, values, strict=True)), hidden)
+            points.setdefault(tuple(sorted(point.settings)), point)
+    names: dict[str, Point] = {}
+    for point in points.values():
+        if other := names.get(point.folder):
+            raise UserError(
+                f"--grid: the points {dict(other.settings)} and {dict(point.settings)} would share the folder "
+                f"{point.folder}; leave one of them out"
+            )
+        names[point.folder] = point
+    return tuple(points.values())
+
+
+def tasks_of(points: Sequence[Point], seeds: int, out: Path) -> tuple[Task, ...]:
+    """Every point with the seeds 1 to `seeds`: all points with the first seed, then with the second."""
+    return tuple(
+        Task(point, seed, out / point.folder / f"seed={seed}") for seed in range(1, seeds + 1) for point in points
+    )
+
+
+def _parse(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Values by key of one `--grid`."""
+    grid: dict[str, list[str]] = {}
+    for word in words:
+        key = None
+        for piece in next(csv.reader([word], skipinitialspace=True), []):
+            if match := _KEY.match(piece):
+                key = match[1].replace("-", "_").lower()
+                if key in grid:
+                    raise UserError(
+                        f"--grid {' '.join(words)}: {key} is given twice; write {key}={','.join(grid[key])},..."
+                    )
+                if key == "seed":
+                    raise UserError(f"--grid {word}: seeds come from --seeds N, which takes 1 to N")
+                grid[key] = []
+                piece = match[2]
+            if key is None:
+                raise UserError(
+                    f"--grid {word}: write KEY=VALUE,VALUE, such as --grid optimizer=adam,muon lr=1e-3,2e-3"
+                )
+            if not piece:
+                raise UserError(f"--grid {word}: {key} has an empty value; write {key}=VALUE,VALUE without gaps")
+            grid[key].append(piece)
+    for key, values in grid.items():
+        if len(set(values)) < len(values):
+            raise UserError(f"--grid {key}={','.join(values)}: a value stands there twice; leave one of them out")
+    return {key: tuple(values) for key, values in grid.items()}
+
+
+def _check_alternatives(grids: Sequence[dict[str, tuple[str, ...]]]) -> None:
+    """Refuses a second `--grid` that was meant as a factor of the first."""
+    seen: set[str] = set()
+    for grid in grids:
+        if seen and not seen & grid.keys():
+            first = next(iter(grids))
+            both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
+            raise UserError(
+                f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "
+                f"alternatives, each tried for itself; for every combination write one: --grid {both}"
+            )
+        seen |= grid.keys()
