@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 VALUE = "\0"
@@ -17,12 +15,6 @@ VALUE = "\0"
 
 USERS = ("UserError", "SaveError", "OffloadError", "RunFailedError")
 """Errors whose every message is on the page."""
-
-ELSEWHERE = {
-    "experiment/submit_command.py": "clusters.md",
-    "experiment/node.py": "clusters.md",
-}
-"""Modules whose messages another page of docs/ explains."""
 
 
 def text_of(node: ast.expr) -> str:
@@ -98,7 +90,7 @@ def test_every_message_is_on_the_page():
     missing = {
         f"{module}: {text.replace(VALUE, '...')}"
         for module, text in messages()
-        if module not in ELSEWHERE and not any(matches(quote, text) for quote in quotes)
+        if not any(matches(quote, text) for quote in quotes)
     }
     assert not missing, "docs/troubleshooting.md does not explain:\n" + "\n".join(sorted(missing))
 
@@ -110,10 +102,3 @@ def test_messages_are_found_at_all():
     assert any(matches("--save ... needs --save-interval N", text) for text in texts)
     assert not any(matches("--save ... needs --store-interval N", text) for text in strings())
     assert not any(matches("needs --save-interval N ... --save", text) for text in strings())
-
-
-@pytest.mark.parametrize("page", sorted(set(ELSEWHERE.values())))
-def test_other_pages_are_there(page):
-    modules = [module for module, other in ELSEWHERE.items() if other == page]
-    if any((ROOT / "megatron_muon" / module).exists() for module in modules):
-        assert (ROOT / "docs" / page).is_file()
