@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 from megatron_muon import cli as ours
-from megatron_muon.experiment import processes, resolve, train
+from megatron_muon.experiment import processes, resolve, sweep, train
 from tests.functional.cli import ROOT, make_corpus
 from tests.functional.documented import PROGRAM, Command, commands, names_of_tests, pages
 from tests.functional.pool import Pool
@@ -156,7 +156,8 @@ class Reader:
             if "--resume" in argv and "--config" not in argv and not self.trains:
                 ours._build_parser(argv)[0].parse_args(argv)
                 return "parsed"  # there is no run to go on with
-        if argv[0] == "report" or (not self.trains and (argv[0] == "summary" or "--checkpoint" in argv)):
+        looks = argv[0] in ("summary", "report") or "--checkpoint" in argv
+        if looks and (not self.trains or (argv[0] == "report" and not Path(argv[1]).exists())):  # sweeps are tried dry
             ours._build_parser(argv)[0].parse_args(argv)
             return "parsed"  # there is no run to look at
         self.ours(argv)
@@ -298,6 +299,7 @@ def reader(
         return processes.Ended(run.returncode, None)
 
     monkeypatch.setattr(train, "resolve", settled)
+    monkeypatch.setattr(sweep, "resolve_each", lambda requests, **_: [settled(request) for request in requests])
     monkeypatch.setattr(train, "watch", watch)
     with environment({}):
         yield lambda trains: Reader(tmp_path, ranks, trains)
