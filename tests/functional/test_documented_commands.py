@@ -35,7 +35,7 @@ from tests.functional.training import Trainings
 pytestmark = pytest.mark.timeout(600)
 
 SHORT = (
-    *("--exit-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
+    *("--device", "cpu", "--exit-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
     *("--micro-batch-size", "1", "--global-batch-size", "12", "--seq-length", "64", "--max-position-embeddings", "64"),
 )
 """Two iterations of little work; the length of the run, and with it the schedule, stays what the command says."""
@@ -147,6 +147,9 @@ class Reader:
             return "parsed"
         if argv[0] in ("submit", "sweep") and not {"--dry-run", "--list-flags"} & set(argv):
             argv.insert(1, "--dry-run")
+        if argv[0] == "sweep":  # other seeds differ in a number
+            end = argv.index("--") if "--" in argv else len(argv)
+            argv = [*argv[:end], "--seeds", "1", "--", *argv[end + 1 :], "--device", "cpu"]
         if argv[0] == "train":
             argv += [*(() if "--" in argv else ("--",)), *SHORT]
             if not self.trains and "--dry-run" not in argv:
