@@ -34,8 +34,8 @@ class RunEvents:
         args: Megatron's arguments as strings, by their name in its namespace (`seq_length`).
         train_seconds: Wall time from the start of the training loop to the last logged loss, summed over
             starts.
-        starts: Of each start, when its training loop began and when it logged its last loss, in seconds since
-            the epoch.
+        starts: Of each start, when its training loop began and when it logged the last loss that no later start
+            took back, in seconds since the epoch.
     """
 
     scalars: dict[str, list[Point]]
@@ -48,7 +48,10 @@ class RunEvents:
         return self.scalars.get(tag, [])
 
     def seconds_at(self, point: Point) -> float:
-        """Returns the seconds that all starts together had trained when a point was written."""
+        """Returns the seconds that all starts together had trained when a point was written.
+
+        As in `train_seconds`, what a later start trained again is not counted.
+        """
         seconds = 0.0
         for began, end in self.starts:
             if point.wall_time < began:

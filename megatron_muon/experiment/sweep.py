@@ -33,6 +33,7 @@ PROGRESS = re.compile(r"iteration +(\d+)/ *(\d+) \|(?:.*?lm loss: (\S+))?")
 """Megatron's line of an iteration: its number, how many there are, the loss."""
 
 _TRAINS = "before the start of training step"
+_OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
 _LOCK = ".sweep.lock"
 _SHOWN_CHANGES = 3
 
@@ -61,10 +62,8 @@ class Plan:
         added = [flag for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE, FROM_FOLDER)]
         tokens = [token for flag in added for token in _tokens(flag.name, flag.values)]
         here = {flag.name for flag in self.resolved.flags}
-        return [
-            *(token for name in _flags_of(Path(self.request.config)) - here for token in ("--unset", name)),
-            *tokens,
-        ]
+        absent = _flags_of(Path(self.request.config), here) - here
+        return [*(token for name in sorted(absent) for token in ("--unset", name)), *tokens]
 
 
 def settle(
@@ -193,7 +192,8 @@ class Sweep:
     watcher: Watcher
     signal: int | None = None
     _stop: threading.Event = field(default_factory=threading.Event)
-    _starting: threading.Semaphore = field(default_factory=threading.Semaphore)
+    _indexing: threading.Semaphore = field(default_factory=threading.Semaphore)
+    _indexed: set[tuple[Any, ...]] = field(default_factory=set)
 
     def run(self, *, every: Callable[[], object], pause_s: float = 0.5) -> None:
         """Runs all, to their end or the first signal; raises what a thread raised.
@@ -221,22 +221,32 @@ class Sweep:
                 raise
 
     def _one(self, plan: Plan, slot: int) -> None:
-        """A run in its thread. One comes to its first step before the next starts: data sets are indexed until then."""
-        held = True
-        self._starting.acquire()
+        """A run in its thread.
+
+        Megatron writes the index of a data set into a folder that runs share, before the first step: two runs that may
+        want the same one, which no run has used yet, do so one after the other.
+        """
+        data = _data_of(plan.task)
+        held = False
+        if data not in self._indexed:
+            self._indexing.acquire()
+            held = True
 
         def release() -> None:
             nonlocal held
             if held:
                 held = False
-                self._starting.release()
+                self._indexing.release()
 
         def on_line(line: str) -> None:
-            if _TRAINS in line or PROGRESS.search(line):
+            if held and (_TRAINS in line or PROGRESS.search(line)):
+                self._indexed.add(data)
                 release()
             self.watcher.line(plan, line)
 
         try:
+            if data in self._indexed:  # while this one waited
+                release()
             if self._stop.is_set():
                 return
             self.watcher.started(plan)
@@ -273,6 +283,13 @@ def kill_all() -> None:
     for pid in processes.descendants(os.getpid()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
+
+
+def _data_of(task: Task) -> tuple[Any, ...]:
+    """What the index of a run's data set may depend on: its seed, and all settings but those of optimizers."""
+    return task.seed, tuple(
+        setting for setting in task.point.settings if not _OF_OPTIMIZERS.match(setting[0].replace("-", "_"))
+    )
 
 
 def _share(experiment: Experiment, slot: int, jobs: int) -> dict[str, str]:
@@ -335,7 +352,9 @@ def _tokens(name: str, values: tuple[str, ...]) -> list[str]:
     return [name, *values]
 
 
-def _flags_of(config: Path) -> set[str]:
+def _flags_of(config: Path, given: set[str]) -> set[str]:
+    """All flags of an experiment file; placeholders of flags that are given otherwise may be unset."""
     from megatron_muon.mcore.config_file import load_config
 
-    return {name for name, _ in load_config(config, overridden={"--save", "--tensorboard-dir", "--load"}).flags}
+    found = load_config(config, overridden={"--save", "--tensorboard-dir", "--load", *given})
+    return {name for name, _ in found.flags} | set(found.overridden)

@@ -286,6 +286,8 @@ def _remark(result: PointResult) -> str:
     """Words at the end of a point's line."""
     if result.diverged:
         return f"diverged{f' ({result.diverged} of {result.seeds})' if result.seeds > 1 else ''}"
+    if result.finished < result.seeds:
+        return "not finished"
     return "<- best" if result.best else ""
 
 

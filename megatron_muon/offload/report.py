@@ -47,7 +47,8 @@ def adam_report(optimizer: Any) -> str:
     members = getattr(optimizer, "chained_optimizers", [optimizer])
     here = dict.fromkeys(_PLACES, 0)
     for member in members:
-        for slots in member.optimizer.state.values() if member.optimizer is not None else ():
+        inner = getattr(member, "optimizer", None)  # None where a rank has no parameters
+        for slots in inner.state.values() if inner is not None else ():
             for value in slots.values():
                 if isinstance(value, torch.Tensor):
                     local = value._local_tensor if isinstance(value, DTensor) else value

@@ -1,4 +1,4 @@
-"""Folders of runs as a training leaves them: events by the real SummaryWriter, log, run.json, config.yaml, summary.json."""
+"""Folders of runs as a training leaves them: events by the real SummaryWriter, log, config and summary."""
 
 from __future__ import annotations
 

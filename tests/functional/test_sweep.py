@@ -1,0 +1,65 @@
+"""`megatron-muon sweep` with real trainings of one rank: interrupted, gone on with, summed up, reported on."""
+
+import csv
+import json
+import signal
+
+import pytest
+
+from megatron_muon.cli import main
+from megatron_muon.experiment.processes import descendants
+from tests.functional import cli
+from tests.functional.test_train import Running, write_config
+
+pytestmark = pytest.mark.timeout(700)
+
+POINTS = ("lr=0.01", "lr=1e20")
+"""One that trains and one whose loss is soon no number."""
+
+
+def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+    """Ctrl-C leaves no process; the second start trains what is missing, marks what diverged, and makes the table."""
+    model = cli.TINY[: cli.TINY.index("--eval-iters")]
+    flags = ("--global-batch-size", "4", "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1")
+    write_config(tmp_path / "tiny.yaml", *model, *cli.make_corpus(tmp_path), *cli.MUON, *flags)
+    line = ("sweep", "--config", "tiny.yaml", "--grid", "lr=0.01,1e20", "--seeds", "2", "--jobs", "2", "--out", "s")
+    with Running(tmp_path, *line) as running:
+        running.wait_for(lambda: "[1/4]" in running.output and len(descendants(running.process.pid)) >= 2)
+        assert running.end(signal.SIGINT) == 130, running.output[-4000:]
+    assert "stopped; the same command goes on" in running.output
+    folders = {(point, seed): tmp_path / "s" / point / f"seed={seed}" for seed in (1, 2) for point in POINTS}
+    before = {key: folder / "summary.json" for key, folder in folders.items() if (folder / "summary.json").exists()}
+    read = {key: json.loads(file.read_text()) for key, file in before.items()}
+    done = {key for key, found in read.items() if found["outcome"] == "finished" or found["diverged"]}
+    assert done
+    assert len(done) < 4
+
+    with Running(tmp_path, *line) as running:
+        assert running.process.wait(timeout=2 * cli.SECONDS) == 0, running.output[-4000:]
+    assert f"{len(done)} done before, {4 - len(done)} to do" in running.output
+    for key in done:  # they were not touched
+        assert json.loads(before[key].read_text()) == read[key]
+    summaries = {key: json.loads((folder / "summary.json").read_text()) for key, folder in folders.items()}
+    assert all(summaries[POINTS[0], seed]["outcome"] == "finished" for seed in (1, 2))
+    assert all(summaries[POINTS[1], seed]["diverged"] for seed in (1, 2))
+    assert summaries[POINTS[0], 1]["loss_last"] != summaries[POINTS[0], 2]["loss_last"]
+
+    with (tmp_path / "s" / "results.csv").open() as file:
+        rows = {(row["point"], int(row["seed"])): row for row in csv.DictReader(file)}
+    assert rows.keys() == folders.keys()
+    for key, found in summaries.items():
+        assert rows[key]["diverged"] == str(found["diverged"])
+    one, summary = rows[POINTS[0], 1], summaries[POINTS[0], 1]
+    assert float(one["loss_last"]) == pytest.approx(summary["loss_last"])
+    assert float(one["validation_loss"]) == pytest.approx(summary["validation_loss"][""])
+    assert (int(one["tokens"]), int(one["iterations"])) == (4 * 4 * 32, 4)
+    assert int(one["state_bytes"]) > 0
+    assert int(one["peak_bytes"]) > 0
+    points = json.loads((tmp_path / "s" / "results.json").read_text())["points"]
+    assert [(point["finished"], point["diverged"], point["best"]) for point in points] == [(2, 0, True), (0, 2, False)]
+
+    monkeypatch.chdir(tmp_path)
+    assert main([*line, "--set", "weight_decay=0.3"]) == 2
+    assert "--weight-decay was not given, now 0.3" in capsys.readouterr().err
+    assert main(["report", "s", "--out", "page"]) == 0
+    assert "diverged: 2 of 2" in (tmp_path / "page" / "report.md").read_text()

@@ -1,0 +1,160 @@
+"""`megatron-muon report`: arms, the steps to a loss, the page and its pictures, from runs as a training leaves them."""
+
+import json
+import math
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.errors import UserError
+from megatron_muon.experiment.events import read_events
+from megatron_muon.experiment.records import read_record, state_bytes
+from megatron_muon.experiment.report import best_arms, compare, find_runs, reach, read_arms, shown_arms, step_parts
+from tests.unit.made_runs import falling, make_run
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """AdamW and Muon at two rates each with two seeds; at the higher rate one run of Muon diverged."""
+    root = tmp_path_factory.mktemp("runs")
+    for optimizer, rates in (("adam", {"1e-3": 0.02, "2e-3": 0.03}), ("muon", {"4e-3": 0.06, "8e-3": 0.05})):
+        for lr, speed in rates.items():
+            for seed in (1, 2):
+                loss = falling(speed + seed / 1000)
+                if (lr, seed) == ("8e-3", 2):
+                    loss = lambda step: 6.0 if step < 20 else math.nan  # noqa: E731
+                make_run(root / f"{optimizer}-{lr}" / f"seed={seed}", loss, optimizer=optimizer, lr=lr, seed=seed)
+    return root
+
+
+def test_arms_are_runs_that_differ_in_their_seed(runs):
+    arms, empty = read_arms(find_runs([runs]))
+    assert [arm.name for arm in arms] == [
+        "optimizer=adam,lr=1e-3", "optimizer=adam,lr=2e-3", "optimizer=muon,lr=4e-3", "optimizer=muon,lr=8e-3",
+    ]  # fmt: skip
+    assert [[run.seed for run in arm.runs] for arm in arms] == [[1, 2]] * 4
+    assert [arm.diverged for arm in arms] == [0, 0, 0, 1]
+    assert not empty
+    assert [arm.name for arm in best_arms(arms)] == ["optimizer=adam,lr=2e-3", "optimizer=muon,lr=4e-3"]
+    assert shown_arms(arms) == best_arms(arms)
+
+
+def test_the_rate_is_that_of_the_matrices(tmp_path):
+    make_run(tmp_path / "a", falling(0.1), lr="0.003")
+    arms, _ = read_arms([tmp_path / "a"])
+    assert arms[0].rate == 0.003
+
+
+def test_steps_to_a_loss(runs):
+    """The last validation of AdamW is at step 40; Muon comes to that loss between two of its own."""
+    arms, _ = read_arms(find_runs([runs]))
+    (one,) = compare(best_arms(arms))
+    means = {step: sum(falling(0.06 + seed / 1000)(step) + 0.1 for seed in (1, 2)) / 2 for step in (10, 20, 30)}
+    target = sum(falling(0.03 + seed / 1000)(40) + 0.1 for seed in (1, 2)) / 2
+    assert one.target == pytest.approx(target)
+    assert means[20] > target > means[30] or means[10] > target > means[20]
+    before = 20 if means[20] > target else 10
+    expected = before + 10 * (means[before] - target) / (means[before] - means[before + 10])
+    assert one.reached.steps == pytest.approx(expected, rel=1e-5)
+    assert one.steps_ratio == pytest.approx(expected / 40, rel=1e-5)
+    assert one.seconds_ratio == pytest.approx(one.steps_ratio, rel=1e-5)  # both take as long for a step
+    assert one.reached.by_seed.low < expected < one.reached.by_seed.high
+    assert one.reached.seeds == 2
+    assert reach(one.arm, 1.0) is None
+    assert reach(one.arm, 5.9).steps == 10  # reached at the first validation: no line to take it from
+
+
+def test_seconds_are_summed_over_starts(tmp_path):
+    """A run that was stopped for an hour has not trained in that hour; a step that was trained again counts once."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for began, steps, suffix in ((1000.0, (1, 2, 3, 4), ".a"), (5000.0, (3, 4, 5), ".b")):
+        with SummaryWriter(log_dir=str(tmp_path / "tensorboard"), filename_suffix=suffix) as writer:
+            for name, value in {"seq_length": 64, "optimizer": "muon"}.items():
+                writer.add_text(name, str(value), global_step=steps[0] - 1, walltime=began)
+            for at, step in enumerate(steps, start=1):
+                writer.add_scalar("lm loss", 5.0, step, walltime=began + at)
+                writer.add_scalar("lm loss vs samples", 5.0, step * 8, walltime=began + at)
+    record = read_record(tmp_path)
+    assert [(point.step, point.seconds) for point in record.train] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5)]
+    assert [point.tokens for point in record.train] == [step * 8 * 64 for step in (1, 2, 3, 4, 5)]
+    assert read_events(tmp_path / "tensorboard").train_seconds == record.train_seconds == 5
+
+
+def test_a_run_without_a_summary_has_what_its_events_say(tmp_path):
+    make_run(tmp_path / "task-1", falling(0.1), summary=False)
+    record = read_record(tmp_path / "task-1")
+    assert (record.outcome, record.iterations, record.diverged) == ("finished", 40, False)
+
+
+def test_state_of_all_ranks_from_the_last_start():
+    line = "optimizer state: {}: device {} MB, host 0.50 MB, disk 0.00 MB"
+    log = "\n".join([line.format("momentum int8, staged through 8 MB", "1.00"), line.format("all else", "2.00")])
+    log += "\n" + line.format("momentum int8", "1.25") + " on the fullest rank; on all 4 ranks device 1,004.00 MB, "
+    log += "host 2.00 MB, disk 1.00 MB\n"
+    assert state_bytes(log) == {"momentum int8": 1_007_000_000, "all else": 2_500_000}
+    assert state_bytes("nothing") == {}
+
+
+def test_parts_of_a_step(runs):
+    adam, _, muon, _ = read_arms(find_runs([runs]))[0]
+    assert step_parts(adam) == pytest.approx({"rest of the optimizer": 40.0, "rest of the step": 60.0})
+    assert step_parts(muon) == pytest.approx(
+        {
+            "momentum": 1.0, "gather": 4.0, "newton-schulz": 20.0, "scatter": 3.0, "apply": 2.0,
+            "rest of the optimizer": 10.0, "rest of the step": 60.0,
+        }
+    )  # fmt: skip
+
+
+def test_the_page(runs, tmp_path, capsys):
+    out = tmp_path / "report"
+    assert cli.main(["report", str(runs), "--out", str(out)]) == 0
+    assert "8 runs of 4 settings" in capsys.readouterr().out
+    text = (out / "report.md").read_text()
+    found = json.loads((out / "report.json").read_text())
+    (comparison,) = found["comparisons"]
+    assert f"in {comparison['steps_ratio']:.2f} of the steps" in text
+    assert f"{comparison['steps']:,.0f} instead of 40" in text
+    assert "| learning rate | 0.002 | 0.004 |" in text
+    assert "| optimizer state, all ranks, bytes | 6,500,000 | 6,500,000 |" in text
+    assert "diverged: 1 of 2" in text
+    assert "Versions: python 3.12.1" in text
+    assert "Commit: abc" in text
+    assert "straight line between this validation and the one before" in text
+    drawn = {path.name for path in out.glob("*.png")}
+    assert drawn == {
+        "loss-steps.png", "loss-tokens.png", "loss-seconds.png", "final-loss-by-rate.png", "step-time.png",
+        "memory.png",
+    }  # fmt: skip
+    for name in drawn:
+        assert f"]({name})" in text
+        picture = (out / name).read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))
+        assert 600 <= width <= 1600
+        assert 150 <= height <= 1000
+
+
+def test_a_single_run_has_a_page_of_its_own(tmp_path, capsys):
+    make_run(tmp_path / "one", falling(0.1), validation=False)
+    assert cli.main(["report", str(tmp_path / "one"), "--out", str(tmp_path / "page")]) == 0
+    text = (tmp_path / "page" / "report.md").read_text()
+    assert text.startswith("# Muon\n")
+    assert "Side by side" not in text
+    assert not (tmp_path / "page" / "final-loss-by-rate.png").exists()
+    assert (tmp_path / "page" / "loss-steps.png").exists()
+
+
+def test_not_reached_is_said(tmp_path):
+    make_run(tmp_path / "adam", falling(0.1), optimizer="adam")
+    make_run(tmp_path / "muon", falling(0.01))
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page")]) == 0
+    text = (tmp_path / "page" / "report.md").read_text()
+    assert "**Muon did not come to AdamW's final validation loss of" in text
+    assert "| not reached |" in text
+
+
+def test_no_runs_are_a_users_error(tmp_path):
+    with pytest.raises(UserError, match=r"no run at or below"):
+        find_runs([tmp_path])

@@ -1,0 +1,285 @@
+"""`megatron-muon sweep` without a training: what a grid means, which runs are to be done, and what the table says."""
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import run_folder, sweep
+from megatron_muon.experiment.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved
+from megatron_muon.experiment.run_folder import RunFolder
+from megatron_muon.experiment.sweep_grid import Point, parse_grids, tasks_of
+from megatron_muon.experiment.sweep_results import Spread, at_the_edge, by_point, row, write
+from tests.unit.made_runs import falling, make_run
+
+# The grid
+
+
+def names(*grids):
+    return [point.name for point in parse_grids([grid.split() for grid in grids])]
+
+
+def test_a_grid_is_a_product():
+    assert names("optimizer=adam,muon lr=1,2") == [
+        "optimizer=adam,lr=1", "optimizer=adam,lr=2", "optimizer=muon,lr=1", "optimizer=muon,lr=2",
+    ]  # fmt: skip
+    assert names("lr=1e-3,2e-3,muon_lr=1e-2") == ["lr=1e-3,muon_lr=1e-2", "lr=2e-3,muon_lr=1e-2"]
+    assert names("--muon-lr=1") == ["muon_lr=1"]
+
+
+def test_several_grids_are_alternatives():
+    assert names("optimizer=adam lr=1,2", "optimizer=muon lr=2 muon_momentum=0.9") == [
+        "optimizer=adam,lr=1", "optimizer=adam,lr=2", "optimizer=muon,lr=2,muon_momentum=0.9",
+    ]  # fmt: skip
+    assert names("lr=1,2", "lr=2,3") == ["lr=1", "lr=2", "lr=3"]
+
+
+def test_alternatives_that_were_meant_as_a_product_are_refused():
+    with pytest.raises(UserError, match=r"no key in common.*write one: --grid lr=1,2 optimizer=adam,muon"):
+        names("lr=1,2", "optimizer=adam,muon")
+
+
+def test_what_is_taken_away_is_not_in_the_name_unless_it_is_the_point():
+    assert names("optimizer=adam muon_momentum=null lr=1,2") == ["optimizer=adam,lr=1", "optimizer=adam,lr=2"]
+    assert names("clip_grad=null,1.0") == ["clip_grad=null", "clip_grad=1.0"]
+    assert parse_grids([["clip_grad=null"]])[0].name == "clip_grad=null"
+
+
+def test_a_value_with_a_comma_is_quoted():
+    (point,) = parse_grids([['"split=98,2,0"']])
+    assert point.settings == (("split", "98,2,0"),)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("lr", r"--grid lr: write KEY=VALUE,VALUE"),
+        ("1,2", r"write KEY=VALUE,VALUE"),
+        ("lr=", r"lr has an empty value"),
+        ("lr=1,,2", r"lr has an empty value"),
+        ("lr=1 lr=2", r"lr is given twice; write lr=1,\.\.\."),
+        ("lr=1,1", r"a value stands there twice"),
+        ("seed=1,2", r"--seeds N"),
+    ],
+)
+def test_what_is_no_grid_is_refused(words, says):
+    with pytest.raises(UserError, match=says):
+        names(words)
+
+
+def test_folders_can_be_read_and_are_never_shared():
+    first, second = parse_grids([["data_path=data/a,data/b"]])
+    assert (first.folder, second.folder) == ("data_path=data-a", "data_path=data-b")
+    with pytest.raises(UserError, match="would share the folder data_path=a-b"):
+        parse_grids([["data_path=a/b,a-b"]])
+    long = Point((("data_path", "0.5 data/a " * 50),)).folder
+    assert len(long) < 200
+    assert "/" not in long
+    assert " " not in long
+    assert Point((("x", "a b"),)).folder != Point((("x", "a_20b"),)).folder
+
+
+def test_all_points_get_the_first_seed_before_the_second():
+    tasks = tasks_of(parse_grids([["lr=1,2"]]), 2, Path("out"))
+    assert [(task.point.name, task.seed) for task in tasks] == [("lr=1", 1), ("lr=2", 1), ("lr=1", 2), ("lr=2", 2)]
+    assert tasks[3].folder == Path("out/lr=2/seed=2")
+
+
+def test_one_place_for_all_runs_is_refused(capsys):
+    line = ["sweep", "--config", "c.yaml", "--grid", "lr=1,2"]
+    assert cli.main([*line, "--set", "save=x"]) == 2
+    assert "every run of a sweep has its own folder below --out" in capsys.readouterr().err
+    assert cli.main([*line, "--set", "seed=4"]) == 2
+    assert "--seeds N" in capsys.readouterr().err
+
+
+# Which runs are to be done
+
+
+def resolved_of(folder, *, lr="0.01", more=(), env=None, save=False, **changes):
+    flags = (Flag("--optimizer", ("muon",), "tiny.yaml"), Flag("--lr", (lr,), FROM_SET), *more)
+    flags = (*flags, Flag("--tensorboard-dir", (str(folder / "tensorboard"),), FROM_FOLDER))
+    where = RunFolder(folder, folder / "tensorboard", folder / "checkpoints" if save else None)
+    given = {"filled_in": (), "env": env or {}, "notes": (), "device": "cpu", "ranks": 1, "gpus": 0, "settings": {}}
+    return Resolved(flags=flags, folder=where, files=(), can_wait=True, **{**given, **changes})
+
+
+def leave(folder, *, summary=None, lr="0.01", checkpoint=False):
+    """What a run of these settings leaves in its folder."""
+    flags = [(flag.name, flag.values) for flag in resolved_of(folder, lr=lr).flags]
+    (folder / "tensorboard").mkdir(parents=True)
+    (folder / "tensorboard" / "events.out.tfevents.1").touch()
+    (folder / "config.yaml").write_text(run_folder.config_text(flags, {}, heading=""))
+    (folder / "run.json").write_text(json.dumps({"config_hash": run_folder.config_hash(flags, {})}))
+    if summary is not None:
+        (folder / "summary.json").write_text(json.dumps({"iterations": 5, "diverged": False, **summary}))
+    if checkpoint:
+        (folder / "checkpoints").mkdir()
+        (folder / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("5\n")
+
+
+@pytest.mark.parametrize(
+    ("left", "save", "state"),
+    [
+        (None, False, sweep.FRESH),
+        ({"summary": {"outcome": "finished"}}, False, sweep.DONE),
+        ({"summary": {"outcome": "failed", "diverged": True}}, False, sweep.DONE),
+        ({"summary": {"outcome": "failed"}}, False, sweep.AGAIN),
+        ({"summary": {"outcome": "interrupted"}}, False, sweep.AGAIN),
+        ({"summary": {"outcome": "interrupted"}, "checkpoint": True}, True, sweep.RESUMED),
+        ({}, False, sweep.AGAIN),  # killed with its launcher
+        ({"checkpoint": True}, True, sweep.RESUMED),
+        ({"summary": {"outcome": "finished"}, "lr": "0.02"}, False, sweep.CHANGED),
+    ],
+)
+def test_the_state_of_a_run(tmp_path, left, save, state):
+    if left is not None:
+        leave(tmp_path / "run", **left)
+    assert sweep._state(resolved_of(tmp_path / "run", save=save))[0] == state
+
+
+def test_events_that_no_sweep_wrote_are_nobodys_to_delete(tmp_path):
+    make_run(tmp_path / "run", falling(0.1), summary=False)
+    assert sweep._state(resolved_of(tmp_path / "run"))[0] == sweep.CHANGED
+
+
+def plan_of(folder, **resolved):
+    task = tasks_of([Point((("lr", "0.01"),))], 1, folder.parent)[0]
+    settled = resolved_of(folder, **resolved)
+    return sweep.Plan(task, Request("tiny.yaml"), settled, *sweep._state(settled))
+
+
+def test_changed_settings_are_named(tmp_path):
+    leave(tmp_path / "run", summary={"outcome": "finished"}, lr="0.02")
+    plan = plan_of(tmp_path / "run", more=(Flag("--bf16", (), FROM_SET),))
+    with pytest.raises(UserError, match=r"--lr was 0.02, now 0.01; --bf16 was not given, now true.*--out.*--overwrite"):
+        sweep.refuse_changed([plan], overwrite=False)
+    sweep.refuse_changed([plan], overwrite=True)
+
+
+def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(
+        "MODEL_ARGS:\n  --optimizer: muon\n  --lr: 1\n  --muon-momentum: 0.9\n  --save: ${X}\n"
+    )
+    task = tasks_of([Point((("lr", "0.01"),))], 1, tmp_path)[0]
+    more = (Flag("--offset", ("-3",), FROM_SET), Flag("--data-path", ("a b", "c"), FROM_SET))
+    settled = resolved_of(tmp_path / "run", more=more)
+    plan = sweep.Plan(task, Request(str(tmp_path / "tiny.yaml")), settled, sweep.FRESH)
+    assert plan.flags == [
+        "--unset", "--muon-momentum", "--unset", "--save", "--lr", "0.01", "--offset=-3", "--data-path", "a b", "c",
+        "--tensorboard-dir", str(tmp_path / "run" / "tensorboard"),
+    ]  # fmt: skip
+
+
+def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
+    plan = plan_of(tmp_path / "run", device="cuda", ranks=4, gpus=8)
+    sweep.check_devices([plan], 2)
+    with pytest.raises(UserError, match=r"--jobs 3 with 4 processes each needs 12 GPUs and there are 8; .*--nproc 2"):
+        sweep.check_devices([plan], 3)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    from megatron_muon.experiment.train import Experiment
+
+    experiment = Experiment(plan.resolved)
+    assert sweep._share(experiment, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
+    assert sweep._share(experiment, 0, 2) == {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
+    assert sweep._share(experiment, 0, 1) == {}
+
+
+def test_cores_are_shared_where_nobody_has_chosen(tmp_path, monkeypatch):
+    from megatron_muon.experiment.train import Experiment
+
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(sweep.processes, "cores", lambda: 16)
+    plan = plan_of(tmp_path / "run", ranks=2)
+    assert sweep._share(Experiment(plan.resolved), 0, 2) == {"OMP_NUM_THREADS": "4"}
+    chosen = plan_of(tmp_path / "run", env={"OMP_NUM_THREADS": "1"})
+    assert sweep._share(Experiment(chosen.resolved), 0, 2) == {}
+
+
+def test_runs_that_may_share_an_index_of_their_data():
+    points = parse_grids([["optimizer=muon", "lr=1,2", "muon_lr=1", "seq_length=32,64"]])
+    tasks = tasks_of(points, 2, Path("out"))
+    assert [sweep._data_of(task) for task in tasks[:4]] == [
+        (1, (("seq_length", "32"),)), (1, (("seq_length", "64"),)), (1, (("seq_length", "32"),)),
+        (1, (("seq_length", "64"),)),
+    ]  # fmt: skip
+    assert sweep._data_of(tasks[4]) == (2, (("seq_length", "32"),))
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path):
+    with (
+        sweep.only_one(tmp_path),
+        pytest.raises(UserError, match=r"a sweep is under way in .*--out"),
+        sweep.only_one(tmp_path),
+    ):
+        pass
+    with sweep.only_one(tmp_path):
+        pass
+
+
+# The table
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Two optimizers, two rates each, two seeds; one run diverged and one never started."""
+    out = tmp_path_factory.mktemp("swept")
+    points = parse_grids([["optimizer=adam", "lr=1e-3,2e-3"], ["optimizer=muon", "lr=4e-3,8e-3"]])
+    tasks = tasks_of(points, 2, out)
+    speeds = {"optimizer=adam,lr=1e-3": 0.02, "optimizer=adam,lr=2e-3": 0.03, "optimizer=muon,lr=4e-3": 0.05}
+    for task in tasks:
+        kind = {"optimizer": task.point.value("optimizer"), "lr": task.point.value("lr"), "seed": task.seed}
+        if task.point.name in speeds:
+            make_run(task.folder, falling(speeds[task.point.name] + task.seed / 1000), **kind)
+        elif task.seed == 1:
+            make_run(task.folder, lambda step: 6.0 if step < 20 else math.nan, outcome="failed", **kind)
+    return out, points, tasks
+
+
+def test_rows_and_points(swept):
+    out, points, tasks = swept
+    rows = [row(task) for task in tasks]
+    write(out, points, rows, {"command": "megatron-muon sweep"})
+    with (out / "results.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    first = lines[0]
+    assert (first["point"], first["optimizer"], first["lr"], first["seed"]) == (points[0].name, "adam", "1e-3", "1")
+    loss = falling(0.021)(40)
+    assert float(first["validation_loss"]) == pytest.approx(loss + 0.1, rel=1e-6)
+    assert float(first["loss_last"]) == pytest.approx(sum(falling(0.021)(step) for step in range(31, 41)) / 10)
+    assert (first["tokens"], first["iterations"], first["state_bytes"]) == (str(40 * 8 * 64), "40", "6500000")
+    assert float(first["step_ms"]) == pytest.approx(100.0)
+    assert int(first["peak_bytes"]) == pytest.approx(90.5 * 2**20)
+    diverged, absent = (next(r for r in lines if r["lr"] == "8e-3" and r["seed"] == seed) for seed in "12")
+    assert (diverged["outcome"], diverged["diverged"], diverged["validation_loss"]) == ("failed", "True", "")
+    assert (absent["outcome"], absent["iterations"]) == ("not started", "")
+
+    found = json.loads((out / "results.json").read_text())
+    assert [point["point"] for point in found["points"] if point["best"]] == [points[1].name, points[2].name]
+    best = found["points"][1]["validation_loss"]
+    own = [float(r["validation_loss"]) for r in lines if r["point"] == points[1].name]
+    assert best["mean"] == pytest.approx(sum(own) / 2)
+    assert best["std"] == pytest.approx(abs(own[0] - own[1]) / math.sqrt(2))
+    assert found["points"][3]["diverged"] == 1
+    assert found["compared_by"] == "validation_loss"
+
+
+def test_the_best_rate_at_an_edge_is_told(swept):
+    _, points, tasks = swept
+    notes = at_the_edge(by_point(points, [row(task) for task in tasks]))
+    assert notes == [
+        "optimizer=adam,lr=2e-3: lr=2e-3 is the most that was tried; try larger ones too",
+        "optimizer=muon,lr=4e-3: lr=4e-3 is the least that was tried; try smaller ones too",
+    ]
+
+
+def test_a_spread_leaves_out_what_is_no_number():
+    assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
+    assert Spread.of([2.0]).shown(".1f") == "2.0"
+    assert Spread.of([None]) is None
