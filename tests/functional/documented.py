@@ -1,0 +1,89 @@
+"""The commands that README.md and docs/ show: finds them, and says how each is tried.
+
+A command is a line of an indented or fenced block that begins with a program; a backslash joins lines, and a loop of
+the shell is one command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.functional.cli import ROOT
+
+PROGRAM = re.compile(
+    r"(sudo )?([A-Z_]+=\S+ )*"
+    r"(megatron-muon|torchrun|tensorboard|pip|sbatch|srun|scancel|scontrol|python3?|source|export|mkdir|cd|git|for"
+    r"|(\./)?(scripts|examples|requirements)/\S+)(?= |$)"
+)
+_COMMENT = re.compile(r"\s{2,}#.*$")
+
+
+@dataclass(frozen=True)
+class Command:
+    """A documented command.
+
+    Attributes:
+        page: file, relative to the repository.
+        line: its first line's number.
+        text: as it would be typed, without the comment behind it.
+    """
+
+    page: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+
+def pages() -> list[str]:
+    """README.md and every page under docs/."""
+    return ["README.md", *sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))]
+
+
+def commands(page: str) -> list[Command]:
+    """The commands of a page, in their order."""
+    found = []
+    for block in _blocks((ROOT / page).read_text("utf-8")):
+        found += [Command(page, number, text) for number, text in _joined(block) if PROGRAM.match(text)]
+    return found
+
+
+def names_of_tests(file: Path) -> set[str]:
+    """The names of a file's tests."""
+    return set(re.findall(r"^def (test_\w+)", file.read_text("utf-8"), re.MULTILINE))
+
+
+def _blocks(text: str) -> Iterator[list[tuple[int, str]]]:
+    """Code blocks: numbered lines without their indentation."""
+    block: list[tuple[int, str]] = []
+    fenced, after_blank = False, True
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif fenced or (line.startswith("    ") and (after_blank or block)):
+            block.append((number, line if fenced else line[4:]))
+        elif line.strip() and block:
+            yield block
+            block = []
+        after_blank = not line.strip()
+    if block:
+        yield block
+
+
+def _joined(block: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Whole commands: continued lines and loops in one."""
+    lines = iter(block)
+    for number, line in lines:
+        text = line
+        while text.endswith("\\"):
+            text = text[:-1].rstrip() + " " + next(lines)[1].strip()
+        if text.startswith("for "):
+            while len(re.findall(r"; do\b", text)) > len(re.findall(r"\bdone\b", text)):
+                text += "\n" + next(lines)[1]
+        else:
+            text = _COMMENT.sub("", text)
+        yield number, text.strip()

@@ -1,0 +1,141 @@
+"""README.md and docs/: links lead somewhere, flags are complete, the numbers of docs/tuning.md are computed here."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
+
+from megatron_muon import cli
+from megatron_muon.mcore.arguments import add_muon_arguments, build_parser
+from megatron_muon.optim import newton_schulz
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+TUNING = (ROOT / "docs" / "tuning.md").read_text("utf-8")
+OTHERS = {
+    *("--nproc-per-node", "--standalone", "--shutdown-timeout"),  # torchrun
+    *(
+        "--exclusive",
+        "--export",
+        "--wrap",
+        "--signal",
+        "--no-requeue",
+        "--cpu-bind",
+        "--cpus-per-task",
+        "--qos",
+    ),  # SLURM
+    *("--shm-size", "--pid", "--repeats"),  # docker, py-spy, a test by hand
+}
+SHAPES = ((1024, 1024), (4096, 1024), (1024, 4096))
+
+
+def prose(page: Path) -> str:
+    """A page without its code."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "code", re.sub(r"^    .*$", "", text, flags=re.MULTILINE))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links(page: Path) -> Iterator[str]:
+    yield from re.findall(r"\]\(([^)\s]+)\)", prose(page))
+
+
+def broken(page: Path) -> list[str]:
+    """Links of a page to files or headings that are not there."""
+    found = []
+    for link in links(page):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        if "://" in link:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    assert broken(page) == []
+
+
+def test_a_broken_link_is_found(tmp_path):
+    (tmp_path / "page.md").write_text(
+        "# A heading\n[a](#a-heading) [b](#another) [c](gone.md) [d](page.md#a-heading)\n"
+    )
+    assert broken(tmp_path / "page.md") == ["#another", "gone.md"]
+
+
+def test_the_readme_links_every_page():
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(ROOT / "README.md")}
+    assert [page.name for page in (ROOT / "docs").glob("*.md") if page not in linked] == []
+
+
+def test_every_flag_of_ours_is_on_the_page():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--muon-fp32-matmul-prec", choices=["medium"])
+    add_muon_arguments(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings} - {"-h", "--help"}
+    page = (ROOT / "docs" / "flags.md").read_text("utf-8")
+    assert len(flags) > 20
+    assert {flag for flag in flags if not re.search(rf"`{flag}[` ]", page)} == set()
+
+
+def known_flags() -> set[str]:
+    """Flags of pretrain_gpt.py and of every subcommand of ours."""
+    known = set(build_parser()._option_string_actions) | {"--unset", "--help", "--version"}
+    for name in cli.COMMANDS:
+        waiting = [cli._build_parser([name])[0]]
+        while waiting:
+            for action in waiting.pop()._actions:
+                known |= set(action.option_strings)
+                waiting += list(action.choices.values()) if isinstance(action, argparse._SubParsersAction) else []
+    return known
+
+
+def test_flags_in_the_pages_exist():
+    """No page names a flag that Megatron, this package or a known program does not have."""
+    known = known_flags() | OTHERS
+    for page in PAGES:
+        mentioned = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9_-]*[a-z0-9](?![\w*-])", page.read_text("utf-8")))
+        assert mentioned - known == set(), page.name
+
+
+@pytest.mark.parametrize("mode", ["spectral", "unit_rms_norm", "shape_scaling"])
+def test_scale_factors_of_the_table(mode):
+    row = next(line for line in TUNING.splitlines() if line.startswith(f"| `{mode}` |"))
+    stated = [float(cell) for cell in row.split(" | ")[2:5]]
+    assert stated == [get_muon_scale_factor(*shape, mode=mode) for shape in SHAPES]
+
+
+def test_rms_of_the_updates():
+    """An orthogonal `(m, n)` matrix, m <= n, has the RMS 1 / sqrt(n)."""
+    sentence = " ".join(TUNING[TUNING.index("RMS of the update before the learning rate") :].split()).split(". ")[0]
+    groups = re.findall(r"((?:[\d.]+, ){2}[\d.]+) for `(\w+)`", sentence)
+    assert len(groups) == 3
+    for numbers, mode in groups:
+        expected = [get_muon_scale_factor(*shape, mode=mode) / max(shape) ** 0.5 for shape in SHAPES]
+        assert [float(number) for number in numbers.split(", ")] == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("quintic", 0.97, 1.04), ("simple", 0.68, 1.14), ("polar_express", 0.86, 1.13)]
+)
+def test_where_singular_values_end(kind, low, high):
+    """From a hundredth of the norm on; as docs/tuning.md and docs/concepts.md say."""
+    assert re.search(rf"`{kind}`[^|]*?{low} - {high}|`{kind}`[^|]*?to {low} - {high}", TUNING)
+    values = torch.logspace(-2, 0, 2000, dtype=torch.float64)
+    for a, b, c in newton_schulz.coefficients(kind, 5):
+        values = a * values + b * values**3 + c * values**5
+    assert low <= values.min() < low + 0.015
+    assert high - 0.015 < values.max() <= high
