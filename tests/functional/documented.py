@@ -40,8 +40,9 @@ class Command:
 
 
 def pages() -> list[str]:
-    """README.md and every page under docs/."""
-    return ["README.md", *sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))]
+    """README.md and every page under docs/, but for those that `megatron-muon report` has written."""
+    files = (file for file in (ROOT / "docs").rglob("*.md") if file.name != "report.md")
+    return ["README.md", *sorted(str(file.relative_to(ROOT)) for file in files)]
 
 
 def commands(page: str) -> list[Command]:

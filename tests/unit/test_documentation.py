@@ -16,7 +16,8 @@ from megatron_muon.mcore.arguments import add_muon_arguments, build_parser
 from megatron_muon.optim import newton_schulz
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "report.md")]
+"""Without the pages that `megatron-muon report` has written."""
 TUNING = (ROOT / "docs" / "tuning.md").read_text("utf-8")
 OTHERS = {
     *("--nproc-per-node", "--standalone", "--shutdown-timeout"),  # torchrun
