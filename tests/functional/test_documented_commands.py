@@ -65,6 +65,7 @@ ELSEWHERE = {
 """Commands, by their beginning, that another test runs, or the part of them that is theirs."""
 
 NOT_HERE = {
+    r"megatron-muon data prepare --input \$\(": "reads the packages of the environment, found by the shell",
     r"source \.venv/bin/activate": "tests run in the environment that it activates",
     r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
     r"export SLURM_CONF=": "belongs to the local SLURM cluster",
