@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import statistics
 import time
@@ -62,7 +63,7 @@ class DiskProbe:
 
     def __init__(self, directory: Path, group: dist.ProcessGroup) -> None:
         header = Header(
-            run="probe",
+            run=f"probe{os.getpid()}",
             iteration=0,
             rank=group.rank(),
             part="probe0",
@@ -75,6 +76,11 @@ class DiskProbe:
         self._front = header_bytes(header)
         size = self._front + _BLOCKS * _BLOCK
         self._file = MomentumFile(directory, Header(**{**vars(header), "size": size}))
+        try:
+            self._file.take_space()
+        except OSError:
+            self._file.close()
+            raise
         self._buffer = aligned(_BLOCK, device=torch.device("cpu"))
         self._group = group
         self.write_rates: list[float] = []

@@ -13,6 +13,8 @@ pytestmark = pytest.mark.timeout(150)
 def test_bench_step(tmp_path):
     command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
     setting = ["--num-layers", "1", "--repeat", "2", "--ns-dtype", "fp32", "--device", "cpu"]
+    (tmp_path / "momentum").mkdir()
+    setting += ["--offload", "cpu", "nvme", "--offload-dir", "momentum", "--momentum-dtype", "bf16"]
     run = cli.run([*command, *setting, "--json", "figures.json"], tmp_path, seconds=120).checked()
     assert "owner" in run.output
     assert "floor: Newton-Schulz" in run.output
@@ -22,7 +24,7 @@ def test_bench_step(tmp_path):
     assert floor["ns"] > 0
     assert floor["exchange"] > 0
     assert floor["total"] == pytest.approx(floor["ns"] + floor["exchange"])
-    assert set(figures["methods"]) == {"owner", "allgather", "allgather-tuned", "adam"}
+    assert set(figures["methods"]) == {"owner", "allgather", "allgather-tuned", "adam", "owner+cpu", "owner+nvme"}
     for values in figures["methods"].values():
         assert 0 < values["min_ms"] <= values["median_ms"]
         assert values["phases_ms"]
@@ -36,4 +38,13 @@ def test_bench_step(tmp_path):
     assert figures["methods"]["adam"]["exchange_bytes_per_rank"] == 0
     phases = figures["methods"]["owner"]["phases_ms"]
     assert {"momentum", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply"} <= set(phases)
+
+    assert list((tmp_path / "momentum").iterdir()) == []
+    of_rank = elements // 2 * 2  # half of every matrix, as bf16, in whole pages
+    assert figures["methods"]["owner+cpu"]["momentum_bytes"]["host"] == of_rank
+    assert figures["methods"]["owner+nvme"]["momentum_bytes"]["disk"] == of_rank
+    assert figures["methods"]["owner+nvme"]["momentum_bytes"]["device"] == 0
+    assert figures["ratios"]["owner+nvme_over_owner"] > 0
+    assert figures["disk"]["read_gb_per_s"] > 0
+    assert figures["disk"]["transfer_ms"] > 0
     assert {"machine", "versions", "commit", "command"} <= set(figures)
