@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.offload_flags import add_offload_arguments, check_offload, given_flag
 from megatron_muon.mcore.refusals import (
@@ -333,6 +334,8 @@ def check_settings(
         check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
     if check_data:
         _check_data(args)
+    if args.load and writes:
+        _check_load(args)
     if args.save and writes:
         _check_writable(Path(args.save), "--save")
     if args.save and args.save_interval is None:
@@ -533,6 +536,21 @@ def _check_split(prefix: str, split: str) -> None:
                 "(a text file is one document, and so is a line of JSONL), or choose another --split: 100,0,0 trains "
                 "on all of it"
             )
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    """Refuse a --load without a checkpoint, where megatron-core 0.19 would train from scratch after a line in the log.
+
+    A run that loads what it saves itself has none before its first start.
+    """
+    folder = Path(args.load)
+    tracked = (folder / TRACKER).exists()
+    if tracked or args.pretrained_checkpoint or (args.save and Path(args.save).resolve() == folder.resolve()):
+        return
+    raise UserError(
+        f"--load {args.load} holds no checkpoint: it has no {TRACKER}; give the --save directory of the run to go on "
+        "from, or leave --load out to start from scratch"
+    )
 
 
 def _is_number(text: str) -> bool:

@@ -217,6 +217,16 @@ def test_transformer_engine_needs_a_gpu(parser, monkeypatch):
         check(parser, "--transformer-impl", "transformer_engine", device="cpu")
 
 
+def test_a_folder_without_a_checkpoint_is_not_loaded(parser, tmp_path):
+    """Story: a fine-tuning with a mistyped folder trained from scratch, and its figures looked plausible."""
+    here = str(tmp_path)
+    with pytest.raises(UserError, match=r"--load .* holds no checkpoint: it has no latest_checkpointed_iteration\.txt"):
+        check(parser, "--load", here)
+    check(parser, "--load", here, "--save", here + "/", "--save-interval", "5")  # the first start of a run that resumes
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    check(parser, "--load", here)
+
+
 def check_data(parser, *argv: str) -> None:
     check_settings(parse(parser, ["--transformer-impl", "local", *argv]), device="cpu", environ={"WORLD_SIZE": "1"})
 
