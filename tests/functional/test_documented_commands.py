@@ -283,7 +283,8 @@ def reader(
     for name in ("local-nvme", "data"):
         (tmp_path / name).mkdir()
     for file in corpus.glob("tiny.*"):
-        shutil.copy(file, tmp_path / "data" / file.name.replace("tiny", "stdlib"))
+        for name in ("stdlib", "english"):  # what the quickstart and the study of convergence prepare
+            shutil.copy(file, tmp_path / "data" / file.name.replace("tiny", name))
     tasks = re.findall(r"^    (--lr .*)$", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
     (tmp_path / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
     monkeypatch.chdir(tmp_path)
