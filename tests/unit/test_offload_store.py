@@ -170,9 +170,9 @@ def test_nothing_is_lost_where_writes_fail(
 ) -> None:
     """For some steps or for ever: the record stays in memory, and goes to disk once that works again."""
     chance = random.Random(seed)
+    disk.writes.clear()  # of the example before
     bench = benches([8] * 8, staging_pages=staging_pages)
     bench.step(list(range(8)), wave=3, chance=chance)
-    disk.writes.clear()
     disk.writes.update({bench.offsets[index]: count for index, count in failing.items()})
     for _ in range(4):
         bench.step(list(range(8)), wave=3, chance=chance)

@@ -5,6 +5,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,15 @@ def test_what_does_not_end_in_time_is_killed(tmp_path):
     assert ended == Ended(137, signal.SIGTERM)
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """SIGINT as in a terminal: who runs the tests in the background of a script has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_a_second_signal_kills_at_once(tmp_path):
     sender = signal_when(tmp_path / "log", "ready", signal.SIGINT, signal.SIGINT)
     began = time.monotonic()
