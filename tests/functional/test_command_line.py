@@ -222,6 +222,7 @@ def test_optimizer_instances_train_like_one_rank(tmp_path, corpus, strategy):
     assert norms[1] == pytest.approx(norms[0], rel=2e-3)
 
 
+@pytest.mark.wide
 def test_experts_sharded_over_ranks(tmp_path, corpus):
     """Two ranks share each half of the experts: reduced over the wrong group, gradients would change their norm.
 
