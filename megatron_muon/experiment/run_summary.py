@@ -32,7 +32,6 @@ A number that is not finite is null: the file is strict JSON.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -105,15 +104,6 @@ def summary_of(
         **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
         "optimizer": settings.get("optimizer"),
     }
-
-
-def strict(value: Any) -> Any:
-    """`value` with null for numbers that are not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    return value
 
 
 def _figures(folder: RunFolder) -> dict[str, Any]:

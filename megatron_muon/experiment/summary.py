@@ -138,16 +138,17 @@ def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: Run
     )
 
 
+def strict(value: Any) -> Any:
+    """`value` with null for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return value
+
+
 def to_json(summary: RunSummary) -> str:
     """Returns the figures as strict JSON: a loss that is not a number becomes null."""
-
-    def strict(value: Any) -> Any:
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        if isinstance(value, dict):
-            return {key: strict(item) for key, item in value.items()}
-        return value
-
     figures = {key: strict(value) for key, value in dataclasses.asdict(summary).items()}
     return json.dumps(figures, indent=2, allow_nan=False) + "\n"
 

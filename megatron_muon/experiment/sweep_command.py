@@ -17,6 +17,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
 from megatron_muon.experiment.processes import sigterm_unwinds
 from megatron_muon.experiment.sweep_grid import Point, Task, parse_grids, tasks_of
+from megatron_muon.experiment.train_command import assignment, positive
 
 if TYPE_CHECKING:
     from megatron_muon.experiment.sweep import Plan
@@ -65,9 +66,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--config", type=Path, metavar="FILE", required=True, help="experiment file")
     what.add_argument("--grid", action="append", nargs="+", metavar="KEY=VALUE,...", required=True,
         help="settings to combine; repeat it for alternatives")  # fmt: skip
-    what.add_argument(
-        "--seeds", type=_positive, default=1, metavar="N", help="run each point with the seeds 1 to N (1)"
-    )
+    what.add_argument("--seeds", type=positive, default=1, metavar="N", help="run each point with the seeds 1 to N (1)")
     what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
         help="a setting of all runs, as of train (repeatable)")  # fmt: skip
     what.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of all runs for pretrain_gpt.py, after --")
@@ -75,8 +74,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
     where.add_argument("--overwrite", action="store_true",
         help="delete runs that were trained with other settings, and train them anew")  # fmt: skip
-    where.add_argument("--nproc", type=_positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
-    where.add_argument("--jobs", type=_positive, default=1, metavar="N",
+    where.add_argument("--nproc", type=positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
+    where.add_argument("--jobs", type=positive, default=1, metavar="N",
         help="runs at once on this machine, which share its cores and GPUs evenly (1)")  # fmt: skip
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -84,7 +83,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--list-flags", action="store_true",
         help="print a line of flags for each run, as array tasks of scripts/slurm take them, and end")  # fmt: skip
-    how.add_argument("--grace", type=_positive, default=600, metavar="SECONDS",
+    how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
         help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
 
 
@@ -93,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.experiment import sweep
 
     points = parse_grids(args.grid)
-    sets = [_assignment(text) for text in args.sets]
+    sets = [assignment(text) for text in args.sets]
     _check_places([*sets, *(setting for point in points for setting in point.settings)])
     out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
     tasks = tasks_of(points, args.seeds, out)
@@ -200,17 +199,3 @@ def _check_places(settings: Sequence[tuple[str, str]]) -> None:
             )
         if plain == "seed":
             raise UserError(f"--set {key}={value}: seeds come from --seeds N, which takes 1 to N")
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    key, equals, value = text.partition("=")
-    if not equals or not key.strip("-"):
-        raise UserError(f"--set {text}: write KEY=VALUE, such as --set lr=0.001")
-    return key, value
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number

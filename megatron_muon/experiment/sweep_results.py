@@ -18,7 +18,7 @@ from typing import Any
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
 from megatron_muon.experiment.records import read_record
-from megatron_muon.experiment.run_summary import strict
+from megatron_muon.experiment.summary import strict
 from megatron_muon.experiment.sweep_grid import Point, Task
 
 CSV, JSON = "results.csv", "results.json"

@@ -33,7 +33,8 @@ from megatron_muon.experiment.processes import (
 from megatron_muon.experiment.provenance import checkout, machine, package_versions
 from megatron_muon.experiment.resolve import Flag, Request, Resolved, resolve
 from megatron_muon.experiment.run_folder import RunFolder
-from megatron_muon.experiment.run_summary import strict, summary_of
+from megatron_muon.experiment.run_summary import summary_of
+from megatron_muon.experiment.summary import strict
 from megatron_muon.mcore.launch import EXIT_TEMPFAIL, STATUS_FILE
 
 GRACE_SECONDS = 600

@@ -55,9 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "(repeatable)")  # fmt: skip
     what.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for pretrain_gpt.py, after --")
     where = parser.add_argument_group("where")
-    where.add_argument("--nproc", type=_positive, metavar="N",
+    where.add_argument("--nproc", type=positive, metavar="N",
         help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
-    where.add_argument("--nnodes", type=_positive, default=1, metavar="N", help="machines (1)")
+    where.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines (1)")
     where.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0")
     where.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: one of them, a free port")
     where.add_argument("--rdzv-id", default="none", metavar="ID", help="the run's name among others at that place")
@@ -74,7 +74,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--quiet", action="store_true", help="do not show the settings; run.json and config.yaml have them"
     )
-    how.add_argument("--grace", type=_positive, default=600, metavar="SECONDS",
+    how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
         help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, Nodes | None]:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     request = Request(
         config=str(config),
-        sets=tuple(_assignment(text) for text in args.sets),
+        sets=tuple(assignment(text) for text in args.sets),
         flags=tuple(args.flags),
         ranks=args.nproc,
         nodes=args.nnodes,
@@ -178,14 +178,20 @@ def _in_words(summary: Mapping[str, Any]) -> str:
     return words + (f"; DIVERGED: {summary['diverged_why']}" if summary["diverged"] else "")
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def assignment(text: str) -> tuple[str, str]:
+    """Key and value of a `--set`.
+
+    Raises:
+        UserError: it is not of that form.
+    """
     key, equals, value = text.partition("=")
     if not equals or not key.strip("-"):
         raise UserError(f"--set {text}: write KEY=VALUE, such as --set lr=0.001")
     return key, value
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
