@@ -11,15 +11,13 @@ import difflib
 import importlib.util
 import itertools
 import os
-import struct
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.offload_flags import add_offload_arguments, check_offload, given_flag
+from megatron_muon.mcore.path_checks import check_load, check_writable, require_data
 from megatron_muon.mcore.refusals import (
     check_adaptive,
     check_async_save,
@@ -51,9 +49,6 @@ BUFFER_MB = 256.0
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval."""
-
-_INDEX_HEADER = struct.Struct("<9sQBQ")
-"""How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -333,11 +328,11 @@ def check_settings(
     if args.async_save:
         check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
     if check_data:
-        _check_data(args)
+        require_data(args)
     if args.load and writes:
-        _check_load(args)
+        check_load(args)
     if args.save and writes:
-        _check_writable(Path(args.save), "--save")
+        check_writable(Path(args.save), "--save")
     if args.save and args.save_interval is None:
         raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
 
@@ -487,86 +482,3 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
             f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} does not work with "
             "--use-megatron-fsdp: Megatron-FSDP of megatron-core 0.19 builds its device mesh from all ranks; use 1"
         )
-
-
-def _check_data(args: argparse.Namespace) -> None:
-    given = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
-    files = (args.data_args_path, args.per_split_data_args_path)
-    if args.mock_data or args.skip_train:
-        return
-    if not any(given) and not any(files):
-        raise UserError(
-            "no training data: give --data-path PREFIX (made by megatron-muon data prepare), "
-            "or --mock-data for random tokens"
-        )
-    for prefix in (token for paths in given if paths for token in paths):
-        if _is_number(prefix):
-            continue  # the weight of the prefix that follows
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).exists():
-                raise UserError(
-                    f"{prefix}{suffix} does not exist; --data-path takes the prefix of a .bin and an .idx file; type "
-                    f"megatron-muon data prepare --input TEXT --output {prefix}"
-                )
-    for prefix in args.data_path or ():
-        if not _is_number(prefix):
-            _check_split(prefix, args.split or "969, 30, 1")
-
-
-def _check_split(prefix: str, split: str) -> None:
-    """Refuse a set without documents: megatron-core 0.19 would count its epochs for ever."""
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-
-    with Path(prefix + ".idx").open("rb") as index:
-        header = index.read(_INDEX_HEADER.size)
-    if len(header) < _INDEX_HEADER.size or not header.startswith(b"MMIDIDX"):
-        raise UserError(
-            f"{prefix}.idx is no index of Megatron's data; type: "
-            f"megatron-muon data prepare --input TEXT --output {prefix}"
-        )
-    documents = _INDEX_HEADER.unpack(header)[-1]
-    bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
-    for name, part in zip(("training", "validation", "test"), bounds, strict=True):
-        if part is not None and round(part[0] * documents) == round(part[1] * documents):
-            raise UserError(
-                f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,} in all; prepare more "
-                "(a text file is one document, and so is a line of JSONL), or choose another --split: 100,0,0 trains "
-                "on all of it"
-            )
-
-
-def _check_load(args: argparse.Namespace) -> None:
-    """Refuse a --load without a checkpoint, where megatron-core 0.19 would train from scratch after a line in the log.
-
-    A run that loads what it saves itself has none before its first start.
-    """
-    folder = Path(args.load)
-    tracked = (folder / TRACKER).exists()
-    if tracked or args.pretrained_checkpoint or (args.save and Path(args.save).resolve() == folder.resolve()):
-        return
-    raise UserError(
-        f"--load {args.load} holds no checkpoint: it has no {TRACKER}; give the --save directory of the run to go on "
-        "from, or leave --load out to start from scratch"
-    )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
-def _check_writable(directory: Path, flag: str) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"{flag} {directory}: cannot write there ({error.strerror}); choose a directory that this user may write"
-        ) from error

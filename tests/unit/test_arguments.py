@@ -5,7 +5,7 @@ import os
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import arguments
+from megatron_muon.mcore import arguments, path_checks
 from megatron_muon.mcore.arguments import check_settings, missing_defaults, parse
 
 
@@ -233,7 +233,7 @@ def check_data(parser, *argv: str) -> None:
 
 def write_index(prefix, documents: int) -> str:
     prefix.with_suffix(".bin").write_bytes(b"")
-    header = arguments._INDEX_HEADER.pack(b"MMIDIDX\0\0", 1, 8, documents)
+    header = path_checks._INDEX_HEADER.pack(b"MMIDIDX\0\0", 1, 8, documents)
     prefix.with_suffix(".idx").write_bytes(header)
     return str(prefix)
 
