@@ -7,7 +7,6 @@ Several may be under way at once, each in a thread, and a signal ends them all a
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
 import signal
@@ -19,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from megatron_muon import locks
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import processes, run_folder
 from megatron_muon.experiment.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
@@ -142,20 +142,13 @@ def check_devices(plans: Sequence[Plan], jobs: int) -> None:
         )
 
 
-@contextlib.contextmanager
-def only_one(out: Path) -> Iterator[None]:
+def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     """Keeps a second sweep away from the folder.
 
     Raises:
         UserError: another one is at work there.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    with (out / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"a sweep is under way in {out}; wait for its end, or give another --out DIR") from None
-        yield
+    return locks.held(out / _LOCK, f"a sweep is under way in {out}", remedy="give another --out DIR")
 
 
 @dataclass

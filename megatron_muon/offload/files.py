@@ -14,11 +14,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import functools
 import json
 import mmap
 import os
-import socket
 import struct
 import tempfile
 import time
@@ -30,6 +28,7 @@ from typing import Any
 import torch
 
 from megatron_muon.errors import UserError
+from megatron_muon.locks import close, is_still, open_own, sign, signature, try_lock
 
 PREFIX = "muon-momentum-"
 LOCK = "muon-momentum.lock"
@@ -136,7 +135,7 @@ class MomentumFile:
         self.header = header
         self.direct = False
         self._data = -1
-        self._file = _open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._file = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
     def take_space(self) -> None:
         """Lock the file, take its space and write its header.
@@ -189,48 +188,18 @@ class MomentumFile:
         for descriptor in (self._file, self._data):
             if descriptor >= 0:
                 with contextlib.suppress(OSError):
-                    _close(descriptor)
+                    close(descriptor)
         self._file = self._data = -1
 
 
 def _open_for_data(path: Path) -> tuple[bool, int]:
     """A descriptor for the records, past the page cache if the file system can."""
     try:
-        return True, _open(path, os.O_RDWR | os.O_DIRECT)
+        return True, open_own(path, os.O_RDWR | os.O_DIRECT)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    return False, _open(path, os.O_RDWR)
-
-
-_descriptors: set[int] = set()
-
-
-def _open(path: Path, flags: int, mode: int = 0o777) -> int:
-    """A descriptor that children do not inherit: a lock would live as long as the last of them.
-
-    A rank that is killed leaves its data loader's workers for some seconds, and they are forks.
-    """
-    if not _descriptors:
-        _forget_in_children()
-    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
-    _descriptors.add(descriptor)
-    return descriptor
-
-
-def _close(descriptor: int) -> None:
-    _descriptors.discard(descriptor)
-    os.close(descriptor)
-
-
-@functools.cache
-def _forget_in_children() -> None:
-    def forget() -> None:
-        while _descriptors:
-            with contextlib.suppress(OSError):
-                os.close(_descriptors.pop())
-
-    os.register_at_fork(after_in_child=forget)
+    return False, open_own(path, os.O_RDWR)
 
 
 class RunDirectory:
@@ -254,7 +223,7 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / LOCK).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            _close(self._lock)
+            close(self._lock)
         self._lock = -1
 
     def _claim(self) -> int:
@@ -267,11 +236,11 @@ class RunDirectory:
         give_up = time.monotonic() + _SECONDS_TO_CLAIM
         while True:
             try:
-                lock = _open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+                lock = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
                 try:
                     holder = self._hold(lock)
                 except BaseException:
-                    _close(lock)
+                    close(lock)
                     raise
             except OSError as error:
                 raise UserError(
@@ -280,7 +249,7 @@ class RunDirectory:
                 ) from error
             if holder is not None and holder.get("run") == self.run:
                 return lock
-            _close(lock)
+            close(lock)
             if holder is not None and time.monotonic() > give_up:
                 raise UserError(
                     f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "
@@ -291,8 +260,8 @@ class RunDirectory:
 
     def _hold(self, lock: int) -> dict[str, Any] | None:
         """Lock the lock's file for sharing; who holds it, None where it has just been taken away."""
-        alone = _try_lock(lock)
-        if alone and _is_still(lock, self.path / LOCK) and _holder(lock).get("run") != self.run:
+        alone = try_lock(lock)
+        if alone and is_still(lock, self.path / LOCK) and signature(lock).get("run") != self.run:
             left = [path.name for path in momentum_files(self.path) if f"-{self.run}-" not in path.name]
             if left:
                 (self.path / LOCK).unlink()  # this run's other ranks, which wait for it, look for themselves
@@ -302,10 +271,9 @@ class RunDirectory:
                     f"never read again: type megatron-muon doctor --offload-dir {self.path} --remove, or choose "
                     "another directory"
                 )
-            os.truncate(lock, 0)
-            os.pwrite(lock, json.dumps({"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}).encode(), 0)
+            sign(lock, run=self.run)
         fcntl.flock(lock, fcntl.LOCK_SH)
-        return _holder(lock) if _is_still(lock, self.path / LOCK) else None
+        return signature(lock) if is_still(lock, self.path / LOCK) else None
 
 
 def momentum_files(directory: Path) -> list[Path]:
@@ -325,7 +293,7 @@ def in_use(path: Path) -> bool:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return not _try_lock(descriptor)
+        return not try_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -338,7 +306,7 @@ def delete_unused(path: Path) -> bool:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        if not _try_lock(descriptor) or not _is_still(descriptor, path):
+        if not try_lock(descriptor) or not is_still(descriptor, path):
             return False
         path.unlink()
         return True
@@ -357,7 +325,7 @@ def holder(directory: Path) -> tuple[dict[str, Any], bool]:
     except FileNotFoundError:
         return {}, False
     try:
-        return _holder(lock), not _try_lock(lock)
+        return signature(lock), not try_lock(lock)
     finally:
         os.close(lock)
 
@@ -393,28 +361,3 @@ def require_writable(directory: Path) -> None:
             f"--muon-offload-dir {directory}: cannot write there ({error.strerror}); choose a directory that this "
             "user may write"
         ) from error
-
-
-def _try_lock(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _is_still(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one that `path` names."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _holder(lock: int) -> dict[str, Any]:
-    """Who wrote their name into the lock's file."""
-    try:
-        found = json.loads(os.pread(lock, 4096, 0) or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,0 +1,171 @@
+"""Locks on folders: a locked file in the folder says that a living process uses it, and who.
+
+A lock (flock) ends with the process that took it, however that ended, so a file that a killed process left behind is
+taken over. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+
+SECONDS_TO_LOOK = 0.3
+"""For so long a lock is tried again: whoever only looks has it for an instant, whoever took it has yet to sign it."""
+
+_descriptors: set[int] = set()
+
+
+@contextlib.contextmanager
+def held(file: Path, taken: str, *, remedy: str, wait_s: float = 0.0) -> Iterator[int | None]:
+    """Holds the lock `file`, which is deleted afterwards.
+
+    Args:
+        file: of the lock, in the folder that it is for; the folder is made.
+        taken: what it means that another process holds it, such as "a run is under way in runs/a".
+        remedy: what to do then.
+        wait_s: how long a holder on another machine is waited for, which may be dead.
+
+    Yields:
+        A descriptor that keeps the lock in a process that inherits it; None where the file system has no locks.
+
+    Raises:
+        UserError: another process holds it, or the folder cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = _take(file, taken, remedy, wait_s)
+    except OSError as error:
+        raise UserError(
+            f"{file.parent}: cannot write there ({error.strerror}); choose a folder that this user may write"
+        ) from error
+    try:
+        yield lock
+    finally:
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                file.unlink()
+            close(lock)
+
+
+def refuse_if_held(file: Path, taken: str, *, remedy: str) -> None:
+    """Looks at a lock that `held` would take.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    with contextlib.suppress(OSError):
+        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if not try_lock(lock):
+                raise UserError(_refusal(lock, taken, remedy))
+        finally:
+            os.close(lock)
+
+
+def _take(file: Path, taken: str, remedy: str, wait_s: float) -> int | None:
+    began = time.monotonic()
+    told = False
+    while True:
+        lock = open_own(file, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            free = try_lock(lock)
+        except OSError as error:
+            close(lock)
+            _note(f"{file.parent}: its file system has no locks ({error.strerror}); keep other runs away from it")
+            return None
+        if free and is_still(lock, file):
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+                sign(lock, since=datetime.now(UTC).isoformat(timespec="seconds"))
+            return lock
+        waited = time.monotonic() - began
+        far = signature(lock).get("host", socket.gethostname()) != socket.gethostname()
+        refusal = None if free else _refusal(lock, taken, remedy)
+        close(lock)
+        if refusal is not None and waited > (max(wait_s, SECONDS_TO_LOOK) if far else SECONDS_TO_LOOK):
+            raise UserError(refusal)
+        if far and waited > SECONDS_TO_LOOK and not told:
+            told = True
+            _note(f"{refusal}; trying for {wait_s:.0f} s, should that machine be dead")
+        time.sleep(0.02)
+
+
+def _refusal(lock: int, taken: str, remedy: str) -> str:
+    found = signature(lock)
+    who = f"process {found.get('pid', '?')} on {found.get('host', '?')}, since {found.get('since', '?')}"
+    return f"{taken} ({who}); wait for its end, or {remedy}"
+
+
+def _note(text: str) -> None:
+    print(f"megatron-muon: note: {text}", file=sys.stderr, flush=True)
+
+
+def sign(lock: int, **more: str) -> None:
+    """Writes into a lock's file who holds it."""
+    os.truncate(lock, 0)
+    os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode(), 0)
+
+
+def signature(lock: int) -> dict[str, Any]:
+    """Who wrote their name into the lock's file."""
+    try:
+        found = json.loads(os.pread(lock, 4096, 0) or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def try_lock(descriptor: int) -> bool:
+    """Locks an open file, if no other process has."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def is_still(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one that `path` names."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def open_own(path: Path, flags: int, mode: int = 0o777) -> int:
+    """A descriptor that children do not inherit: a lock would live as long as the last of them.
+
+    A rank that is killed leaves its data loader's workers for some seconds, and they are forks.
+    """
+    if not _descriptors:
+        _forget_in_children()
+    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+    _descriptors.add(descriptor)
+    return descriptor
+
+
+def close(descriptor: int) -> None:
+    """Closes what `open_own` opened."""
+    _descriptors.discard(descriptor)
+    os.close(descriptor)
+
+
+@functools.cache
+def _forget_in_children() -> None:
+    def forget() -> None:
+        while _descriptors:
+            with contextlib.suppress(OSError):
+                os.close(_descriptors.pop())
+
+    os.register_at_fork(after_in_child=forget)

@@ -1,0 +1,163 @@
+"""Locks on folders: who is refused, what a dead holder leaves, and which processes keep a lock."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import locks
+from megatron_muon.errors import UserError
+
+HOLD = (
+    "import sys; from pathlib import Path; from megatron_muon import locks\n"
+    "with locks.held(Path(sys.argv[1]), 'it is taken', remedy='choose another'):\n"
+    "    print('held', flush=True); sys.stdin.readline()"
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "folder" / ".lock"
+
+
+def held(file: Path, wait_s: float = 0.0):
+    return locks.held(file, "it is taken", remedy="choose another", wait_s=wait_s)
+
+
+def holder(file: Path) -> subprocess.Popen[str]:
+    """A process that has tried to take the lock, and waits for a line."""
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(file)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_a_living_holder_is_named_and_a_killed_one_is_no_obstacle(file):
+    with holder(file) as other:
+        assert other.stdout.readline() == "held\n"
+        who = re.escape(f"it is taken (process {other.pid} on {socket.gethostname()}, since 20")
+        with pytest.raises(UserError, match=rf"{who}.*\); wait for its end, or choose another$"), held(file):
+            pass
+        with pytest.raises(UserError, match=who):
+            locks.refuse_if_held(file, "it is taken", remedy="choose another")
+        other.kill()
+    assert file.exists()
+    locks.refuse_if_held(file, "it is taken", remedy="choose another")
+    with held(file):
+        assert json.loads(file.read_text())["pid"] == os.getpid()
+    assert not file.exists()
+
+
+def test_of_three_that_start_at_once_one_is_the_holder(file):
+    others = [holder(file) for _ in range(3)]
+    refused = 0
+    while refused < 2:
+        refused = sum(other.poll() is not None for other in others)
+        time.sleep(0.02)
+    (winner,) = (other for other in others if other.poll() is None)
+    for other in others:
+        out, err = other.communicate("\n", timeout=20)
+        if other is winner:
+            assert (other.returncode, out) == (0, "held\n")
+        else:
+            assert out == ""
+            assert f"it is taken (process {winner.pid} on " in err
+
+
+def test_a_fork_does_not_keep_a_lock(file):
+    """A killed rank leaves its data loader's workers for some seconds, and they are forks."""
+    with held(file):
+        fork = os.fork()
+        if fork == 0:
+            time.sleep(60)
+            os._exit(0)
+        lock_file = os.open(file, os.O_RDWR)
+    try:
+        deadline = time.monotonic() + 10
+        while not locks.try_lock(lock_file) and time.monotonic() < deadline:
+            time.sleep(0.02)  # the fork is on its way to close its copy
+        assert locks.try_lock(lock_file)
+    finally:
+        os.close(lock_file)
+        os.kill(fork, 9)
+        os.waitpid(fork, 0)
+
+
+def test_a_child_that_inherits_the_descriptor_goes_on_holding(file):
+    code = (
+        "import os, subprocess, sys; from pathlib import Path; from megatron_muon import locks\n"
+        "with locks.held(Path(sys.argv[1]), 'it is taken', remedy='x') as lock:\n"
+        "    child = subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=[lock])\n"
+        "    print('held', flush=True); os.kill(os.getpid(), 9)"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout.readline() == "held\n"
+        parent.wait()
+        with pytest.raises(UserError, match=rf"process {parent.pid} on "), held(file):
+            pass
+        parent.stdin.write("\n")
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            locks.refuse_if_held(file, "", remedy="")
+            break
+        except UserError:
+            time.sleep(0.02)
+    with held(file):
+        pass
+
+
+def test_a_holder_on_another_machine_may_be_dead_and_is_waited_for(file, capsys):
+    """A file server needs a while to see that; a job that SLURM puts on another node comes back before."""
+    release = threading.Event()
+
+    def hold() -> None:
+        with held(file):
+            file.write_text(json.dumps({"host": "node7", "pid": 12, "since": "then"}))
+            release.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    while not (file.exists() and "node7" in file.read_text()):
+        time.sleep(0.02)
+    with pytest.raises(UserError, match=r"process 12 on node7, since then"), held(file):
+        pass
+    timer = threading.Timer(2 * locks.SECONDS_TO_LOOK, release.set)
+    timer.start()
+    with held(file, wait_s=20.0):
+        assert "process 12 on node7, since then); wait for its end, or choose another; trying for 20 s" in (
+            capsys.readouterr().err
+        )
+    thread.join()
+
+
+def test_a_file_system_without_locks_is_told_and_used(file, capsys, monkeypatch):
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with held(file) as lock:
+        assert lock is None
+    note = f"note: {file.parent}: its file system has no locks (No locks available); keep other runs away from it\n"
+    assert note in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_the_users_to_change(tmp_path):
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(UserError, match=r"file: cannot write there \(.*\); choose a folder"),
+        held(tmp_path / "file" / ".lock"),
+    ):
+        pass
