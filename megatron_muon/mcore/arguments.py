@@ -206,6 +206,8 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an unknown flag, with the nearest known one, or a value that a flag does not take.
     """
+    if {"--help", "-h"} & set(argv):  # argparse would print it and exit, here in the middle of another command
+        raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
     args, unknown = parser.parse_known_args(list(argv))
     flags = [token.split("=")[0] for token in unknown if token.startswith("--")]
     if flags:

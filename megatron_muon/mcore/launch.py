@@ -18,7 +18,8 @@ from pathlib import Path
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import config_file
-from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser
+from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser, build_parser
+from megatron_muon.mcore.one_process import settle_one_process
 from megatron_muon.mcore.version import check_versions
 from megatron_muon.quiet import quiet_imports
 
@@ -83,7 +84,7 @@ def prepare(
     notes: list[str] = []
 
     flags = {token.split("=")[0] for token in rest}
-    if given.config is None and not flags & {*MODEL_FLAGS, "--help", "-h"}:
+    if given.config is None and not flags & {*MODEL_FLAGS}:
         given.config = str(_relative(root / QUICKSTART))
         notes.append(f"no model flags and no --config: taking {given.config}")
     config = None
@@ -180,10 +181,15 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
 
 
 def _main(argv: Sequence[str] | None, *, root: Path) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        launch = prepare(sys.argv[1:] if argv is None else argv, root=root)
+        if {"--help", "-h"} & set(argv):
+            _help()
+            return 0
+        launch = prepare(argv, root=root)
+        alone = settle_one_process(os.environ)
         if int(os.environ.get("RANK", "0")) == 0:
-            for note in launch.notes:
+            for note in (*launch.notes, *([alone] if alone else [])):
                 print(f"megatron-muon: {note}", flush=True)
         _train()
     except UserError as error:
@@ -197,6 +203,20 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
             return EXIT_TEMPFAIL
         raise
     return 0
+
+
+def _help() -> None:
+    """Print all flags, on the first rank."""
+    check_versions()
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    with quiet_imports():
+        parser = build_parser()
+    try:
+        parser.print_help()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _ended_by_signal() -> bool:

@@ -5,6 +5,8 @@ Each run costs 10 to 20 seconds of imports, so each shows several things at once
 
 import json
 import math
+import os
+import sys
 
 import pytest
 
@@ -175,6 +177,16 @@ def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert (figures["world_size"], figures["matrices"]) == (2, 12)
     assert figures["exchange_bytes"]["max_per_rank"] > 0
+
+
+def test_one_process_needs_no_torchrun(tmp_path, corpus):
+    """It ended in `environment variable MASTER_ADDR expected`, after 890 lines."""
+    torchruns = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    assert not torchruns & os.environ.keys()
+    command = [sys.executable, "-m", "megatron_muon.pretrain_gpt", *SHARDED, *cli.TINY, *corpus, *SIX_STEPS]
+    run = cli.run(command, tmp_path).checked()
+    assert_learns(run, 6)
+    assert notes(run, "one process; for more: torchrun --nproc-per-node N")
 
 
 def test_muon_without_fsdp_is_upstreams(tmp_path, corpus):

@@ -119,6 +119,7 @@ def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf1
         (["--num-layers", "2", "muon"], "unexpected argument 'muon': flags begin with --"),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
         (["--muon-exchange", "pigeon"], "argument --muon-exchange: invalid choice: 'pigeon'"),
+        (["--num-layers", "2", "--help"], "type: python -m megatron_muon.pretrain_gpt --help"),
         (["--num-lay", "2"], "unknown flag --num-lay; did you mean --num-layers?"),  # no abbreviations
     ],
 )
