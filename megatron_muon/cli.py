@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Protocol, cast
 
+from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.version import __version__
 
@@ -28,7 +29,7 @@ EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepar
 class CommandModule(Protocol):
     """What a subcommand's module offers."""
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
+    def configure(self, parser: CommandParser) -> None:
         """Adds arguments, description and examples; imports nothing heavy."""
 
     def run(self, args: argparse.Namespace) -> int:
@@ -141,9 +142,9 @@ class _ShowVersions(argparse.Action):
         parser.exit(EXIT_OK)
 
 
-def _build_parser(arguments: list[str]) -> tuple[argparse.ArgumentParser, dict[str, CommandModule]]:
+def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, CommandModule]]:
     """Returns the parser, and the module of the subcommand that `arguments` names, if any."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="megatron-muon",
         usage="megatron-muon [-h] [--version] COMMAND ...",
         description="Muon for Megatron-LM under Megatron-FSDP: tools around training.",

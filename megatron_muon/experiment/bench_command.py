@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import UserError
 from megatron_muon.experiment.bench_launch import StepSpec
 from megatron_muon.experiment.processes import environment, run_logged, torchrun
@@ -64,11 +65,11 @@ these shapes, plus the exchange's bytes over the measured bandwidth. Times are t
 
 TRAIN_DESCRIPTION = """\
 Trains a few steps of a config through pretrain_gpt.py with Muon and with Adam in turn, and compares the steps' times:
-medians after the warm-up. Nothing is saved. Flags after -- go to pretrain_gpt.py.
+medians after the warm-up. Nothing is saved. Flags of pretrain_gpt.py may stand among these or after --.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     """Adds `step` and `train` and their arguments."""
     parser.description = "Measure optimizer steps and whole training steps."
     parser.epilog = EXAMPLES
@@ -107,7 +108,7 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
-def _train_arguments(parser: argparse.ArgumentParser) -> None:
+def _train_arguments(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
     add("--ranks", type=_positive, default=2, metavar="N", help="processes on this machine (2)")
@@ -115,7 +116,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
     add("--warmup", type=_positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
     add("--rounds", type=_positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    add("flags", nargs="*", metavar="-- FLAGS", help="flags for pretrain_gpt.py, after --")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import os
 import subprocess
@@ -25,6 +24,7 @@ from typing import Any
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.experiment.processes import ROOT
 from megatron_muon.experiment.run_folder import RunFolder, locate
+from megatron_muon.suggest import did_you_mean
 
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
 """Where a setting that no file holds comes from."""
@@ -194,8 +194,7 @@ def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
         return f"--{key.lstrip('-')}"
     if _plain(key) in flags:
         return flags[_plain(key)]
-    near = difflib.get_close_matches(_plain(key), flags, n=1, cutoff=0.6)
-    hint = f"; did you mean {near[0]}?" if near else "; see pretrain_gpt.py --help"
+    hint = did_you_mean(_plain(key), flags) or "; see pretrain_gpt.py --help"
     raise UserError(f"--set {key}: there is no flag --{_plain(key)}{hint}")
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.experiment.processes import ROOT
 
@@ -64,7 +65,7 @@ class Submission:
         )
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon submit`."""
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
@@ -87,7 +88,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--sbatch", action="append", default=[], metavar="OPTION",
         help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
     add("--dry-run", action="store_true", help="check everything, show the command and the script, submit nothing")
-    add("flags", nargs="*", metavar="-- FLAGS", help="flags for pretrain_gpt.py, after --; they win over the file's")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --; they win over the file's")
 
 
 def run(args: argparse.Namespace) -> int:

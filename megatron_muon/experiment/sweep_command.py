@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
 from megatron_muon.experiment.processes import sigterm_unwinds
@@ -54,13 +55,13 @@ _TABLE_WIDTH = 200
 """The table of results is not squeezed into less; a narrower terminal breaks its lines."""
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon sweep`."""
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.usage = (
         "megatron-muon sweep --config FILE --grid KEY=VALUE,... [KEY=...] [--grid ...] [options] "
-        "[-- any flag of pretrain_gpt.py]"
+        "[any flag of pretrain_gpt.py]"
     )
     what = parser.add_argument_group("what to try")
     what.add_argument("--config", type=Path, metavar="FILE", required=True, help="experiment file")
@@ -69,7 +70,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seeds", type=positive, default=1, metavar="N", help="run each point with the seeds 1 to N (1)")
     what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
         help="a setting of all runs, as of train (repeatable)")  # fmt: skip
-    what.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of all runs for pretrain_gpt.py, after --")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, for all runs, among these or after --")
     where = parser.add_argument_group("where")
     where.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
     where.add_argument("--overwrite", action="store_true",
@@ -93,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
     points = parse_grids(args.grid)
     sets = [assignment(text) for text in args.sets]
-    _check_places([*sets, *(setting for point in points for setting in point.settings)])
+    in_grid = [setting for point in points for setting in point.settings]
+    _check_places([*sets, *in_grid])
+    _check_flags(args.flags, {_flag(key) for key, _ in in_grid})
     out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
     tasks = tasks_of(points, args.seeds, out)
     shows_only = args.dry_run or args.list_flags
@@ -191,11 +194,27 @@ def _show_plans(plans: Sequence[Plan]) -> None:
 def _check_places(settings: Sequence[tuple[str, str]]) -> None:
     """Refuses one place for the files of all runs."""
     for key, value in settings:
-        plain = key.lstrip("-").replace("_", "-").lower()
-        if plain == "tensorboard-dir" or (plain == "save" and value.lower() not in ("null", "false")):
+        flag = _flag(key)
+        if flag == "--tensorboard-dir" or (flag == "--save" and value.lower() not in ("null", "false")):
             raise UserError(
-                f"{key}={value}: every run of a sweep has its own folder below --out; with --{plain} in the experiment "
-                f"file each writes there, and {plain}=null takes it away"
+                f"{key}={value}: every run of a sweep has its own folder below --out; with {flag} in the experiment "
+                f"file each writes there, and {flag[2:]}=null takes it away"
             )
-        if plain == "seed":
+        if flag == "--seed":
             raise UserError(f"--set {key}={value}: seeds come from --seeds N, which takes 1 to N")
+
+
+def _check_flags(typed: Sequence[str], in_grid: set[str]) -> None:
+    """Refuses flags of pretrain_gpt.py that would make runs of the sweep one: they win over the grid and the seeds."""
+    for flag in (token.partition("=")[0] for token in typed):
+        if flag in in_grid:
+            raise UserError(f"{flag} is in --grid and beside it, where it holds for all runs; give it once")
+        if flag == "--seed":
+            raise UserError("--seed is that of one run; seeds come from --seeds N, which takes 1 to N")
+        if flag in ("--save", "--tensorboard-dir"):
+            raise UserError(f"{flag}: every run of a sweep has its own folder below --out; leave {flag} out")
+
+
+def _flag(key: str) -> str:
+    """The flag that a key of --set or --grid names."""
+    return f"--{key.lstrip('-').replace('_', '-').lower()}"

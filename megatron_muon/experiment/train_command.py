@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
 from megatron_muon.experiment.processes import Nodes, sigterm_unwinds
@@ -31,7 +32,7 @@ EXAMPLES = """\
 examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --set lr=0.004 --set optimizer=adam --out runs/adam
-  megatron-muon train --config configs/quickstart.yaml --dry-run -- --train-iters 50
+  megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --config configs/quickstart.yaml --resume
   megatron-muon train --resume --out runs/adam
   on each of two machines, with R its number, 0 or 1:
@@ -43,17 +44,17 @@ exit status:
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon train`."""
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    parser.usage = "megatron-muon train --config FILE [options] [-- any flag of pretrain_gpt.py]"
+    parser.usage = "megatron-muon train --config FILE [options] [any flag of pretrain_gpt.py]"
     what = parser.add_argument_group("what to train")
     what.add_argument("--config", type=Path, metavar="FILE", help="experiment file; not needed to --resume --out DIR")
     what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
         help="a flag instead of the file's: lr=0.001, muon_lr=0.01, bf16=true; null takes it away "
         "(repeatable)")  # fmt: skip
-    what.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for pretrain_gpt.py, after --")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
     where = parser.add_argument_group("where")
     where.add_argument("--nproc", type=positive, metavar="N",
         help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip

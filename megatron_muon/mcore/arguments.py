@@ -7,7 +7,6 @@ checks what can be checked before torch.distributed starts; it changes nothing i
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import itertools
 import os
@@ -26,6 +25,7 @@ from megatron_muon.mcore.refusals import (
     check_share,
     refuse_layer_wise,
 )
+from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
     "--num-layers",
@@ -211,8 +211,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     args, unknown = parser.parse_known_args(list(argv))
     flags = [token.split("=")[0] for token in unknown if token.startswith("--")]
     if flags:
-        near = difflib.get_close_matches(flags[0], parser._option_string_actions, n=1)
-        hint = f"; did you mean {near[0]}?" if near else "; see pretrain_gpt.py --help"
+        hint = did_you_mean(flags[0], parser._option_string_actions) or "; see pretrain_gpt.py --help"
         raise UserError(f"unknown flag {flags[0]}{hint}")
     if unknown:
         raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")

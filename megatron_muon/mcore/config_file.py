@@ -25,7 +25,6 @@ only where its value is used, so one of an overridden flag may stay unset.
 """
 
 import argparse
-import difflib
 import itertools
 import os
 import re
@@ -37,6 +36,7 @@ from typing import NoReturn
 import yaml
 
 from megatron_muon.errors import UserError
+from megatron_muon.suggest import did_you_mean
 
 ENV_KEY, ARGS_KEY, BASE_KEY = "ENV_VARS", "MODEL_ARGS", "BASE"
 
@@ -177,7 +177,7 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
         name = token[len(UNSET_FLAG) + 1 :] if "=" in token else next(tokens, "")
         flag = "--" + name.lstrip("-")
         if flag not in known:
-            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {flag}{_did_you_mean(flag, known)}")
+            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {flag}{did_you_mean(flag, known)}")
         unset.add(flag)
     return [*_as_argv(item for item in config.flags if item[0] not in unset), *rest]
 
@@ -196,7 +196,7 @@ def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, so
     actions = parser._option_string_actions
     unknown = [flag for flag, _ in config.flags if flag not in actions]
     if unknown:
-        hint = _did_you_mean(unknown[0], actions) if len(unknown) == 1 else ""
+        hint = did_you_mean(unknown[0], actions) if len(unknown) == 1 else ""
         whose = f"{software} does not know " if software else "unknown flag" + "s" * (len(unknown) > 1) + " "
         remedy = hint or (f"; leave out what is not needed with {UNSET_FLAG} FLAG" if software else "")
         raise UserError(f"{config.origins.get(unknown[0], config.path)}: {whose}{', '.join(unknown)}{remedy}")
@@ -291,7 +291,7 @@ def _sections(path: Path, above: tuple[Path, ...] = ()) -> dict[str, yaml.Node]:
     known = {ENV_KEY, ARGS_KEY, BASE_KEY} | UPSTREAM_TEST_KEYS
     for key, value in _items(path, "the file", root):
         if key not in known and not _OTHER_RUN.match(key):
-            hint = _did_you_mean(key, (ENV_KEY, ARGS_KEY, BASE_KEY)) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
+            hint = did_you_mean(key, (ENV_KEY, ARGS_KEY, BASE_KEY)) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
             raise UserError(f"{_at(path, value)}: unknown key {key!r}{hint}")
         sections[key] = value
     return sections
@@ -381,11 +381,6 @@ def _as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
         else:
             yield flag
             yield from values
-
-
-def _did_you_mean(wrong: str, right: Iterable[str]) -> str:
-    near = difflib.get_close_matches(wrong, list(right), n=1, cutoff=0.6)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _at(path: Path, node: yaml.Node) -> str:

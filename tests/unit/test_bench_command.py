@@ -1,6 +1,5 @@
 """`megatron-muon bench`: arguments, tables from given figures, errors, and the floor's arithmetic. Measures nothing."""
 
-import argparse
 import importlib.util
 import json
 import os
@@ -15,6 +14,7 @@ import torch
 from rich.console import Console
 
 from megatron_muon import cli
+from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.experiment import bench_command, bench_launch, bench_train, processes
 from megatron_muon.experiment.bench_floor import products
@@ -31,7 +31,7 @@ PROVENANCE = {
 
 
 def parsed(*argv):
-    parser = argparse.ArgumentParser()
+    parser = CommandParser()
     bench_command.configure(parser)
     return parser.parse_args(argv)
 

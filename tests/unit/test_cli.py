@@ -1,5 +1,6 @@
 """The `megatron-muon` command: help, versions, exit codes, one-line errors."""
 
+import re
 import subprocess
 import sys
 import types
@@ -58,6 +59,57 @@ def test_version_names_what_matters(capsys):
 def test_usage_errors_exit_with_2(argv, capsys):
     assert cli.main(argv) == cli.EXIT_USAGE
     assert "usage: megatron-muon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["trian", "--config", "a.yaml"], "invalid choice: 'trian' .*; did you mean train\\?"),
+        (["data", "prepar"], "invalid choice: 'prepar' .*; did you mean prepare\\?"),
+        (["--verison"], "unknown flag --verison; did you mean --version\\?"),
+        (["summary", "--jsno=x", "runs/a"], "unknown flag --jsno; did you mean --json\\?"),
+        (["data", "prepare", "--inptu", "a"], "unknown flag --inptu; did you mean --input\\?"),
+        (["bench", "step", "--methods", "ownr"], "invalid choice: 'ownr' .*; did you mean owner\\?"),
+        (["train", "--config", "a.yaml", "--nporc", "2"], "unknown flag --nporc; did you mean --nproc\\?"),
+        (["sweep", "--config", "a.yaml", "--gird", "lr=1"], "unknown flag --gird; did you mean --grid\\?"),
+    ],
+)
+def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
+    assert cli.main(argv) == cli.EXIT_USAGE
+    assert re.search(said, capsys.readouterr().err)
+
+
+COMMANDS_THAT_TRAIN = {
+    "train": ("train", "--quiet"),
+    "sweep": ("sweep", "--grid", "lr=1,2", "optimizer=adam"),
+    "submit": ("submit", "--nodes", "2"),
+    "bench": ("bench", "train", "--steps", "3"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS_THAT_TRAIN)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--lr", "0.001"],
+        ["--lr=0.001", "--bf16", "--moe-layer-freq", "-1"],
+        ["--data-path", "0.5", "a", "0.5", "b"],
+        ["--seed", "5"],  # sweep has --seeds, which it does not abbreviate
+        [],
+    ],
+)
+def test_flags_of_megatron_stand_among_a_commands_own_and_after_dashes(command, flags):
+    first, config = COMMANDS_THAT_TRAIN[command], ("--config", "a.yaml")
+    for argv in ([*first, *flags, *config], [*first, *config, *flags], [*first, *config, "--", *flags]):
+        parsed = cli._build_parser(argv)[0].parse_args(argv)
+        assert parsed.flags == flags
+        assert str(parsed.config) == "a.yaml"
+
+
+def test_what_follows_dashes_is_megatrons():
+    argv = ["train", "--lr", "1", "--", "--out", "x", "--lr=2"]
+    parsed = cli._build_parser(argv)[0].parse_args(argv)
+    assert (parsed.out, parsed.flags) == (None, ["--lr", "1", "--out", "x", "--lr=2"])
 
 
 def test_user_errors_are_one_line(monkeypatch, capsys):

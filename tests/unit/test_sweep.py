@@ -97,6 +97,22 @@ def test_one_place_for_all_runs_is_refused(capsys):
     assert "--seeds N" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--lr", "3"], "--lr is in --grid and beside it"),
+        (["--muon-lr=3"], "--muon-lr is in --grid and beside it"),
+        (["--seed", "5"], "seeds come from --seeds N"),
+        (["--", "--save", "a"], "every run of a sweep has its own folder"),
+    ],
+)
+def test_flags_that_would_make_all_runs_one_are_refused(flags, says, capsys):
+    """They win over the grid and over the seeds, so that every run would be the same."""
+    argv = ["sweep", "--config", "configs/quickstart.yaml", "--grid", "lr=1,2", "muon_lr=1", "--dry-run", *flags]
+    assert cli.main(argv) == cli.EXIT_USAGE
+    assert says in capsys.readouterr().err
+
+
 # Which runs are to be done
 
 

@@ -1,0 +1,95 @@
+"""The argument parser of `megatron-muon`: no abbreviations, and a suggestion for what is misspelled.
+
+Commands that start trainings take any flag of pretrain_gpt.py beside their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_muon.suggest import did_you_mean, nearest
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose `take_megatron_flags` collects in `flags` what pretrain_gpt.py is to get.
+
+    Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of `--seeds`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        self._passes_on = False
+
+    def take_megatron_flags(self, words: str) -> None:
+        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows.
+
+        Args:
+            words: the help text.
+        """
+        self._passes_on = True
+        self.add_argument("flags", nargs="*", metavar="FLAGS", help=words)
+
+    def parse_known_args(  # type: ignore[override]  # of argparse's overloads the last alone
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses; a flag that nobody knows is an error, with the nearest one."""
+        own = list(sys.argv[1:] if args is None else args)
+        passed: list[str] = []
+        if self._passes_on:
+            own, passed = self._split(own)
+        elif unknown := next((flag for flag in self._typed(own) if flag not in self._option_string_actions), None):
+            self.error(f"unknown flag {unknown}{did_you_mean(unknown, self._option_string_actions)}")
+        parsed, rest = super().parse_known_args(own, namespace)
+        if self._passes_on:
+            parsed.flags = [*parsed.flags, *passed]
+        return parsed, rest
+
+    def _split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The command's own flags with their values, and those of pretrain_gpt.py with theirs."""
+        own: list[str] = []
+        passed: list[str] = []
+        to = own
+        for at, token in enumerate(argv):
+            if token == "--":
+                passed += argv[at + 1 :]
+                break
+            if token.startswith("--") or token in self._option_string_actions:
+                to = own if token.partition("=")[0] in self._option_string_actions else passed
+                if to is passed:
+                    self._refuse_misspelled(token.partition("=")[0])
+            to.append(token)
+        return own, passed
+
+    def _refuse_misspelled(self, flag: str) -> None:
+        """Refuses a flag that is like one of the command's own, unless pretrain_gpt.py knows it."""
+        if nearest(flag, self._option_string_actions) is None:
+            return
+        from megatron_muon.quiet import quiet_imports
+
+        with quiet_imports():
+            from megatron_muon.mcore.arguments import build_parser
+            from megatron_muon.mcore.config_file import UNSET_FLAG
+
+            known = {UNSET_FLAG, *build_parser()._option_string_actions}
+        if flag not in known:
+            self.error(f"unknown flag {flag}{did_you_mean(flag, [*self._option_string_actions, *known])}")
+
+    def _typed(self, argv: Sequence[str]) -> list[str]:
+        """The flags among the arguments, up to a subcommand, which has a parser of its own."""
+        flags = []
+        for token in argv:
+            if token == "--" or (self._subparsers is not None and not token.startswith("-")):
+                break
+            if token.startswith("--") and " " not in token:
+                flags.append(token.partition("=")[0])
+        return flags
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None

@@ -1,0 +1,71 @@
+"""Suggestions for misspelled flags: over all flags of pretrain_gpt.py, none where no flag is meant for sure."""
+
+import pytest
+
+from megatron_muon.cli import COMMANDS
+from megatron_muon.mcore.arguments import build_parser
+from megatron_muon.suggest import SYNONYMS, did_you_mean, nearest
+
+
+@pytest.fixture(scope="module")
+def flags():
+    return list(build_parser()._option_string_actions)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        # a slip of the fingers
+        ("--hidden-sise", "--hidden-size"),
+        ("--num-layres", "--num-layers"),
+        ("--optimiser", "--optimizer"),
+        ("--lrr", "--lr"),
+        ("--muon-rl", "--muon-lr"),
+        ("--bf61", "--bf16"),
+        ("--numlayers", "--num-layers"),
+        ("--Weight_Decay", "--weight-decay"),
+        # the words in another form or order, or one missing
+        ("--num-lay", "--num-layers"),
+        ("--sequence-length", "--seq-length"),
+        ("--logging-interval", "--log-interval"),
+        ("--grad-clip", "--clip-grad"),
+        ("--warmup-fraction", "--lr-warmup-fraction"),
+        ("--attention-heads", "--num-attention-heads"),
+        ("--muon-ns-steps", "--muon-num-ns-steps"),
+        ("--use-bf16", "--bf16"),
+        # other systems' names
+        ("--learning-rate", "--lr"),
+        ("--muon-learning-rate", "--muon-lr"),
+        ("--min_learning_rate", "--min-lr"),
+        ("--eval-steps", "--eval-iters"),
+        ("--save-every", "--save-interval"),
+        ("--max-seq-length", "--seq-length"),
+        *((f"--{theirs}", f"--{ours}") for theirs, ours in SYNONYMS.items()),
+    ],
+)
+def test_the_flag_that_was_meant(flags, typed, meant):
+    assert nearest(typed, flags) == meant
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "--foo", "--batch", "--gpus", "--num-gpus", "--epochs", "--lr-schedule", "--scheduler", "--momentum", "--log",
+        "--fp32", "--fp6-format", "--data-parallel-size", "--resume", "--precision", "--nproc", "--save-path",
+        # the opposite of what the nearest flag does
+        "--no-swiglu", "--masked-softmax-fusion", "--persist-layer-norm",
+        # two are equally near
+        "--mun-lr", "--train", "--kv-heads",
+    ],
+)  # fmt: skip
+def test_no_suggestion_is_better_than_a_wrong_one(flags, typed):
+    assert nearest(typed, flags) is None
+    assert did_you_mean(typed, flags) == ""
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("benchmark", "bench"), ("eval", None)],
+)
+def test_commands(typed, meant):
+    assert nearest(typed, COMMANDS) == meant
