@@ -18,7 +18,7 @@ from typing import Any
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
 from megatron_muon.experiment.events import LOSS_TAG, Point, RunEvents, read_events
-from megatron_muon.experiment.summary import LAST_STEPS, WARMUP_STEPS
+from megatron_muon.experiment.summary import LAST_STEPS, WARMUP_STEPS, has_risen
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `muon/PHASE_ms` in the events, in their order."""
@@ -99,13 +99,11 @@ class Record:
 
     @property
     def diverged(self) -> bool:
-        """Whether its loss became no number, or ended above where it began."""
+        """Whether its loss became no number, or ended above where it began by more than noise."""
         if self.summary:
             return bool(self.summary["diverged"])
         losses = [point.loss for point in self.train]
-        return any(not math.isfinite(loss) for loss in losses) or (
-            bool(losses) and statistics.fmean(losses[-LAST_STEPS:]) > losses[0]
-        )
+        return not all(map(math.isfinite, losses)) or has_risen(losses)
 
     @property
     def tokens(self) -> int | None:

@@ -4,7 +4,7 @@
                       (by another signal, nothing saved), refused (a user's mistake) or failed
     status            exit status, see docs/experiments.md
     error             of a run that was refused or failed: the line that says why, where one was found; else null
-    diverged          whether the loss stopped being a number, or ended above where it began
+    diverged          whether the loss stopped being a number, or ended above where it began by more than noise
     diverged_at       first iteration whose loss is not a number; null where it ended too high, or did not diverge
     diverged_why      in words, or null
     started, ended    ISO 8601, UTC; of the last start
@@ -14,8 +14,8 @@
     train_iters       iterations asked for; null where --train-samples asks for samples
     tokens            trained on, all starts together: samples times sequence length
     loss_first        training loss of the first logged iteration
-    loss_last         mean training loss of the last 10 logged iterations
-    validation_loss   last validation loss by name of the set, "" where there is one
+    loss_last         mean training loss of the last 10 logged iterations, or of all where there are fewer
+    validation_loss   last validation loss by name of the set, "validation" where there is one
     validation_iteration    where that is from
     skipped_iterations      steps that gradients which are no numbers made Megatron skip, of those logged
     step_ms           median time of an iteration after the first 10
@@ -93,7 +93,7 @@ def summary_of(
         "outcome": outcome,
         "status": status,
         "error": _error(latest) if outcome in ("refused", "failed") else None,
-        **figures,
+        **{name: value for name, value in figures.items() if name != "rose"},
         **_divergence(figures, latest),
         "train_iters": settings.get("train_iters"),
         "skipped_iterations": sum(skipped.values()),
@@ -113,9 +113,11 @@ def _figures(folder: RunFolder) -> dict[str, Any]:
         events = read_events(folder.tensorboard)
         page = summarize(folder.root, tensorboard_dir=folder.tensorboard, events=events)
     except UserError:  # it ended before its first step
-        return {"iterations": 0, "tokens": None, "step_ms": None, "optimizer_share": None, **dict.fromkeys(names)}
+        absent = dict.fromkeys((*names, "tokens", "step_ms", "optimizer_share"))
+        return {"iterations": 0, "rose": False, **absent}
     return {
         "iterations": page.iterations,
+        "rose": page.rose,
         "diverged_at": page.diverged_at,
         "tokens": _tokens(events),
         **{name: getattr(page, name) for name in names},
@@ -138,11 +140,10 @@ def _error(text: str) -> str | None:
 
 def _divergence(figures: Mapping[str, Any], text: str) -> dict[str, Any]:
     at, why = figures.get("diverged_at"), None
-    first, last = figures["loss_first"], figures["loss_last"]
     if at is None and _NOT_FINITE.search(text):  # Megatron ends such a step before it is logged
         at = figures["iterations"] + 1
     if at is not None:
         why = f"the loss or a gradient is not a number at iteration {at}"
-    elif first is not None and last is not None and last > first:
-        why = f"the loss rose from {first:.3f} to {last:.3f}"
+    elif figures["rose"]:
+        why = f"the loss rose from {figures['loss_first']:.3f} to {figures['loss_last']:.3f}"
     return {"diverged": why is not None, "diverged_at": at, "diverged_why": why}

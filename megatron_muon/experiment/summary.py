@@ -26,6 +26,9 @@ WARMUP_STEPS = 10
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
 
+ONLY_SET = "validation"
+"""The name of a run's validation set where it has one; several have names of their own."""
+
 QUICKSTART_LOG = "runs/quickstart/tensorboard"
 """The TensorBoard directory of configs/quickstart.yaml, the run that needs no flags."""
 
@@ -43,9 +46,11 @@ class RunSummary:
     Attributes:
         iterations: Last logged iteration.
         loss_first: Loss of the first logged iteration.
-        loss_last: Mean loss of the last `LAST_STEPS` logged iterations.
+        loss_last: Mean loss of the last `LAST_STEPS` logged iterations, or of all where there are fewer.
+        losses_averaged: Of how many that is the mean.
+        rose: Whether the loss ended above where it began, see `has_risen`.
         diverged_at: First iteration whose loss is not a finite number.
-        validation_loss: By name of the validation set ("" when there is one), at `validation_iteration`. The
+        validation_loss: By name of the validation set (`ONLY_SET` when there is one), at `validation_iteration`. The
             log does not tell the test set from the validation set; the validation set is evaluated first.
         tokens_per_second: Median after the warm-up, all ranks together.
         step_seconds: Median time of an iteration after the warm-up.
@@ -59,6 +64,8 @@ class RunSummary:
     iterations: int
     loss_first: float
     loss_last: float
+    losses_averaged: int
+    rose: bool
     diverged_at: int | None
     validation_loss: dict[str, float]
     validation_iteration: int | None
@@ -112,6 +119,7 @@ def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: Run
         raise UserError(
             f"the log in {str(tensorboard_dir)!r} holds no {LOSS_TAG!r}; the run ended before its first step"
         )
+    values = [point.value for point in losses]
     validation, validation_iteration = _validation(events)
     seconds = _step_seconds(events)
     step_seconds = statistics.median(seconds.values()) if seconds else None
@@ -123,8 +131,10 @@ def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: Run
         optimizer=events.args.get("optimizer"),
         world_size=_integer(events.args.get("world_size")),
         iterations=losses[-1].step,
-        loss_first=losses[0].value,
-        loss_last=statistics.fmean(point.value for point in losses[-LAST_STEPS:]),
+        loss_first=values[0],
+        loss_last=statistics.fmean(values[-LAST_STEPS:]),
+        losses_averaged=len(values[-LAST_STEPS:]),
+        rose=has_risen(values),
         diverged_at=next((point.step for point in losses if not math.isfinite(point.value)), None),
         validation_loss=validation,
         validation_iteration=validation_iteration,
@@ -136,6 +146,26 @@ def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: Run
         checkpoint=str(latest) if latest else None,
         next_commands=_next_commands(run_dir, tensorboard_dir, events.args),
     )
+
+
+def has_risen(losses: Sequence[float]) -> bool:
+    """Whether losses, in their order, ended above where they began by more than noise.
+
+    The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations. In a run too short
+    for that, where the first ones are among the last or learning rates still warm up, it must be twice the first.
+    """
+    late = losses[-LAST_STEPS:]
+    if not losses or not all(map(math.isfinite, late)):
+        return False
+    mean = statistics.fmean(late)
+    if len(losses) < 2 * LAST_STEPS:
+        return mean > 2 * losses[0]
+    return mean > losses[0] + 2 * statistics.stdev(late)
+
+
+def validation_label(name: str) -> str:
+    """What the loss of a validation set is called."""
+    return "validation loss" if name in (ONLY_SET, "") else f"validation loss {name}"
 
 
 def strict(value: Any) -> Any:
@@ -177,15 +207,14 @@ def show(summary: RunSummary) -> None:
 def rows(summary: RunSummary) -> list[tuple[str, str]]:
     """Returns the summary's lines as (label, value)."""
     loss = f"{summary.loss_first:.3f} -> {summary.loss_last:.3f} in {summary.iterations:,} iterations"
-    lines = [("loss", f"{loss} (mean of the last {LAST_STEPS})")]
+    lines = [("loss", f"{loss} (mean of the last {summary.losses_averaged})")]
     if summary.diverged_at is not None:
         when = f"from iteration {summary.diverged_at:,} on"
         lines.append(("warning", f"diverged: the loss is not a number {when}; lower the learning rate"))
-    elif summary.loss_last > summary.loss_first:
+    elif summary.rose:
         lines.append(("warning", "the loss rose; lower the learning rate"))
     for name, value in summary.validation_loss.items():
-        label = f"validation loss {name}".strip()
-        lines.append((label, f"{value:.3f} at iteration {summary.validation_iteration:,}"))
+        lines.append((validation_label(name), f"{value:.3f} at iteration {summary.validation_iteration:,}"))
     if not summary.validation_loss:
         lines.append(("validation loss", "none; --eval-iters and --eval-interval turn it on"))
     if summary.tokens_per_second is not None and summary.step_seconds is not None:
@@ -220,7 +249,7 @@ def _validation(events: RunEvents) -> tuple[dict[str, float], int | None]:
         if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
             last = points[-1].step
             first_of_last = next(point for point in points if point.step == last)
-            results[tag.removeprefix(prefix).removeprefix("-")] = first_of_last.value
+            results[tag.removeprefix(prefix).removeprefix("-") or ONLY_SET] = first_of_last.value
     return results, last
 
 

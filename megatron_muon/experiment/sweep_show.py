@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_muon.experiment.summary import validation_label
 from megatron_muon.experiment.sweep import PROGRESS, RESUMED, Plan
 from megatron_muon.experiment.train import Outcome
 
@@ -119,7 +120,7 @@ def in_words(summary: Mapping[str, Any]) -> str:
     if summary["loss_last"] is not None:
         words += f", training loss {summary['loss_last']:.4f}"
     for name, value in (summary["validation_loss"] or {}).items():
-        words += f", {f'validation loss {name}'.strip()} " + (f"{value:.4f}" if value is not None else "not a number")
+        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
     if summary["diverged"]:
         words += f"; DIVERGED: {summary['diverged_why']}"
     return words + (f"; {summary['error']}" if summary["error"] and not summary["diverged"] else "")

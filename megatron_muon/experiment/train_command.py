@@ -171,11 +171,13 @@ def _nodes(args: argparse.Namespace) -> Nodes | None:
 
 
 def _in_words(summary: Mapping[str, Any]) -> str:
+    from megatron_muon.experiment.summary import validation_label
+
     words = f"{summary['outcome']} with status {summary['status']} after {summary['iterations']} iterations"
     if summary["loss_last"] is not None:
         words += f", training loss {summary['loss_last']:.4f}"
     for name, value in (summary["validation_loss"] or {}).items():
-        words += f", {f'validation loss {name}'.strip()} " + (f"{value:.4f}" if value is not None else "not a number")
+        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
     return words + (f"; DIVERGED: {summary['diverged_why']}" if summary["diverged"] else "")
 
 

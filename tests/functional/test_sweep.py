@@ -51,7 +51,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
         assert rows[key]["diverged"] == str(found["diverged"])
     one, summary = rows[POINTS[0], 1], summaries[POINTS[0], 1]
     assert float(one["loss_last"]) == pytest.approx(summary["loss_last"])
-    assert float(one["validation_loss"]) == pytest.approx(summary["validation_loss"][""])
+    assert float(one["validation_loss"]) == pytest.approx(summary["validation_loss"]["validation"])
     assert (int(one["tokens"]), int(one["iterations"])) == (4 * 4 * 32, 4)
     assert int(one["state_bytes"]) > 0
     assert int(one["peak_bytes"]) > 0

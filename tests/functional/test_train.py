@@ -114,7 +114,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     losses = [point.value for point in read_events(folder / "tensorboard").points("lm loss")]
     assert losses == pytest.approx([losses[0], *losses[1:2], *run.losses[2:]], abs=1e-5)
     assert (summary["loss_first"], summary["loss_last"]) == (losses[0], pytest.approx(sum(losses) / 6))
-    assert summary["validation_loss"] == {"": pytest.approx(run.validation_losses[0], abs=1e-5)}
+    assert summary["validation_loss"] == {"validation": pytest.approx(run.validation_losses[0], abs=1e-5)}
     assert summary["parameters"] > summary["muon_parameters"] == 3 * 39 * (3 * 39 + 39 + 102 + 102)
     assert summary["seconds"] >= summary["train_seconds"] > 0
     assert record["versions"].keys() >= {"python", "torch", "megatron-core", "emerging-optimizers", "megatron-muon"}

@@ -8,6 +8,7 @@ import pytest
 from megatron_muon import cli
 from megatron_muon.errors import UserError
 from megatron_muon.experiment.events import read_events
+from megatron_muon.experiment.records import read_record
 from megatron_muon.experiment.summary import rows, summarize, to_json
 
 SEQ_LENGTH, BATCH_SIZE, STEP_SECONDS, OPTIMIZER_SECONDS = 128, 8, 0.25, 0.05
@@ -110,7 +111,7 @@ def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_c
     ]
     with_one_writer(writer_class, tmp_path / "tensorboard", points)
     summary = summarize(tmp_path)
-    assert summary.validation_loss == {"": pytest.approx(4.5)}
+    assert summary.validation_loss == {"validation": pytest.approx(4.5)}
     assert dict(rows(summary))["validation loss"] == "4.500 at iteration 30"
 
 
@@ -138,6 +139,33 @@ def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path, writer_class):
 def test_a_loss_that_rose_is_a_warning(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 31), loss=float)
     assert "rose" in dict(rows(summarize(tmp_path)))["warning"]
+
+
+def noisy(level, noise):
+    return lambda step: level + noise * (1 if step % 2 else -1)
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps", "rose"),
+    [
+        (lambda step: 5.5 + step / 100, 3, False),  # three steps of a warm-up say nothing
+        (lambda step: 5.5 * 3**step, 3, True),
+        (noisy(2.0, -0.1), 50, False),  # fine-tuning that begins with a low batch
+        (noisy(2.0, 0.1), 1, False),
+        (lambda step: 5.5 + min(step, 20) / 4, 30, True),
+        (lambda step: math.nan if step > 20 else 5.0, 30, False),  # which is told otherwise
+    ],
+)
+def test_a_loss_has_risen_only_where_noise_cannot_explain_it(tmp_path, writer_class, loss, steps, rose):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, steps + 1), loss=loss)
+    assert summarize(tmp_path).rose is rose
+    assert ("rose" in dict(rows(summarize(tmp_path))).get("warning", "")) is rose
+    assert read_record(tmp_path).diverged is (rose or steps == 30)
+
+
+def test_a_short_run_says_how_many_losses_its_mean_is_of(tmp_path, writer_class):
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 4))
+    assert dict(rows(summarize(tmp_path)))["loss"].endswith("in 3 iterations (mean of the last 3)")
 
 
 def test_a_resumed_run_is_one_run(tmp_path, writer_class):

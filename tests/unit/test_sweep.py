@@ -246,7 +246,7 @@ LINE = (
     "iteration (ms): 94.4 | learning rate: 1.0E-02 | lm loss: 2.851484E+00 | loss scale: 1.0 | grad norm: 0.950 |"
 )
 ENDED = {
-    "outcome": "finished", "status": 0, "iterations": 20, "loss_last": 2.5, "validation_loss": {"": 2.25},
+    "outcome": "finished", "status": 0, "iterations": 20, "loss_last": 2.5, "validation_loss": {"validation": 2.25},
     "diverged": False, "error": None,
 }  # fmt: skip
 

@@ -10,13 +10,14 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import processes, run_folder, run_summary
+from megatron_muon.experiment import processes, run_folder, run_summary, train_command
 from megatron_muon.experiment.processes import Ended, Nodes, torchrun_on_nodes
 from megatron_muon.experiment.resolve import flag_named, pairs, set_flag
 from megatron_muon.experiment.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
 from megatron_muon.experiment.run_summary import summary_of
 from megatron_muon.experiment.train import _exit_status
 from megatron_muon.mcore.config_file import load_config
+from tests.unit.made_runs import make_run
 
 
 @pytest.fixture
@@ -257,6 +258,20 @@ def test_a_loss_that_is_no_number_is_a_divergence(tmp_path):
     assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
     later = summary_of(folder, status=0, log=log, run=run, began_at=len(NAN_LOG))
     assert not later["diverged"]
+
+
+def test_a_run_of_three_steps_has_not_diverged(tmp_path):
+    """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
+    make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3)
+    run = dict.fromkeys(("command", "torchrun", "config_hash", "tensorboard_dir"), "x")
+    run |= {"name": "run", "settings": {"train_iters": 3, "optimizer": "muon"}, "nodes": 1, "ranks": 1}
+    folder = RunFolder(tmp_path / "run", tmp_path / "run" / "tensorboard", None)
+    summary = summary_of(folder, status=0, log=tmp_path / "run" / "train.log", run=run)
+    assert (summary["diverged"], summary["diverged_why"]) == (False, None)
+    assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
+    assert "rose" not in summary
+    words = train_command._in_words(summary)
+    assert words.endswith("training loss 5.5200, validation loss 5.6300")
 
 
 TRACEBACK = """\
