@@ -116,6 +116,7 @@ def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
         buffer_mb=config.muon_offload_buffer_mb,
         keep=config.muon_offload_keep,
         iteration=config.muon_offload_iteration,
+        save=config.muon_offload_save,
     )
 
 

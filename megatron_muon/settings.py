@@ -41,6 +41,7 @@ class MuonOptimizerConfig(OptimizerConfig):
         muon_offload_buffer_mb: MiB that momentum on its way may fill.
         muon_offload_keep: leave the files at the end.
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.
+        muon_offload_save: the folder that the run saves checkpoints in, by which its next start knows files of its own.
         muon_ns_device: where momentum is offloaded: orthogonalise on the "accelerator", on the "cpu", or "auto".
         muon_momentum_dtype: the format of stored momentum: "fp32", "bf16" or "int8".
         muon_metrics_interval: measure every so many steps (`megatron_muon.metrics`); 0 never.
@@ -64,6 +65,7 @@ class MuonOptimizerConfig(OptimizerConfig):
     muon_offload_buffer_mb: float = 24.0
     muon_offload_keep: bool = False
     muon_offload_iteration: int = 0
+    muon_offload_save: str = ""
     muon_ns_device: str = "auto"
     muon_momentum_dtype: str = "fp32"
     muon_metrics_interval: int = 0

@@ -1,7 +1,8 @@
 """`megatron-muon doctor --offload-dir`: whose files of momentum lie in a directory, and which of them no run needs.
 
-Files that no living process holds keep the next run from starting, so they are `wrong` until they are removed. Only
-files with the names of momentum files are looked at, and nothing else is ever deleted.
+Files of a run that was killed on this machine are a `note`: the next run removes them. Others that no living process
+holds keep the next run from starting, so they are `wrong` until they are removed. Only files with the names of momentum
+files are looked at, and nothing else is ever deleted.
 """
 
 from __future__ import annotations
@@ -16,16 +17,8 @@ from megatron_muon.experiment.findings import NOTE, OK, WRONG, Finding
 from megatron_muon.quiet import quiet_imports
 
 with quiet_imports():
-    from megatron_muon.offload.files import (
-        LOCK,
-        PREFIX,
-        Header,
-        delete_unused,
-        holder,
-        in_use,
-        momentum_files,
-        read_header,
-    )
+    from megatron_muon.offload.directory import LOCK, delete_unused, holder, in_use, momentum_files, reason_to_leave
+    from megatron_muon.offload.files import PREFIX, Header, read_header
 
 
 def offload(directory: Path, *, remove: bool) -> Iterator[Finding]:
@@ -71,6 +64,8 @@ def _file(path: Path, *, of_living_run: bool, remove: bool) -> tuple[str, str]:
         if of_living_run or in_use(path):
             return OK, f"{text}, in use"
         if not remove:
+            if reason_to_leave(path) is None:
+                return NOTE, f"{text}, left over; the next run removes it, and so does --remove"
             return WRONG, f"{text}, left over; to remove it type --remove"
         if delete_unused(path):
             return OK, f"{text}, left over; removed"

@@ -152,6 +152,7 @@ def use_factory(patches: Patches) -> None:
         **_unused: Any,
     ) -> Any:
         config.muon_offload_iteration = _iteration_to_load()
+        config.muon_offload_save = str(Path(get_args().save).absolute()) if get_args().save else ""
         if not (get_args().tensorboard_dir or get_args().wandb_project):
             config.muon_metrics_interval = 0  # nobody would see them
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)

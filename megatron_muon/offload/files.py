@@ -1,6 +1,5 @@
 """Files of momentum: one for each rank and parameter group, in a directory that one run has to itself.
 
-    DIR/muon-momentum.lock                                              held by every rank of the run that uses DIR
     DIR/muon-momentum-RUN-iter0000000-rank00003-dense0.bin              locked by its rank while it lives
 
 A file is a header (magic, version, length, checksum, JSON) in whole pages, then one record for each shard, at offsets
@@ -19,25 +18,21 @@ import mmap
 import os
 import struct
 import tempfile
-import time
 import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_muon.errors import UserError
-from megatron_muon.locks import close, is_still, open_own, sign, signature, try_lock
+from megatron_muon.locks import close, open_own
 
 PREFIX = "muon-momentum-"
-LOCK = "muon-momentum.lock"
 PAGE = 4096
 """Alignment of offsets, lengths and addresses, which direct I/O asks for."""
 
-_SECONDS_TO_CLAIM = 1.0
 _MAGIC = b"MUONMOM\n"
-_VERSION = 1
+_VERSION = 2
 _FRONT = struct.Struct("<8sIII")  # magic, version, bytes of the JSON, their CRC-32
 
 
@@ -56,6 +51,9 @@ class Header:
         records: `[name, first row, rows, first column, columns, offset, bytes]` of each shard.
         size: bytes of the whole file.
         kept: whether its run came to an end and left it on purpose, so that it holds what it says.
+        keep: whether its run leaves it on purpose, however that ends.
+        boot: the start of the machine, as the system names it.
+        save: the folder that its run saves checkpoints in, the same for later starts of that run; empty without one.
     """
 
     run: str
@@ -68,6 +66,9 @@ class Header:
     records: tuple[tuple[str, int, int, int, int, int, int], ...]
     size: int
     kept: bool = False
+    keep: bool = False
+    boot: str = ""
+    save: str = ""
 
     @property
     def name(self) -> str:
@@ -144,8 +145,8 @@ class MomentumFile:
             OSError: there is no room for it.
         """
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(self._file, self.header.pages(), 0)  # first: whoever finds the file can tell whose it is
         os.posix_fallocate(self._file, 0, self.header.size)
-        os.pwrite(self._file, self.header.pages(), 0)
         os.fsync(self._file)
         self.direct, self._data = _open_for_data(self.path)
 
@@ -200,134 +201,6 @@ def _open_for_data(path: Path) -> tuple[bool, int]:
         if error.errno != errno.EINVAL:
             raise
     return False, open_own(path, os.O_RDWR)
-
-
-class RunDirectory:
-    """A directory that this run, all of its ranks here, has to itself until `close`.
-
-    Raises:
-        UserError: it is missing, not a directory, not writable, in use by another run, or holds files of another run.
-    """
-
-    def __init__(self, directory: Path, run: str) -> None:
-        self.path = directory
-        self.run = run
-        require_writable(directory)
-        self._lock = self._claim()
-
-    def close(self) -> None:
-        """Leave the directory; the last rank that leaves takes the lock's file along."""
-        if self._lock < 0:
-            return
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (self.path / LOCK).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            close(self._lock)
-        self._lock = -1
-
-    def _claim(self) -> int:
-        """The descriptor of the lock's file, locked for sharing, with this run's name in it.
-
-        Whoever locks it alone writes the name; the others find it. Turning a lock of one's own into a shared one is not
-        atomic, so the name is read again afterwards: of two runs that start at once one finds the other's. Another name
-        is believed when it stays: somebody who only looked may have kept this run from writing its own.
-        """
-        give_up = time.monotonic() + _SECONDS_TO_CLAIM
-        while True:
-            try:
-                lock = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-                try:
-                    holder = self._hold(lock)
-                except BaseException:
-                    close(lock)
-                    raise
-            except OSError as error:
-                raise UserError(
-                    f"--muon-offload-dir {self.path}: cannot lock {LOCK} there ({error.strerror}); remove it if no run "
-                    "uses the directory, or choose another one"
-                ) from error
-            if holder is not None and holder.get("run") == self.run:
-                return lock
-            close(lock)
-            if holder is not None and time.monotonic() > give_up:
-                raise UserError(
-                    f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "
-                    f"{holder.get('pid', '?')} on {holder.get('host', '?')}); choose another directory, or wait for "
-                    "its end"
-                )
-            time.sleep(0.02)
-
-    def _hold(self, lock: int) -> dict[str, Any] | None:
-        """Lock the lock's file for sharing; who holds it, None where it has just been taken away."""
-        alone = try_lock(lock)
-        if alone and is_still(lock, self.path / LOCK) and signature(lock).get("run") != self.run:
-            left = [path.name for path in momentum_files(self.path) if f"-{self.run}-" not in path.name]
-            if left:
-                (self.path / LOCK).unlink()  # this run's other ranks, which wait for it, look for themselves
-                more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-                raise UserError(
-                    f"--muon-offload-dir {self.path} holds {left[0]}{more}, left by another run; momentum files are "
-                    f"never read again: type megatron-muon doctor --offload-dir {self.path} --remove, or choose "
-                    "another directory"
-                )
-            sign(lock, run=self.run)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        return signature(lock) if is_still(lock, self.path / LOCK) else None
-
-
-def momentum_files(directory: Path) -> list[Path]:
-    """What has a momentum file's name in a directory: files of any run, whole or damaged.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
-    return sorted(path for path in directory.iterdir() if path.name.startswith(PREFIX))
-
-
-def in_use(path: Path) -> bool:
-    """Whether a living process holds this file.
-
-    Raises:
-        OSError: it may not be opened, so nobody can tell.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return not try_lock(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def delete_unused(path: Path) -> bool:
-    """Delete a file that no living process holds; whether it did.
-
-    Raises:
-        OSError: it may not be opened or deleted.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if not try_lock(descriptor) or not is_still(descriptor, path):
-            return False
-        path.unlink()
-        return True
-    finally:
-        os.close(descriptor)
-
-
-def holder(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The run, host and pid that the lock's file of a directory names, and whether that run lives.
-
-    Raises:
-        OSError: the file may not be opened.
-    """
-    try:
-        lock = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return {}, False
-    try:
-        return signature(lock), not try_lock(lock)
-    finally:
-        os.close(lock)
 
 
 def temporary_memory(directory: Path, size: int) -> torch.Tensor:

@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import Header, MomentumFile, RunDirectory, header_bytes, in_pages
+from megatron_muon.offload.directory import RunDirectory, boot_id
+from megatron_muon.offload.files import Header, MomentumFile, header_bytes, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, Held, RecordStore
 from megatron_muon.sharding import Layout
 
@@ -41,6 +42,7 @@ class OffloadRun:
         buffer_mb: MiB of a ring for records on their way; parts of 8 MiB, a third of it, keep a disk busy.
         keep: leave the files at the end.
         iteration: the last iteration before the first step.
+        save: the folder that the run saves checkpoints in, by which its next start knows it; empty without one.
 
     Raises:
         UserError: the directory cannot be used, on any rank. Collective.
@@ -56,6 +58,7 @@ class OffloadRun:
         buffer_mb: float = 24.0,
         keep: bool = False,
         iteration: int = 0,
+        save: str = "",
     ) -> None:
         self.offload = offload
         self.dtype = dtype
@@ -68,6 +71,7 @@ class OffloadRun:
         self._needed = 0
         self._iteration = iteration
         self._keep = keep
+        self._save = save
         self._staging_bytes = int(buffer_mb * 2**20)
         self._process = os.getpid()
         self._directory: RunDirectory | None = None
@@ -78,7 +82,7 @@ class OffloadRun:
             self.name: str = shared[0]
             error = None
             try:
-                self._directory = RunDirectory(Path(directory).absolute(), self.name)
+                self._directory = RunDirectory(Path(directory).absolute(), self.name, save=save)
             except UserError as refusal:
                 error = str(refusal)
             _open_runs.append(self)
@@ -187,6 +191,9 @@ class OffloadRun:
                 for shard in [shards[index]]
             ),
             size=end,
+            keep=self._keep,
+            boot=boot_id(),
+            save=self._save,
         )
         front = header_bytes(header) + in_pages(16 * len(indices))  # offsets grow by the header itself
         records = tuple((*record[:5], record[5] + front, record[6]) for record in header.records)

@@ -18,7 +18,8 @@ from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.experiment import doctor_command
 from megatron_muon.experiment.doctor_offload import offload
-from megatron_muon.offload.files import LOCK, PAGE, Header, MomentumFile, RunDirectory
+from megatron_muon.offload.directory import LOCK, RunDirectory, boot_id
+from megatron_muon.offload.files import PAGE, Header, MomentumFile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -186,6 +187,15 @@ def test_a_killed_runs_files_and_the_exit_status(tmp_path, capsys) -> None:
     assert list(tmp_path.iterdir()) == []
     assert cli.main(arguments) == cli.EXIT_OK
     assert lying_there(tmp_path) == {"offload": ("ok", f"{tmp_path} holds no momentum files")}
+
+
+def test_files_that_the_next_run_removes_are_a_note(tmp_path) -> None:
+    mine = replace(LEFT, host=socket.gethostname(), boot=boot_id())
+    (tmp_path / mine.name).write_bytes(mine.pages())
+    state, text = lying_there(tmp_path)[mine.name]
+    assert (state, text.endswith(", left over; the next run removes it, and so does --remove")) == ("note", True)
+    assert lying_there(tmp_path, remove=True)[mine.name][1].endswith("left over; removed")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_directory_of_momentum_files(tmp_path, capsys) -> None:
