@@ -17,6 +17,7 @@ from megatron_muon.mcore.fsdp_patches import is_mended
 from megatron_muon.mcore.fused import BlockSettings
 from megatron_muon.mcore.offload_flags import check_offload
 from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
+from megatron_muon.numbers import check_numbers
 
 
 @dataclass
@@ -95,6 +96,7 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     Raises:
         UserError: names the value and the remedy.
     """
+    check_numbers(config)
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(
@@ -108,8 +110,6 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     if config.optimizer == "adaptive_muon":
         check_adaptive(
             config.adaptive_muon_moment2_method,
-            beta2=config.adaptive_muon_beta2,
-            eps=config.adaptive_muon_eps,
             strategy=ddp_config.data_parallel_sharding_strategy,
             tensor_parallel=max(
                 model_chunks[0].config.tensor_model_parallel_size,
@@ -144,8 +144,6 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     check_offload(config, on_cpu=next(model_chunks[0].parameters()).device.type == "cpu", plain=plain)
     if config.muon_exchange not in ("owner", "allgather"):
         raise UserError(f"--muon-exchange {config.muon_exchange} does not exist; use owner or allgather")
-    if config.muon_exchange_buffer_mb <= 0:
-        raise UserError(f"--muon-exchange-buffer-mb must be positive, got {config.muon_exchange_buffer_mb:g}")
     if config.muon_share_replicated:
         largest = max(tensor_parallel, model_chunks[0].config.expert_tensor_parallel_size or 1)
         check_share(strategy, exchange=config.muon_exchange, tensor_parallel=largest, tp_mode=config.muon_tp_mode)

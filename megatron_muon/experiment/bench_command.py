@@ -23,6 +23,7 @@ from megatron_muon.experiment.bench_launch import StepSpec
 from megatron_muon.experiment.processes import environment, run_logged, torchrun
 from megatron_muon.experiment.provenance import provenance
 from megatron_muon.mcore.offload_flags import DTYPES, OFFLOADS
+from megatron_muon.numbers import RANGES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,12 +98,12 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
     add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
         help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
-    add("--buffer-mb", type=_positive_number, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
+    add("--buffer-mb", type=_buffer_mb, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
     add("--offload", nargs="+", choices=OFFLOADS, default=[], metavar="O",
         help=f"owner again with momentum elsewhere: {', '.join(OFFLOADS)}, as --muon-offload")  # fmt: skip
     add("--offload-dir", metavar="DIR", help="with --offload nvme: a directory on the disk to be measured")
-    add("--offload-buffer-mb", type=_positive_number, default=24.0, metavar="MB",
+    add("--offload-buffer-mb", type=_buffer_mb, default=24.0, metavar="MB",
         help="MiB for momentum on its way (24)")  # fmt: skip
     add("--momentum-dtype", choices=DTYPES, default="fp32", help="with --offload: how momentum is stored (fp32)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
@@ -333,8 +334,8 @@ def _positive(text: str) -> int:
     return number
 
 
-def _positive_number(text: str) -> float:
+def _buffer_mb(text: str) -> float:
     number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError(f"must be positive, got {text}")
+    if not (possible := RANGES["muon_exchange_buffer_mb"]).holds(number):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; choose {possible}")
     return number

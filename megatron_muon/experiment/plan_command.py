@@ -21,6 +21,7 @@ import numpy as np
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import plan_flags
 from megatron_muon.experiment.plan_flags import Flags
+from megatron_muon.numbers import check_number
 from megatron_muon.sharding.cost import gram_flops, standard_flops
 from megatron_muon.sharding.estimate import HARDWARE, GroupEstimate, Hardware, estimate
 from megatron_muon.sharding.layout import BlockedLayout
@@ -317,8 +318,7 @@ def _settings(args: argparse.Namespace, flags: Flags | None) -> Settings:
             buffer = float(text)
         except ValueError:
             raise UserError(f"{flags.path}: --muon-exchange-buffer-mb must be a number, found {text!r}") from None
-    if not buffer > 0 or math.isinf(buffer):
-        raise UserError(f"--buffer-mb must be positive, got {buffer:g}")
+    check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
     return Settings(
         buffer_mb=buffer,
         exchange_dtype=ns_dtype if exchange == "auto" else exchange,

@@ -25,6 +25,7 @@ from megatron_muon.mcore.refusals import (
     check_share,
     refuse_layer_wise,
 )
+from megatron_muon.numbers import check_numbers
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
@@ -303,6 +304,7 @@ def check_settings(
     Raises:
         UserError: names the value and the remedy.
     """
+    check_numbers(args)
     world_size = int(environ.get("WORLD_SIZE", "1"))
     check_parallelism(args, world_size)
     if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
@@ -352,8 +354,6 @@ def _check_adaptive(args: argparse.Namespace) -> None:
         )
     check_adaptive(
         args.adaptive_muon_moment2_method,
-        beta2=args.adaptive_muon_beta2,
-        eps=args.adaptive_muon_eps,
         strategy=args.data_parallel_sharding_strategy,
         tensor_parallel=max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1),
         tp_mode=args.muon_tp_mode,
@@ -424,12 +424,6 @@ def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> N
         from megatron_muon.offload.files import require_writable
 
         require_writable(Path(args.muon_offload_dir))
-    if not 0.0 <= args.muon_momentum < 1.0:
-        raise UserError(f"--muon-momentum {args.muon_momentum:g} is out of range; choose at least 0 and less than 1")
-    if args.muon_metrics_interval < 0:
-        raise UserError(f"--muon-metrics-interval {args.muon_metrics_interval} is negative; use 0 for no metrics")
-    if args.muon_num_ns_steps < 1:
-        raise UserError(f"--muon-num-ns-steps {args.muon_num_ns_steps} is out of range; choose 1 or more (5 is usual)")
     check_blocks(
         args.data_parallel_sharding_strategy,
         split_qkv=args.muon_split_qkv,

@@ -5,7 +5,6 @@ Plain values in, so that the command line can ask before torch is imported, and 
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from megatron_muon.errors import UserError
@@ -98,13 +97,8 @@ def check_offload(values: Any, *, on_cpu: bool, plain: bool) -> None:
             f"{ours} needs momentum that this package keeps: with --data-parallel-sharding-strategy no_shard Muon is "
             "megatron-core's own; use optim, optim_grads or optim_grads_params, or --muon-share-replicated"
         )
-    fraction = values.muon_offload_fraction
-    if not 0.0 < fraction <= 1.0:
-        raise UserError(f"--muon-offload-fraction {fraction:g} is out of range; choose more than 0 and at most 1")
     if values.muon_offload == "nvme" and not values.muon_offload_dir:
         raise UserError("--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk")
-    if not 0 < values.muon_offload_buffer_mb < math.inf:
-        raise UserError(f"--muon-offload-buffer-mb must be positive and finite, got {values.muon_offload_buffer_mb:g}")
     given = {name: getattr(values, name) != default for name, default in DEFAULTS.items()}
     for flag, is_given, needs in (
         ("--muon-offload-dir", given["muon_offload_dir"], ("nvme",)),

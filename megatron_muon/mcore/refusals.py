@@ -104,20 +104,18 @@ def check_blocks(strategy: str, *, split_qkv: bool, split_heads: bool, tensor_pa
         )
 
 
-def check_adaptive(method: str, *, beta2: float, eps: float, strategy: str, tensor_parallel: int, tp_mode: str) -> None:
+def check_adaptive(method: str, *, strategy: str, tensor_parallel: int, tp_mode: str) -> None:
     """Check the settings of `--optimizer adaptive_muon`.
 
     Args:
         method: `--adaptive-muon-moment2-method`.
-        beta2: `--adaptive-muon-beta2`.
-        eps: `--adaptive-muon-eps`.
         strategy: `--data-parallel-sharding-strategy`.
         tensor_parallel: the largest tensor parallel size, that of experts included.
         tp_mode: `--muon-tp-mode`.
 
     Raises:
-        UserError: a second moment that is not sharded here, a value out of range, or replicas whose tensor-parallel
-            ranks would have to orthogonalise together.
+        UserError: a second moment that is not sharded here, or replicas whose tensor-parallel ranks would have to
+            orthogonalise together.
     """
     if strategy == "no_shard" and tensor_parallel > 1 and tp_mode != "blockwise":
         raise UserError(
@@ -128,10 +126,6 @@ def check_adaptive(method: str, *, beta2: float, eps: float, strategy: str, tens
         raise UserError(
             f"--adaptive-muon-moment2-method {method} is not supported with --use-megatron-fsdp; use adamuon or normuon"
         )
-    if not 0.0 <= beta2 < 1.0:
-        raise UserError(f"--adaptive-muon-beta2 {beta2:g} is out of range; choose at least 0 and less than 1")
-    if not eps > 0.0:
-        raise UserError(f"--adaptive-muon-eps {eps:g} is out of range; choose a positive number (1e-8 is usual)")
 
 
 def check_async_save(*, device: str, persistent_worker: bool) -> None:

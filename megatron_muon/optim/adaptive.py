@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.exchange.neurons import NeuronMoments
 from megatron_muon.exchange.steps import Exchange
+from megatron_muon.numbers import check_number
 from megatron_muon.optim.sharded_muon import ShardedMuon, local_rows
 
 METHODS = ("adamuon", "normuon")
@@ -54,10 +55,8 @@ class AdaptiveMuon(ShardedMuon):
         eps: float,
         **settings: Any,
     ) -> None:
-        if not 0.0 <= beta2 < 1.0:
-            raise ValueError(f"--adaptive-muon-beta2 must be in [0, 1), got {beta2}")
-        if not eps > 0.0:
-            raise ValueError(f"--adaptive-muon-eps must be positive, got {eps}")
+        check_number("adaptive_muon_beta2", beta2)
+        check_number("adaptive_muon_eps", eps)
         super().__init__(params, exchange, **settings)
         for group in self.param_groups:
             group.setdefault("beta2", beta2)

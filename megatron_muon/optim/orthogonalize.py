@@ -14,6 +14,7 @@ import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
+from megatron_muon.numbers import check_number
 from megatron_muon.optim import newton_schulz as ns
 from megatron_muon.optim.batch import BlockBatch
 from megatron_muon.optim.blocks import RowSplit
@@ -70,8 +71,8 @@ class Orthogonalizer:
     blocks_done: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"--muon-num-ns-steps must be at least 1, got {self.num_steps}")
+        check_number("muon_num_ns_steps", self.num_steps)
+        check_number("muon_extra_scale_factor", self.extra_scale_factor)
         if self.method not in ns.METHODS:
             raise ValueError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(ns.METHODS)}")
 

@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.exchange.steps import Exchange
+from megatron_muon.numbers import check_number
 from megatron_muon.offload.store import Momentum, RecordStore
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 
@@ -74,8 +75,8 @@ class ShardedMuon(torch.optim.Optimizer):
         store: Callable[[Sequence[torch.Tensor]], RecordStore] | None = None,
         compute_device: torch.device | None = None,
     ) -> None:
-        if not 0.0 <= momentum < 1.0:
-            raise ValueError(f"--muon-momentum must be in [0, 1), got {momentum}")
+        for name, value in (("lr", lr), ("muon_momentum", momentum), ("weight_decay", weight_decay)):
+            check_number(name, value)
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.nesterov = nesterov
         self.decoupled_weight_decay = decoupled_weight_decay

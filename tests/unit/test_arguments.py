@@ -452,18 +452,11 @@ def test_adaptive_muon_has_the_defaults_of_megatrons_config(parser):
 
 def test_settings_of_adaptive_muon(parser):
     check(parser, *ADAPTIVE, "--adaptive-muon-moment2-method", "normuon", "--adaptive-muon-beta2", "0.9")
-    for flag, value, wrong in (
-        ("--adaptive-muon-beta2", "1", "--adaptive-muon-beta2 1 is out of range; choose at least 0 and less than 1"),
-        ("--adaptive-muon-eps", "0", "--adaptive-muon-eps 0 is out of range; choose a positive number"),
-    ):
-        with pytest.raises(UserError, match=wrong):
-            check(parser, *ADAPTIVE, flag, value)
+    for flag, value in (("--adaptive-muon-beta2", "0.5"), ("--adaptive-muon-eps", "1e-6")):
         with pytest.raises(UserError, match=f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"):
             check(parser, *MUON, flag, value)
     with pytest.raises(UserError, match="invalid choice: 'namo'"):
         parse(parser, ["--adaptive-muon-moment2-method", "namo"])
-    with pytest.raises(UserError, match=r"--muon-momentum 1 is out of range"):
-        check(parser, *ADAPTIVE, "--muon-momentum", "1")
     duplicated = ("--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2")
     check(parser, *ADAPTIVE, *duplicated, ranks=2)
     with pytest.raises(UserError, match="--muon-tp-mode duplicated is not supported with --optimizer adaptive_muon"):

@@ -81,7 +81,7 @@ def test_arguments_reach_the_specification():
     [
         (["step"], "required"),
         ([*STEP, "--repeat", "0"], "at least 1"),
-        ([*STEP, "--buffer-mb", "-1"], "positive"),
+        ([*STEP, "--buffer-mb", "-1"], "out of range"),
         ([*STEP, "--methods", "sgd"], "invalid choice"),
         (["train"], "--config"),
     ],

@@ -45,11 +45,14 @@ def test_what_fits(parser, flags, tmp_path, monkeypatch):
     [
         ((*NVME, "--muon-offload-fraction", "0"), ("--muon-offload-fraction 0 is out of range", "at most 1")),
         ((*NVME, "--muon-offload-fraction", "1.01"), ("--muon-offload-fraction 1.01 is out of range",)),
-        ((*NVME, "--muon-offload-fraction", "nan"), ("--muon-offload-fraction nan is out of range",)),
-        ((*NVME, "--muon-offload-buffer-mb", "0"), ("--muon-offload-buffer-mb must be positive and finite, got 0",)),
+        ((*NVME, "--muon-offload-fraction", "nan"), ("--muon-offload-fraction nan is not finite",)),
+        (
+            (*NVME, "--muon-offload-buffer-mb", "0"),
+            ("--muon-offload-buffer-mb 0 is out of range; choose at least 0.001",),
+        ),
         (
             (*NVME, "--muon-offload-buffer-mb", "inf"),
-            ("--muon-offload-buffer-mb must be positive and finite, got inf",),
+            ("--muon-offload-buffer-mb inf is not finite",),
         ),
         (("--muon-offload", "nvme"), ("--muon-offload nvme needs --muon-offload-dir DIR",)),
         (("--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme, and it is none",)),

@@ -135,7 +135,7 @@ def test_precision_is_put_back() -> None:
 
 
 def test_at_least_one_step() -> None:
-    with pytest.raises(ValueError, match="--muon-num-ns-steps must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="--muon-num-ns-steps 0 is out of range; choose a whole number, at least 1"):
         Orthogonalizer(num_steps=0)
 
 

@@ -202,7 +202,7 @@ def test_arguments_that_do_not_go_together(tmp_path: Path, capsys: pytest.Captur
     assert "add --world-size" in message(capsys, "--config", QUICKSTART)
     assert "a layout of 2 ranks, not 4" in message(capsys, "--layout", tmp_path / "a.json", "--world-size", 4)
     assert "holds no matrices" in message(capsys, "--layout", tmp_path / "empty.json")
-    assert "must be positive" in message(capsys, "--layout", tmp_path / "a.json", "--buffer-mb", 0)
+    assert "--buffer-mb 0 is out of range" in message(capsys, "--layout", tmp_path / "a.json", "--buffer-mb", 0)
     assert "cannot write" in message(capsys, "--layout", tmp_path / "a.json", "--json", tmp_path / "no" / "plan.json")
 
 

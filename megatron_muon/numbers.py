@@ -1,0 +1,140 @@
+"""What the numbers among the settings may be: one rule for flags, experiment files, configs of scripts, constructors.
+
+Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from megatron_muon.errors import UserError
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers that a setting may have; never NaN or infinite.
+
+    Attributes:
+        low: none is less.
+        high: all are less, or at most this where `closed`.
+        above: `low` itself is too low.
+        closed: `high` itself is possible.
+        whole: whole numbers only.
+        hint: what else to say of a number outside.
+    """
+
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+    closed: bool = False
+    whole: bool = False
+    hint: str = ""
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` is one of them."""
+        low = value > self.low if self.above else value >= self.low
+        high = value <= self.high if self.closed else value < self.high
+        return low and high and not (self.whole and value != int(value))
+
+    def __str__(self) -> str:
+        kind = "a whole number, " if self.whole else ""
+        low = f"{kind}{'more than' if self.above else 'at least'} {self.low:g}"
+        high = f" and {'at most' if self.closed else 'less than'} {self.high:g}" if self.high < math.inf else ""
+        return low + high + (f" ({self.hint})" if self.hint else "")
+
+
+_RATE = Range()
+_SHARE = Range(high=1.0)
+_BUFFER = Range(low=0.001)
+RANGES = {
+    "lr": _RATE,
+    "min_lr": _RATE,
+    "muon_lr": _RATE,
+    "muon_min_lr": _RATE,
+    "weight_decay": Range(),
+    "adam_beta1": _SHARE,
+    "adam_beta2": _SHARE,
+    "adam_eps": Range(),
+    "lion_beta1": _SHARE,
+    "lion_beta2": _SHARE,
+    "muon_momentum": _SHARE,
+    "muon_num_ns_steps": Range(low=1, whole=True, hint="5 is usual"),
+    "muon_extra_scale_factor": Range(above=True, hint="0.2 gives updates of AdamW's size"),
+    "adaptive_muon_beta2": _SHARE,
+    "adaptive_muon_eps": Range(above=True, hint="1e-8 is usual"),
+    "muon_exchange_buffer_mb": _BUFFER,
+    "muon_offload_buffer_mb": _BUFFER,
+    "muon_offload_fraction": Range(high=1.0, above=True, closed=True),
+    "muon_metrics_interval": Range(whole=True, hint="0 measures nothing"),
+}
+"""The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""
+
+
+_INFINITE = ("grad_norm_skip_threshold",)
+"""Fields of megatron-core's OptimizerConfig that are infinite unless they are set."""
+
+
+def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
+    """Check one setting.
+
+    Args:
+        name: one of `RANGES`.
+        value: what it was given.
+        flag: what the user typed for it, where that is not the flag of this name.
+
+    Raises:
+        UserError: a value out of its range, or none that is a number.
+    """
+    flag = flag or _flag(name)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise UserError(f"{flag} {value!r} is not a number; choose {RANGES[name]}")
+    if not math.isfinite(value):
+        raise UserError(f"{flag} {value:g} is not finite; choose {RANGES[name]}")
+    if not RANGES[name].holds(float(value)):
+        raise UserError(f"{flag} {value:g} is out of range; choose {RANGES[name]}")
+
+
+def check_numbers(values: Any) -> None:
+    """Check all numbers of a run: ranges, no NaN and no infinity anywhere, no lowest rate above its peak.
+
+    Args:
+        values: parsed flags, or a config of megatron-core's with or without this package's settings.
+
+    Raises:
+        UserError: names the value and the remedy.
+    """
+    given = vars(values)
+    for name in RANGES.keys() & given.keys():
+        if given[name] is not None:
+            check_number(name, given[name])
+    for name, value in given.items():
+        if name not in _INFINITE and not all(map(math.isfinite, _floats(value))):
+            shown = " ".join(f"{number:g}" for number in _floats(value))
+            raise UserError(f"{_flag(name)} {shown} is not finite; choose a finite number")
+    for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
+        low, high = (_first_given(given, name) for name in (lowest, peak))
+        if low and high and low[1] > high[1]:
+            raise UserError(
+                f"{_flag(low[0])} {low[1]:g} is above {_flag(high[0])} {high[1]:g}; choose {_flag(lowest)} of at most "
+                f"{high[1]:g}"
+            )
+
+
+def _first_given(given: dict[str, Any], name: str) -> tuple[str, float] | None:
+    """A rate's name and value; of a rate of Muon's that is not given, those of the rate that it takes."""
+    names = (name, name.removeprefix("muon_"))
+    return next(((each, given[each]) for each in names if given.get(each) is not None), None)
+
+
+def _floats(value: Any) -> Iterator[float]:
+    for each in value if isinstance(value, (list, tuple)) else (value,):
+        if isinstance(each, float):
+            yield each
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

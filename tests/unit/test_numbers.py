@@ -1,0 +1,142 @@
+"""One rule for the numbers of a run: every flag refuses what it cannot be, wherever it is given."""
+
+import math
+
+import pytest
+
+from megatron_muon import numbers
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import bench_command
+from megatron_muon.mcore import arguments
+from megatron_muon.mcore.config_file import load_config, merge
+from megatron_muon.numbers import RANGES, Range, check_number, check_numbers
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.optim.sharded_muon import ShardedMuon
+from megatron_muon.settings import MuonOptimizerConfig, check_supported
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return arguments.build_parser()
+
+
+RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data", "--lr", "0.02")
+RUN = (*RUN, "--data-parallel-sharding-strategy", "optim")
+
+
+def check(parser, *argv: str) -> None:
+    args = arguments.parse(parser, [*RUN, *argv])
+    arguments.check_settings(args, device="cpu", environ={"WORLD_SIZE": "1"})
+
+
+OUTSIDE = [
+    ("lr", "-1"),
+    ("min_lr", "-1e-5"),
+    ("muon_lr", "-1"),
+    ("muon_min_lr", "-1"),
+    ("weight_decay", "-0.1"),
+    ("muon_momentum", "1"),
+    ("muon_extra_scale_factor", "-1"),
+    ("muon_extra_scale_factor", "0"),
+    ("muon_num_ns_steps", "0"),
+    ("muon_metrics_interval", "-1"),
+    ("muon_exchange_buffer_mb", "0"),
+    ("muon_exchange_buffer_mb", "1e-9"),
+    ("muon_offload_buffer_mb", "0"),
+    ("muon_offload_fraction", "0"),
+    ("muon_offload_fraction", "1.1"),
+    ("adaptive_muon_beta2", "1"),
+    ("adaptive_muon_eps", "0"),
+]
+FLOATS = [name for name, possible in RANGES.items() if not possible.whole]
+
+
+@pytest.mark.parametrize(("name", "value"), OUTSIDE + [(name, bad) for name in FLOATS for bad in ("nan", "inf")])
+def test_impossible_numbers_are_refused_as_flags_and_in_configs(parser, name, value):
+    """`--muon-lr -1` trained uphill, `--muon-lr nan` made every weight NaN."""
+    flag = "--" + name.replace("_", "-")
+    wrong = "out of range" if math.isfinite(float(value)) else "not finite"
+    message = rf"^{flag} {float(value):g} is {wrong}; choose .*"
+    with pytest.raises(UserError, match=message):
+        check(parser, f"{flag}={value}")
+    with pytest.raises(UserError, match=message):
+        check_supported(MuonOptimizerConfig(**{name: float(value)}), [])
+
+
+def test_in_an_experiment_file_too(parser, tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("MODEL_ARGS:\n  --muon-lr: -1.0\n")
+    with pytest.raises(UserError, match=r"--muon-lr -1 is out of range; choose at least 0$"):
+        check(parser, *merge(load_config(file), []))
+
+
+def test_every_number_of_this_package_has_a_range(parser):
+    """A new flag has to say what it may be."""
+    mine = next(group for group in parser._action_groups if group.title == "muon under megatron-fsdp")
+    assert {action.dest for action in mine._group_actions if action.type in (int, float)} <= RANGES.keys()
+    fields = MuonOptimizerConfig.__dataclass_fields__
+    numeric = {name for name, field in fields.items() if name.startswith("muon_") and "float" in str(field.type)}
+    assert len(numeric) >= 7
+    assert numeric <= RANGES.keys()
+
+
+def test_defaults_are_in_their_ranges(parser):
+    check(parser)
+    check_numbers(MuonOptimizerConfig(lr=0.02))
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("flag", ["--clip-grad", "--init-method-std", "--lr-warmup-init"])
+def test_no_number_of_megatrons_is_nan_or_infinite(parser, flag, value):
+    with pytest.raises(UserError, match=rf"^{flag} {value} is not finite; choose a finite number$"):
+        check(parser, f"{flag}={value}")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (
+            ("--muon-lr", "0.01", "--muon-min-lr", "0.1"),
+            r"--muon-min-lr 0\.1 is above --muon-lr 0\.01; .* of at most 0",
+        ),
+        (("--muon-min-lr", "0.1"), r"--muon-min-lr 0\.1 is above --lr 0\.02; choose --muon-min-lr of at most 0\.02"),
+        (("--muon-lr", "1e-3", "--min-lr", "0.01"), r"--min-lr 0\.01 is above --muon-lr 0\.001; choose --muon-min-lr"),
+        (("--min-lr", "0.1"), r"--min-lr 0\.1 is above --lr 0\.02; choose --min-lr of at most 0\.02"),
+    ],
+)
+def test_the_lowest_rate_is_at_most_the_peak(parser, argv, message):
+    with pytest.raises(UserError, match=message):
+        check(parser, *argv)
+    check(parser, "--muon-lr", "0.01", "--muon-min-lr", "0.01", "--min-lr", "0.02")
+
+
+def test_constructors_keep_to_the_rule():
+    good = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    for name, value, flag in (("lr", -1.0, "lr"), ("lr", math.nan, "lr"), ("momentum", math.nan, "muon-momentum")):
+        with pytest.raises(ValueError, match=f"--{flag} {value:g} is (out of range|not finite)"):
+            ShardedMuon([], lambda _: None, **{**good, name: value}, names={})
+    for settings in ({"num_steps": 0}, {"extra_scale_factor": -1.0}, {"extra_scale_factor": math.inf}):
+        with pytest.raises(ValueError, match=r"is (out of range|not finite); choose"):
+            Orthogonalizer(**settings)
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "0"])
+def test_the_buffers_of_bench_keep_to_it(text):
+    with pytest.raises(
+        bench_command.argparse.ArgumentTypeError, match=f"{text} is out of range; choose at least 0.001"
+    ):
+        bench_command._buffer_mb(text)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True])
+def test_what_is_no_number_is_said_to_be_none(value):
+    with pytest.raises(UserError, match=r"--muon-lr .* is not a number; choose at least 0"):
+        check_number("muon_lr", value)
+
+
+def test_ranges_say_what_they_hold():
+    assert str(Range(high=1.0, above=True, closed=True)) == "more than 0 and at most 1"
+    assert str(Range(low=1, whole=True, hint="5 is usual")) == "a whole number, at least 1 (5 is usual)"
+    assert not Range(whole=True).holds(1.5)
+    assert not any(Range().holds(value) for value in (math.nan, math.inf, -math.inf, -1e-300))
+    assert numbers.RANGES["muon_momentum"].holds(0.0)
