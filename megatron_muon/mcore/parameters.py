@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megatron_muon.errors import UserError
 from megatron_muon.mcore.fused import BlockSettings, Fused, check_experts, fused_rows, is_expert_stack, stack_split
+from megatron_muon.mcore.vocabulary import vocabulary_weights
 from megatron_muon.names import matching
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.sharding import Layout, evenly_sharded, from_rectangles
@@ -40,7 +41,9 @@ def restore_attributes(model_chunks: Sequence[Any]) -> None:
 
 
 def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) -> None:
-    """Mark trainable parameters by their names: `use_muon`, `expert_tp`, `fused_rows` and `expert_stack`.
+    """Mark trainable parameters: `use_muon`, `why_not_muon`, `expert_tp`, `fused_rows` and `expert_stack`.
+
+    A `use_muon` that a script has set on an embedding or output layer is kept.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
 
@@ -55,15 +58,17 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
         for name, parameter in chunk.named_parameters():
             if not parameter.requires_grad:
                 continue
-            if "embedding" in name:
-                parameter.use_muon = False  # position embeddings too, which megatron-core marks under MuP only
             if "experts" in name and "shared" not in name:
                 parameter.expert_tp = True
             parameter.expert_stack = is_expert_stack(name, parameter.ndim)
+    for parameter, why in vocabulary_weights(model_chunks).items():
+        if not hasattr(parameter, "use_muon"):
+            parameter.use_muon, parameter.why_not_muon = False, why  # type: ignore[attr-defined]
     names = {p: name for p, name in parameter_names(model_chunks).items() if p.requires_grad}
     matrices = {name: parameter for parameter, name in names.items() if is_muon_matrix(parameter)}
     for name in matching(exclude, matrices, others=[name for name in names.values() if name not in matrices]):
-        matrices.pop(name).use_muon = False  # type: ignore[attr-defined]
+        parameter = matrices.pop(name)
+        parameter.use_muon, parameter.why_not_muon = False, "--muon-exclude"  # type: ignore[attr-defined]
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad and is_muon_matrix(parameter):
@@ -88,7 +93,7 @@ def is_muon_matrix(parameter: torch.Tensor) -> bool:
     """Whether Muon takes this parameter: a 2D weight or a stack of experts, no embedding and not the output layer.
 
     megatron-core marks word embeddings and the output layer with `is_embedding_or_output_parameter`; `tag_for_muon`
-    sets `use_muon` to False on every embedding, position embeddings too, and on what `--muon-exclude` names.
+    sets `use_muon` to False on every embedding and output layer, and on what `--muon-exclude` names.
     """
     embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
     is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)

@@ -1,0 +1,118 @@
+"""Which 2D weights of a plain nn.Module are no matrices of Muon's, and how the table says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import nn
+
+from megatron_muon.mcore import parameters as mp
+from megatron_muon.mcore.table import parameter_table
+
+WORDS, POSITIONS, WIDTH = 64, 32, 16
+CONFIG = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
+
+
+class Plain(nn.Module):
+    """A language model as people write them: no name holds "embedding"."""
+
+    config = CONFIG
+
+    def __init__(self, *, head: bool = True, tied: bool = False, wide: int = 48) -> None:
+        super().__init__()
+        self.wte, self.wpe = nn.Embedding(WORDS, WIDTH), nn.Embedding(POSITIONS, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(a, b) for a, b in ((WIDTH, wide), (wide, POSITIONS), (POSITIONS, WIDTH)))
+        self.norm = nn.LayerNorm(WIDTH)
+        if head:
+            self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+            if tied:
+                self.lm_head.weight = self.wte.weight
+
+
+def tagged(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """Names of the matrices, and of the other 2D weights with their reasons."""
+    mp.tag_for_muon([model])
+    names = mp.parameter_names([model])
+    return [name for p, name in names.items() if mp.is_muon_matrix(p)], {
+        name: p.why_not_muon for p, name in names.items() if p.ndim == 2 and not mp.is_muon_matrix(p)
+    }
+
+
+BLOCKS = [f"blocks.{number}.weight" for number in range(3)]
+
+
+def test_a_plain_models_embeddings_and_output_layer_are_left_out():
+    """They went to Muon without a word unless their names held "embedding"."""
+    matrices, others = tagged(Plain())
+    assert matrices == BLOCKS
+    assert others == {
+        "wte.weight": "embedding",
+        "wpe.weight": "embedding",
+        "lm_head.weight": "projection to the vocabulary",
+    }
+
+
+@pytest.mark.parametrize("model", [Plain(tied=True), Plain(tied=True, wide=WORDS), Plain(head=False)])
+def test_tied_weights_and_models_without_a_head(model):
+    """A hidden layer with as many rows as the vocabulary is no second output layer beside a tied one."""
+    matrices, others = tagged(model)
+    assert matrices == BLOCKS
+    assert others["wte.weight"] == ("embedding" if not hasattr(model, "lm_head") else "tied to an embedding")
+
+
+def test_the_last_of_several_layers_with_the_vocabularys_rows():
+    matrices, others = tagged(Plain(wide=WORDS))
+    assert matrices == BLOCKS
+    assert others["lm_head.weight"] == "projection to the vocabulary"
+
+
+def test_a_model_without_embeddings_keeps_all_its_matrices():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model.config = CONFIG
+    assert tagged(model) == (["0.weight", "1.weight"], {})
+
+
+def test_names_decide_for_tables_outside_of_modules_but_not_for_linear_layers():
+    model = Plain()
+    model.positional_embedding = nn.Parameter(torch.zeros(POSITIONS, WIDTH))
+    model.embedding_projection = nn.Linear(WIDTH, WIDTH)
+    matrices, others = tagged(model)
+    assert "embedding_projection.weight" in matrices
+    assert others["positional_embedding"] == "embedding"
+
+
+def test_megatrons_own_marks_decide_where_they_are():
+    model = Plain()
+    model.wte.weight.is_embedding_or_output_parameter = True
+    matrices, others = tagged(model)
+    assert matrices == [*BLOCKS, "lm_head.weight"]
+    assert others == {"wte.weight": "embedding", "wpe.weight": "embedding"}
+
+
+def test_a_script_has_the_last_word():
+    model = Plain()
+    model.lm_head.weight.use_muon = True
+    model.blocks[0].weight.use_muon = False
+    mp.tag_for_muon([model])
+    matrices = [name for p, name in mp.parameter_names([model]).items() if mp.is_muon_matrix(p)]
+    assert matrices == [*BLOCKS[1:], "lm_head.weight"]
+
+
+def test_the_table_says_why():
+    model = Plain()
+    mp.tag_for_muon([model], exclude=["blocks"])
+    names = mp.parameter_names([model])
+    table = parameter_table([{"params": list(names), "optimizer": "adam"}], names)
+    for line in (
+        "not Muon's, embedding: wte.weight, wpe.weight",
+        "not Muon's, projection to the vocabulary: lm_head.weight",
+        "not Muon's, --muon-exclude: blocks.0.weight, blocks.1.weight, blocks.2.weight",
+    ):
+        assert line in table.splitlines()
+    many = [nn.Parameter(torch.zeros(2, 2)) for _ in range(5)]
+    for p in many:
+        p.use_muon, p.why_not_muon = False, "--muon-exclude"
+    names = {p: f"router{number}" for number, p in enumerate(many)}
+    table = parameter_table([{"params": many, "optimizer": "adam"}], names)
+    assert table.endswith("not Muon's, --muon-exclude: router0, router1, router2 and 2 more")
