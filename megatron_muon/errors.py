@@ -19,3 +19,20 @@ class OffloadError(RuntimeError):
 
 class RunFailedError(RuntimeError):
     """A training or measurement that was started and failed; the message says how and where its output is."""
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of what went wrong, with the rank where torch's distributed checkpointing says so."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        rank, (failure, *_) = min(failures.items())
+        return f"rank {rank}: {_first_line(failure)}"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, KeyError):  # its text is the key alone
+        return repr(error)
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
+    return "a file could not be written in full" if "unexpected pos" in line else line

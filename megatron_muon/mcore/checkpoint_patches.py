@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from megatron_muon.checkpoint import files
-from megatron_muon.errors import SaveError
+from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.mcore.checkpoint_loading import explain_load_refusals, load_what_is_there
 from megatron_muon.mcore.first_rank import on_first_rank
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
+from megatron_muon.mcore.trial_save import try_saving_before_training
 from megatron_muon.patching import Patches, versions
 
 
@@ -37,6 +38,7 @@ def install(patches: Patches, *, adam: bool) -> None:
     explain_failed_saves(patches)
     load_what_is_there(patches)
     explain_load_refusals(patches)
+    try_saving_before_training(patches)
     remember_signals(patches)
     if adam:
         keep_adam_state_alike(patches)
@@ -122,28 +124,13 @@ def save_beside_and_rename(patches: Patches) -> None:
             except (Exception, CheckpointException) as error:
                 raise SaveError(
                     f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
-                    f"({_reason(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
+                    f"({reason_of(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
                 ) from error
             return result
 
         return save_beside
 
     patches.wrap(dcp, "save", around, takes=["state_dict", "storage_writer"])
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of what went wrong, with the rank where it did."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, (failure, *_) = min(failures.items())
-        return f"rank {rank}: {_first_line(failure)}"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
-    return "a file could not be written in full" if "unexpected pos" in line else line
 
 
 def _free_space(folder: Path) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint.content import plain
 from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import checkpoint_patches
 from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
@@ -44,7 +45,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
-        split_momentum_of_swiglu(patches)
+        split_state_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
 
 
@@ -237,46 +238,45 @@ def stop_after_offload_failure(patches: Patches) -> None:
     )
 
 
-def split_momentum_of_swiglu(patches: Patches) -> None:
-    """Let fsdp_dtensor checkpoints split the momentum of a SwiGLU's fused gate and up projection.
+def split_state_of_swiglu(patches: Patches) -> None:
+    """Let fsdp_dtensor checkpoints split the state of a SwiGLU's fused gate and up projection, of any optimizer.
 
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` and no others. Muon's momentum is shown to it as the
-    first, AdaMuon's second moment as the second (else momentum again), and both are taken back under their own names.
-    NorMuon's second moment, which has not the shape of the weights, stays whole beside the gate. The handler also looks
+    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others; weights it splits
+    whatever they are. So every slot of the weights' shape is shown to it as weights are. What has another shape, as
+    NorMuon's second moment, stays whole beside the gate; a step counter belongs to both halves. The handler also looks
     parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
     wrapper that its names count on), so it is shown a model that finds them at any depth. And it copies host memory to
     the GPU, where offloaded momentum might not fit, and what is loaded into the copy would be lost.
     """
     import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
     import megatron.training.checkpointing as checkpointing
+    from megatron.core.utils import get_attr_wrapped_model
 
     class AnyDepth(torch.nn.Module):
         """A model whose parameters are found whatever wrappers their names count."""
 
-        def __init__(self, model: torch.nn.Module) -> None:
+        def __init__(self, model: torch.nn.Module, names: dict[str, torch.nn.Parameter]) -> None:
             super().__init__()
             self.module = model
-            self._by_name = {_unwrapped(name): parameter for name, parameter in model.named_parameters()}
+            self._by_name = {plain(name): parameter for name, parameter in names.items()}
 
         def get_parameter(self, target: str) -> torch.nn.Parameter:
-            return self._by_name[_unwrapped(target)]
+            return self._by_name[plain(target)]
 
     def around(handle: Callable[..., Any]) -> Callable[..., Any]:
         def handle_swiglu(model: Any, model_state: Any, optimizer_state: Any) -> Any:
-            model = AnyDepth(model)
+            names = dict(model.named_parameters())
+            model_state, _ = handle(AnyDepth(model, names), model_state, None)
             if optimizer_state is None:
-                return handle(model, model_state, None)
-            disguised = {key: _as_adam(slots) for key, slots in optimizer_state["state"].items()}
+                return model_state, None
+            if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
+                names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
+            whole = AnyDepth(model, names)
             with checkpoint_patches.changed(
                 handlers, "make_fsdp_dtensor", partial(_made_in_place, handlers.make_fsdp_dtensor)
             ):
-                model_state, split = handle(model, model_state, {**optimizer_state, "state": disguised})
-            halves = {key + half: key for key in optimizer_state["state"] for half in ("", "_w", "_v")}
-            split["state"] = {
-                key: _as_muon(slots, optimizer_state["state"][halves[key]], is_up=key == halves[key] + "_v")
-                for key, slots in split["state"].items()
-            }
-            return model_state, split
+                state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
+            return model_state, {**optimizer_state, "state": state}
 
         return handle_swiglu
 
@@ -286,6 +286,39 @@ def split_momentum_of_swiglu(patches: Patches) -> None:
         around,
         takes=["model", "model_state_dict", "optimizer_state_dict"],
     )
+
+
+def _with_halves(
+    state: dict[str, dict[str, Any]],
+    model: torch.nn.Module,
+    split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> dict[str, dict[str, Any]]:
+    """Optimizer state in which fused projections are two parameters, whose names end in `_w` and `_v`.
+
+    Args:
+        state: slots by parameter.
+        model: finds the parameters.
+        split: splits those tensors of a dict that belong to a fused projection.
+    """
+    made: dict[str, dict[str, Any]] = {}
+    for slot in dict.fromkeys(slot for slots in state.values() for slot in slots):  # in one order on every rank
+        elementwise = {
+            name: slots[slot]
+            for name, slots in state.items()
+            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape
+        }
+        for name, tensor in split(elementwise).items():
+            made.setdefault(name, {})[slot] = tensor
+    halved: dict[str, dict[str, Any]] = {}
+    for name, slots in state.items():
+        if f"{name}_w" not in made:
+            halved[name] = slots
+            continue
+        gate, up = made[f"{name}_w"], made[f"{name}_v"]
+        others = {slot: value for slot, value in slots.items() if slot not in gate}
+        halved[f"{name}_w"] = {**others, **gate}
+        halved[f"{name}_v"] = {**{s: value for s, value in others.items() if not getattr(value, "ndim", 0)}, **up}
+    return halved
 
 
 def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
@@ -298,33 +331,3 @@ def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: 
     for name, value in vars(made._local_tensor).items():
         setattr(local_tensor, name, value)  # what tells the checkpoint which part of the whole this is
     return DTensor(local_tensor, made._spec, requires_grad=False)
-
-
-def _unwrapped(name: str) -> str:
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
-
-
-def _as_adam(slots: dict[str, Any]) -> dict[str, Any]:
-    """The state of a parameter of Muon under the names of Adam's; that of any other as it is."""
-    if "momentum_buffer" not in slots:
-        return slots
-    second = slots["moment2_buffer"] if _is_elementwise(slots) else slots["momentum_buffer"]
-    return {"exp_avg": slots["momentum_buffer"], "exp_avg_sq": second}
-
-
-def _as_muon(split: dict[str, Any], slots: dict[str, Any], *, is_up: bool) -> dict[str, Any]:
-    """What `_as_adam` made of `slots`, or a half of it, under the names of Muon's state."""
-    if "momentum_buffer" not in slots:
-        return split
-    state = {"momentum_buffer": split["exp_avg"]}
-    if _is_elementwise(slots):
-        state["moment2_buffer"] = split["exp_avg_sq"]
-    elif "moment2_buffer" in slots and not is_up:
-        state["moment2_buffer"] = slots["moment2_buffer"]
-    return state
-
-
-def _is_elementwise(slots: dict[str, Any]) -> bool:
-    return "moment2_buffer" in slots and slots["moment2_buffer"].shape == slots["momentum_buffer"].shape

@@ -129,6 +129,42 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, cells: Cell
         cells.add("DP", MODELS[model][MODELS[model].index("--data-parallel-sharding-strategy") + 1], "save", "resume")
 
 
+QKV_BIAS = ("--add-qkv-bias",)
+FC1_IS_SCALAR = ("--muon-exclude", "linear_fc1")
+SCALAR = {
+    "lion, swiglu, biases": ("lion", ("--swiglu", *QKV_BIAS)),
+    "lion, swiglu's fc1": ("lion", ("--swiglu", *QKV_BIAS, *FC1_IS_SCALAR)),
+    "lion, dense fc1": ("lion", FC1_IS_SCALAR),
+    "lion, experts' fc1": ("lion", (*EXPERTS, *FC1_IS_SCALAR)),
+    "adam, swiglu's fc1": ("adam", ("--swiglu", *QKV_BIAS, *FC1_IS_SCALAR)),
+    "adam, experts' fc1": ("adam", (*EXPERTS, *FC1_IS_SCALAR)),
+}
+OFTEN_SCALAR = ("lion, swiglu, biases", "lion, experts' fc1")
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in OFTEN_SCALAR else pytest.mark.wide) for c in SCALAR])
+def test_every_scalar_optimizer_resumes_where_it_stopped(training: Trainings, case: str) -> None:
+    """Lion with SwiGLU, whose biases or whole projections it has, ended in KeyError 'exp_avg_sq' at the first save."""
+    scalar, model = SCALAR[case]
+    flags = (*FULL, *model, "--muon-scalar-optimizer", scalar, "--save-interval", "3")
+    training(*flags, "--save", "whole").checked()
+    run = training(*flags, "--load", "whole", "--ckpt-step", "3", "--save", "resumed").checked()
+    assert [iteration.number for iteration in run.iterations] == [4, 5, 6]
+    assert warnings(run) == []
+    expected = saved(training, "whole")
+    assert differences(saved(training, "resumed"), expected) == []
+    slots = content.optimizer_slots(expected)
+    kept = {"exp_avg"} if scalar == "lion" else {"exp_avg", "exp_avg_sq", "step"}
+    assert {frozenset(kept), frozenset({"momentum_buffer"})} == set(slots.values())
+    halves = [name for name in slots if "fc1" in name and name.endswith(("_w", "_v"))]
+    assert bool(halves) == ("--swiglu" in model)
+    if FC1_IS_SCALAR[1] in model:
+        assert {slots[name] for name in slots if "fc1" in name} == {frozenset(kept)}
+    state = [name for name in expected if name.endswith(("exp_avg", "momentum_buffer"))]
+    assert all(expected[name].any() for name in state)
+    assert set(state) <= set(differences(saved(training, "whole", 3), expected))  # the comparison can fail
+
+
 LAYOUTS = {
     "3 ranks, optim": (3, (*cli.MUON, *strategy("optim"))),
     "1 rank": (1, (*cli.MUON, *strategy("optim_grads"))),

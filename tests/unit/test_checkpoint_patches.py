@@ -15,7 +15,7 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
-from megatron_muon.mcore import checkpoint_loading, checkpoint_patches
+from megatron_muon.mcore import checkpoint_loading, checkpoint_patches, trial_save
 from megatron_muon.mcore.refusals import check_async_save
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches
@@ -28,6 +28,7 @@ PATCHED = [
     (dcp, "save"),
     (training, "save_checkpoint"),
     (training, "load_checkpoint"),
+    (training, "train"),
     (DistributedSignalHandler, "signals_received"),
 ]
 OF_ADAM = [(training, "get_megatron_optimizer"), (DistributedOptimizer, "_init_optimizer_states_with_dummy_values")]
@@ -64,6 +65,7 @@ def other(*_args: object) -> None:
         (checkpoint_patches.save_beside_and_rename, dcp, "save"),
         (checkpoint_patches.write_tracker_at_once, checkpointing, "save_checkpoint"),
         (checkpoint_patches.explain_failed_saves, training, "save_checkpoint"),
+        (trial_save.try_saving_before_training, training, "train"),
         (checkpoint_loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
         (checkpoint_loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
     ],
@@ -115,6 +117,31 @@ def test_a_save_that_fails_names_the_one_before(patches, tmp_path):
     with pytest.raises(SaveError, match=r"iteration 6 could not be written .*resume with .* --ckpt-step 4"):
         dcp.save({"a": lambda: None}, storage_writer=writer, no_dist=True)  # cannot be pickled
     assert files.iterations(tmp_path) == [2, 4]
+
+
+def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypatch):
+    """Lion's state with SwiGLU could not be saved, and the first save, hours later, found out."""
+    trained = []
+    monkeypatch.setattr(
+        training, "train", lambda forward_step_func, model, optimizer, opt_param_scheduler: trained.append(model)
+    )
+    trial_save.try_saving_before_training(patches)
+    state = {"weights": torch.ones(3), "args": "text"}
+    monkeypatch.setattr(trial_save, "_state_to_save", lambda *_: state)
+    monkeypatch.setattr("megatron.training.get_args", lambda: options)
+    options = types.SimpleNamespace(save="runs", ckpt_format="fsdp_dtensor")
+    monkeypatch.setattr(trial_save.dist, "get_rank", lambda: 0)
+    training.train(None, ["model"], "optimizer", "scheduler")
+    assert trained == [["model"]]
+    state["args"] = lambda: None  # cannot be pickled
+    with pytest.raises(
+        SaveError, match=r"could not save a checkpoint: .* before the first step, failed \(rank 0: .*pickle"
+    ):
+        training.train(None, ["model"], "optimizer", "scheduler")
+    assert trained == [["model"]]
+    options.save = None
+    training.train(None, ["model"], "optimizer", "scheduler")
+    assert trained == [["model"]] * 2
 
 
 def arguments(**given: object) -> types.SimpleNamespace:

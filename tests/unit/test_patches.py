@@ -69,7 +69,7 @@ def test_without_compile_helpers(patches, monkeypatch):
     [
         (mcore_patches.explain_refusals, arguments, "validate_args"),
         (mcore_patches.use_factory, training, "get_megatron_optimizer"),
-        (mcore_patches.split_momentum_of_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+        (mcore_patches.split_state_of_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     ],
 )
 def test_another_signature_or_none(patches, monkeypatch, patch, owner, name):
@@ -214,19 +214,25 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
 
 
 class Layer(torch.nn.Module):
-    """A model whose one parameter has the name that Megatron-FSDP's wrappers give it."""
+    """A model whose parameters have the names that Megatron-FSDP's wrappers give them."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.config = types.SimpleNamespace(num_moe_experts=None)
         self.module = torch.nn.Module()
-        self.module.fc1 = torch.nn.Linear(2, 4, bias=False)
+        self.module.fc1 = torch.nn.Linear(2, 4)
+        self.module.proj = torch.nn.Linear(2, 4, bias=False)
+        self.module.norm = torch.nn.Linear(2, 4, bias=False)
 
 
 def handle_swiglu(model, model_state_dict, optimizer_state_dict):
-    """As 0.19's handler: splits Adam's two slots of every fc1 into `_w` and `_v`, and no other slot."""
+    """As 0.19's handler: splits every fc1 of the weights, and Adam's two slots of its state, into `_w` and `_v`."""
     split = {}
     for key, value in model_state_dict.items():
-        assert model.get_parameter(f"module.module.{key}").shape == (4, 2)
+        if "fc1" not in key:
+            split[key] = value
+            continue
+        assert model.get_parameter(f"module.module.{key}").shape == value.shape
         split |= {f"{key}_w": value[:2], f"{key}_v": value[2:]}
     if optimizer_state_dict is None:
         return split, None
@@ -243,7 +249,7 @@ def handle_swiglu(model, model_state_dict, optimizer_state_dict):
 @pytest.fixture
 def handler(patches, monkeypatch):
     monkeypatch.setattr(checkpointing, "handle_swiglu_in_state_dict", handle_swiglu)
-    mcore_patches.split_momentum_of_swiglu(patches)
+    mcore_patches.split_state_of_swiglu(patches)
     return checkpointing.handle_swiglu_in_state_dict
 
 
@@ -288,12 +294,18 @@ def test_second_moments_are_not_lost(handler, by_element):
         assert set(up) == {"momentum_buffer"}
 
 
-def test_adams_fc1_is_split_as_before(handler):
-    moments = torch.ones(4, 2)
-    state = {"module.fc1.bias": {"exp_avg": moments, "exp_avg_sq": 2 * moments, "step": 3}}
-    _, optimizer_state = handler(Layer(), {}, {"state": state})
-    assert set(optimizer_state["state"]) == {"module.fc1.bias_w", "module.fc1.bias_v"}
-    assert set(optimizer_state["state"]["module.fc1.bias_w"]) == {"exp_avg", "exp_avg_sq", "step"}
+@pytest.mark.parametrize("slots", [("exp_avg", "exp_avg_sq"), ("exp_avg",), ("exp_avg", "exp_avg_sq", "master_param")])
+def test_every_slot_of_the_weights_shape_is_split(handler, slots):
+    """Lion keeps exp_avg alone: its first save ended in KeyError 'exp_avg_sq', and all that was trained was lost."""
+    kept = {slot: torch.arange(4.0) + number for number, slot in enumerate(slots)}
+    _, optimizer_state = handler(Layer(), {}, {"state": {"module.fc1.bias": {**kept, "step": torch.tensor(3.0)}}})
+    split = optimizer_state["state"]
+    assert set(split) == {"module.fc1.bias_w", "module.fc1.bias_v"}
+    for half in split.values():
+        assert half.keys() == {*slots, "step"}
+        assert half["step"] == 3.0
+    for slot, whole in kept.items():
+        assert torch.equal(torch.cat([split["module.fc1.bias_w"][slot], split["module.fc1.bias_v"][slot]]), whole)
 
 
 def test_weights_alone_can_be_saved(handler):
