@@ -15,6 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,84 +28,93 @@ SECONDS_TO_LOOK = 0.3
 _descriptors: set[int] = set()
 
 
-@contextlib.contextmanager
-def held(file: Path, taken: str, *, remedy: str, wait_s: float = 0.0) -> Iterator[int | None]:
-    """Holds the lock `file`, which is deleted afterwards.
+@dataclass(frozen=True)
+class Lock:
+    """A lock that one process at a time holds.
 
-    Args:
-        file: of the lock, in the folder that it is for; the folder is made.
+    Attributes:
+        file: in the folder that it is for.
         taken: what it means that another process holds it, such as "a run is under way in runs/a".
         remedy: what to do then.
-        wait_s: how long a holder on another machine is waited for, which may be dead.
-
-    Yields:
-        A descriptor that keeps the lock in a process that inherits it; None where the file system has no locks.
-
-    Raises:
-        UserError: another process holds it, or the folder cannot be written.
     """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = _take(file, taken, remedy, wait_s)
-    except OSError as error:
-        raise UserError(
-            f"{file.parent}: cannot write there ({error.strerror}); choose a folder that this user may write"
-        ) from error
-    try:
-        yield lock
-    finally:
-        if lock is not None:
-            with contextlib.suppress(OSError):
-                file.unlink()
-            close(lock)
 
+    file: Path
+    taken: str
+    remedy: str
 
-def refuse_if_held(file: Path, taken: str, *, remedy: str) -> None:
-    """Looks at a lock that `held` would take.
+    @contextlib.contextmanager
+    def held(self, *, wait_s: float = 0.0) -> Iterator[int | None]:
+        """Holds the lock; its folder is made before, its file deleted afterwards.
 
-    Raises:
-        UserError: another process holds it.
-    """
-    with contextlib.suppress(OSError):
-        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        Args:
+            wait_s: how long a holder on another machine, which may be dead, is waited for.
+
+        Yields:
+            A descriptor that keeps the lock in a process that inherits it; None where the file system has no locks.
+
+        Raises:
+            UserError: another process holds it, or the folder cannot be written.
+        """
         try:
-            if not try_lock(lock):
-                raise UserError(_refusal(lock, taken, remedy))
-        finally:
-            os.close(lock)
-
-
-def _take(file: Path, taken: str, remedy: str, wait_s: float) -> int | None:
-    began = time.monotonic()
-    told = False
-    while True:
-        lock = open_own(file, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            free = try_lock(lock)
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            lock = self._take(wait_s)
         except OSError as error:
+            raise UserError(
+                f"{self.file.parent}: cannot write there ({error.strerror}); choose a folder that this user may write"
+            ) from error
+        try:
+            yield lock
+        finally:
+            if lock is not None:
+                with contextlib.suppress(OSError):
+                    self.file.unlink()
+                close(lock)
+
+    def refuse_if_held(self) -> None:
+        """Looks at the lock without taking it.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        with contextlib.suppress(OSError):
+            lock = os.open(self.file, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if not try_lock(lock):
+                    raise UserError(self._refusal(lock))
+            finally:
+                os.close(lock)
+
+    def _take(self, wait_s: float) -> int | None:
+        began = time.monotonic()
+        told = False
+        while True:
+            lock = open_own(self.file, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                free = try_lock(lock)
+            except OSError as error:
+                close(lock)
+                where = self.file.parent
+                _note(f"{where}: its file system has no locks ({error.strerror}); keep other runs away from it")
+                return None
+            if free and is_still(lock, self.file):
+                with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+                    sign(lock, since=datetime.now(UTC).isoformat(timespec="seconds"))
+                return lock
+            waited = time.monotonic() - began
+            far = signature(lock).get("host", socket.gethostname()) != socket.gethostname()
+            refusal = self._refusal(lock)
             close(lock)
-            _note(f"{file.parent}: its file system has no locks ({error.strerror}); keep other runs away from it")
-            return None
-        if free and is_still(lock, file):
-            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
-                sign(lock, since=datetime.now(UTC).isoformat(timespec="seconds"))
-            return lock
-        waited = time.monotonic() - began
-        far = signature(lock).get("host", socket.gethostname()) != socket.gethostname()
-        refusal = None if free else _refusal(lock, taken, remedy)
-        close(lock)
-        if refusal is not None and waited > (max(wait_s, SECONDS_TO_LOOK) if far else SECONDS_TO_LOOK):
-            raise UserError(refusal)
-        if far and waited > SECONDS_TO_LOOK and not told:
-            told = True
-            _note(f"{refusal}; trying for {wait_s:.0f} s, should that machine be dead")
-        time.sleep(0.02)
+            if not free and waited > (max(wait_s, SECONDS_TO_LOOK) if far else SECONDS_TO_LOOK):
+                raise UserError(refusal)
+            if far and waited > SECONDS_TO_LOOK and not told:
+                told = True
+                _note(f"{refusal}; trying for {wait_s:.0f} s, should that machine be dead")
+            time.sleep(0.02)
 
-
-def _refusal(lock: int, taken: str, remedy: str) -> str:
-    found = signature(lock)
-    who = f"process {found.get('pid', '?')} on {found.get('host', '?')}, since {found.get('since', '?')}"
-    return f"{taken} ({who}); wait for its end, or {remedy}"
+    def _refusal(self, lock: int) -> str:
+        found = signature(lock)
+        who = f"process {found.get('pid', '?')} on {found.get('host', '?')}, since {found.get('since', '?')}"
+        return f"{self.taken} ({who}); wait for its end, or {self.remedy}"
 
 
 def _note(text: str) -> None:

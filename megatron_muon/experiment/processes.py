@@ -135,6 +135,7 @@ class Job:
         show: Callable[[str], object] | None = None,
         on_line: Callable[[str], object] | None = None,
         append: bool = False,
+        keeps: Sequence[int] = (),
     ) -> None:
         """Starts it.
 
@@ -145,6 +146,7 @@ class Job:
             show: gets all text as it comes, in pieces.
             on_line: gets every line, without its end.
             append: keep what the log holds.
+            keeps: descriptors that the command inherits, such as that of a lock; what it starts does not.
         """
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
@@ -157,6 +159,7 @@ class Job:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            pass_fds=keeps,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -223,6 +226,7 @@ def watch(
     show: Callable[[str], object] | None = None,
     on_line: Callable[[str], object] | None = None,
     append: bool = False,
+    keeps: Sequence[int] = (),
     grace_s: float = SECONDS_TO_END,
     stop: threading.Event | None = None,
 ) -> Ended:
@@ -235,6 +239,7 @@ def watch(
         show: see `Job`.
         on_line: see `Job`.
         append: see `Job`.
+        keeps: see `Job`.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
         stop: when it is set, all goes as after Ctrl-C; for callers in other threads than the main one.
     """
@@ -262,7 +267,7 @@ def watch(
 
     with signals_handled(pass_on):
         try:
-            job = Job(command, log, env=env, show=show, on_line=on_line, append=append)
+            job = Job(command, log, env=env, show=show, on_line=on_line, append=append, keeps=keeps)
             launched.append(job)
             if got:  # it came while the process was being started
                 job.ask_to_end()

@@ -8,6 +8,7 @@
       tensorboard/    Megatron's events, where the flags do not name another place
       checkpoints/    checkpoints, where the flags ask for them (--save)
       summary.json    what came of it; written when the run has ended, whatever its end
+      .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
 On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
 
@@ -47,7 +48,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
+from megatron_muon.locks import Lock
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
 TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
@@ -150,6 +153,22 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
     partial.replace(file)
 
 
+def lock_of(root: Path) -> Lock:
+    """The lock of a run's folder, which whoever launched the run holds to its end."""
+    return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")
+
+
+def refuse_living(folder: RunFolder) -> None:
+    """Refuses a folder where a run is under way, or whose ranks have outlived it.
+
+    Raises:
+        UserError: says whose.
+    """
+    lock_of(folder.root).refuse_if_held()
+    if folder.checkpoints is not None:
+        checkpoint_lock.lock_of(folder.checkpoints).refuse_if_held()
+
+
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     """Refuses to run where another run's results lie, unless told to go on or to start anew.
 
@@ -168,7 +187,7 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
         done, asked = summary.get("iterations") or 0, summary.get("train_iters")
         what = f"a run that {summary.get('outcome', 'ended')} after {done} of {asked} iterations"
     elif (folder.root / RUN).exists():
-        what = "a run that is under way, or was cut off"
+        what = "a run that was cut off"
     else:
         place = folder.tensorboard if folder.has_events else folder.checkpoints or folder.root
         what = "a run's events or checkpoints"

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from megatron_muon import locks
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import processes, run_folder
 from megatron_muon.experiment.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.experiment.run_folder import RunFolder
 from megatron_muon.experiment.sweep_grid import Task
 from megatron_muon.experiment.train import Experiment, Outcome, execute, prepare
+from megatron_muon.locks import Lock
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
@@ -148,7 +148,7 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     Raises:
         UserError: another one is at work there.
     """
-    return locks.held(out / _LOCK, f"a sweep is under way in {out}", remedy="give another --out DIR")
+    return Lock(out / _LOCK, f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
 @dataclass

@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -155,14 +155,15 @@ def prepare(
     """
     is_first = nodes is None or nodes.rank == 0
     if request.out is not None and is_first:  # told at once, where the flags have no say
-        run_folder.check_free(
-            run_folder.locate({}, {}, out=request.out, default="")[0], resume=resume, overwrite=overwrite
-        )
+        folder = run_folder.locate({}, {}, out=request.out, default="")[0]
+        run_folder.refuse_living(folder)
+        run_folder.check_free(folder, resume=resume, overwrite=overwrite)
     resolved = resolve(request) if resolved is None else resolved
     experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
     if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
     if is_first:
+        run_folder.refuse_living(resolved.folder)
         run_folder.check_free(resolved.folder, resume=resume, overwrite=overwrite)
     return experiment
 
@@ -183,12 +184,35 @@ def execute(
         on_line: gets every line of it.
         stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
         env: variables for the ranks, which win over all others.
+
+    Raises:
+        UserError: another run is under way in the folder, or has been there since `prepare` looked.
     """
+    if not experiment.is_first_node:
+        return _run(experiment, show=show, on_line=on_line, stop=stop, env=env or {})
     folder = experiment.folder
-    if experiment.resume and (done := _finished(experiment)):
-        return Outcome(0, done, started=False)
-    if experiment.overwrite and experiment.is_first_node:
-        run_folder.clear(folder)
+    run_folder.refuse_living(folder)
+    with run_folder.lock_of(folder.root).held() as lock:
+        run_folder.check_free(folder, resume=experiment.resume, overwrite=experiment.overwrite)
+        if experiment.resume and (done := _finished(experiment)):
+            return Outcome(0, done, started=False)
+        if experiment.overwrite:
+            run_folder.clear(folder)
+        keeps = () if lock is None else (lock,)
+        return _run(experiment, show=show, on_line=on_line, stop=stop, env=env or {}, keeps=keeps)
+
+
+def _run(
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None,
+    on_line: Callable[[str], object] | None,
+    stop: threading.Event | None,
+    env: Mapping[str, str],
+    keeps: Sequence[int] = (),
+) -> Outcome:
+    """`execute` in a folder that is this run's; torchrun keeps the descriptors `keeps`."""
+    folder = experiment.folder
     folder.root.mkdir(parents=True, exist_ok=True)
     run = _run_record(experiment)
     experiment.config_file.write_text(_config_text(experiment, run), "utf-8")
@@ -197,7 +221,7 @@ def execute(
         run_folder.write_json(folder.root / run_folder.RUN, run)
     append = experiment.checkpoint is not None
     began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
-    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop, more_env=env or {})
+    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop, more_env=env, keeps=keeps)
     status = _exit_status(ended, status)
     if not experiment.is_first_node:
         return Outcome(status, {})
@@ -220,6 +244,7 @@ def _launch(
     on_line: Callable[[str], object] | None,
     stop: threading.Event | None,
     more_env: Mapping[str, str],
+    keeps: Sequence[int],
 ) -> tuple[Ended, int | None]:
     """How torchrun ended, and what status the first rank left."""
     resolved = experiment.resolved
@@ -233,6 +258,7 @@ def _launch(
             show=show,
             on_line=on_line,
             append=experiment.checkpoint is not None,
+            keeps=keeps,
             grace_s=experiment.grace_s,
             stop=stop,
         )

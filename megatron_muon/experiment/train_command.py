@@ -140,7 +140,7 @@ def request_of(args: argparse.Namespace) -> tuple[Request, Nodes | None]:
         config = args.out / run_folder.CONFIG
     if args.nproc is None and args.resume and args.out:
         args.nproc = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
     request = Request(
         config=str(config),
         sets=tuple(assignment(text) for text in args.sets),

@@ -7,6 +7,7 @@ the environment before torch, the device before megatron-core, the patches befor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import config_file
@@ -191,7 +193,8 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
         if int(os.environ.get("RANK", "0")) == 0:
             for note in (*launch.notes, *([alone] if alone else [])):
                 print(f"megatron-muon: {note}", flush=True)
-        _train()
+        with _save_folder_held(launch.args.save):
+            _train()
     except UserError as error:
         _tell(error)
         return 2
@@ -217,6 +220,13 @@ def _help() -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _save_folder_held(save: str | None) -> contextlib.AbstractContextManager[object]:
+    """Keeps a second training away from the checkpoints; the first rank does that for all."""
+    if save is None or int(os.environ.get("RANK", "0")) > 0:
+        return contextlib.nullcontext()
+    return checkpoint_lock.lock_of(Path(save)).held(wait_s=checkpoint_lock.SECONDS_FOR_A_DEAD_MACHINE)
 
 
 def _ended_by_signal() -> bool:

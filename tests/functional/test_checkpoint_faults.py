@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -15,7 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint import files, lock
+from megatron_muon.errors import UserError
 from tests.functional import cli
 from tests.functional.model import Case, Trainer, batches
 from tests.functional.pool import Pool, RankError
@@ -97,6 +99,33 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings) -> None:
     assert f"warning: ck/{left.name} is a save that did not finish" in run.output
     assert latest(here) == 6
     assert files.unfinished(here / "ck") == []  # iteration 4 was saved in its place
+
+
+def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
+    """Two with one --save used to replace each other's checkpoints; the first rank's lock tells the second start."""
+    here = training.folder
+    with lock.lock_of(here / "ck").held():
+        refused = training(ranks=1)
+    assert refused.returncode == 2, refused.tail
+    assert (
+        f"pretrain_gpt.py: error: a training saves its checkpoints to ck (process {os.getpid()} on " in refused.output
+    )
+    assert "give another --save DIR" in refused.output
+    assert list((here / "ck").iterdir()) == []
+
+    holders = []
+
+    def look(until: Callable[[Callable[[], Any]], Any]) -> None:
+        until(lambda: latest(here) == 2)
+        with pytest.raises(UserError) as refusal:
+            lock.lock_of(here / "ck").refuse_if_held()
+        holders.append(str(refusal.value))
+
+    with watching(look):
+        training(*LARGE).checked()
+    assert re.search(r"^a training saves its checkpoints to .*ck \(process \d+ on ", holders[0])
+    names = ["iter_0000002", "iter_0000004", "iter_0000006", files.TRACKER]
+    assert sorted(path.name for path in (here / "ck").iterdir()) == names
 
 
 def test_a_full_disk(training: Trainings) -> None:

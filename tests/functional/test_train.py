@@ -1,5 +1,6 @@
 """`megatron-muon train` with real trainings of one rank: what lies in the run's folder, and how a run is ended."""
 
+import concurrent.futures
 import json
 import os
 import re
@@ -216,6 +217,84 @@ def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
     assert steps == list(range(1, interrupted["iterations"] + 1))
     record = json.loads((tmp_path / "x" / "run.json").read_text())
     assert (record["starts"], record["resumed_from"]) == (2, stopped["checkpoint"])
+
+
+def at_once(cwd: Path, *lines: tuple[str, ...]) -> list[cli.Run]:
+    """Start `train` with each of these arguments at the same time."""
+    with concurrent.futures.ThreadPoolExecutor(len(lines)) as pool:
+        return list(pool.map(lambda line: train(cwd, *line), lines))
+
+
+@pytest.mark.parametrize("attempt", [0, *(pytest.param(number, marks=pytest.mark.wide) for number in range(1, 10))])
+def test_of_three_starts_in_one_folder_one_trains(tmp_path, corpus, attempt):
+    """They used to train with the settings of whichever wrote config.yaml last, all three, into the same files."""
+    write_config(
+        tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4", "--train-iters", "8"
+    )
+    save = ("--set", "save=x/checkpoints", "--set", "save_interval=4")
+    runs = at_once(
+        tmp_path, *(("--config", "tiny.yaml", "--set", f"lr=0.0{n}", *save, "--out", "x") for n in (1, 2, 3))
+    )
+    (winner,) = (number for number, run in enumerate(runs) if run.returncode == 0)
+    rate = f"0.0{winner + 1}"
+    assert {iteration.learning_rate for iteration in runs[winner].iterations} == {float(rate)}
+    assert len(runs[winner].iterations) == 8
+    for run in (run for number, run in enumerate(runs) if number != winner):
+        assert run.returncode == 2, run.tail
+        (error,) = (line for line in run.output.splitlines() if "error" in line)
+        assert re.search(r"a run is under way in x \(process \d+ on |x holds a run that finished after 8 of 8", error)
+        assert not run.iterations
+    folder = tmp_path / "x"
+    names = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
+    assert {path.name for path in folder.iterdir()} == names
+    assert dict(load_config(folder / "config.yaml").flags)["--lr"] == (rate,)
+    record, summary = (json.loads((folder / name).read_text()) for name in ("run.json", "summary.json"))
+    assert f"lr={rate}" in record["command"] == summary["command"]
+    assert (summary["outcome"], summary["iterations"], record["starts"]) == ("finished", 8, 1)
+    assert (folder / "train.log").read_text().count("iteration        8/       8") == 1
+    assert len(list((folder / "tensorboard").iterdir())) == 1
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "iter_0000004", "iter_0000008", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("attempt", range(10))
+def test_three_starts_without_a_folder_have_one_each(tmp_path, corpus, attempt):
+    write_config(
+        tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4", "--train-iters", "2"
+    )
+    runs = at_once(tmp_path, *(("--config", "tiny.yaml", "--set", f"lr=0.0{number}") for number in (1, 2, 3)))
+    folders = [re.search(r"^run folder  (\S+)$", run.checked().output, re.MULTILINE)[1] for run in runs]
+    assert len(set(folders)) == 3
+    for number, (folder, run) in enumerate(zip(folders, runs, strict=True), 1):
+        assert {iteration.learning_rate for iteration in run.iterations} == {number / 100}
+        assert dict(load_config(tmp_path / folder / "config.yaml").flags)["--lr"] == (f"0.0{number}",)
+
+
+def test_ranks_that_outlive_their_launcher_keep_their_folders(tmp_path, corpus):
+    """A killed `train` leaves torchrun and its ranks, which go on writing until they print the next line."""
+    flags = ("--global-batch-size", "4", "--train-iters", MANY)
+    flags = (*flags, "--save", "x/checkpoints", "--save-interval", MANY)
+    write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
+    with Running(tmp_path, "train", "--config", "long.yaml", "--", "--log-interval", MANY) as running:
+        running.wait_for(lambda: "before the start of training step" in running.output)
+        family = processes.descendants(running.process.pid)
+        running.process.kill()
+        running.process.wait()
+        for what in ("--resume", "--overwrite"):
+            refused = train(tmp_path, "--config", "long.yaml", what)
+            assert refused.returncode == 2, refused.tail
+            assert f"a run is under way in x (process {running.process.pid} on " in refused.output
+        parents = {pid: int(processes._stat(Path(f"/proc/{pid}/stat"))[1]) for pid in family}
+        launchers = [pid for pid in family if parents[pid] not in family]
+        for pid in launchers:
+            os.kill(pid, signal.SIGKILL)
+        refused = train(tmp_path, "--config", "long.yaml", "--resume")
+        assert "a training saves its checkpoints to x/checkpoints (process " in refused.output
+        for pid, started in family.items():
+            if processes._start_time(pid) == started:
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_ends_a_bench(tmp_path, corpus):

@@ -21,7 +21,7 @@ from megatron_muon.errors import UserError
 
 HOLD = (
     "import sys; from pathlib import Path; from megatron_muon import locks\n"
-    "with locks.held(Path(sys.argv[1]), 'it is taken', remedy='choose another'):\n"
+    "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'choose another').held():\n"
     "    print('held', flush=True); sys.stdin.readline()"
 )
 
@@ -31,8 +31,12 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "folder" / ".lock"
 
 
+def lock_of(file: Path) -> locks.Lock:
+    return locks.Lock(file, "it is taken", "choose another")
+
+
 def held(file: Path, wait_s: float = 0.0):
-    return locks.held(file, "it is taken", remedy="choose another", wait_s=wait_s)
+    return lock_of(file).held(wait_s=wait_s)
 
 
 def holder(file: Path) -> subprocess.Popen[str]:
@@ -50,10 +54,10 @@ def test_a_living_holder_is_named_and_a_killed_one_is_no_obstacle(file):
         with pytest.raises(UserError, match=rf"{who}.*\); wait for its end, or choose another$"), held(file):
             pass
         with pytest.raises(UserError, match=who):
-            locks.refuse_if_held(file, "it is taken", remedy="choose another")
+            lock_of(file).refuse_if_held()
         other.kill()
     assert file.exists()
-    locks.refuse_if_held(file, "it is taken", remedy="choose another")
+    lock_of(file).refuse_if_held()
     with held(file):
         assert json.loads(file.read_text())["pid"] == os.getpid()
     assert not file.exists()
@@ -97,7 +101,7 @@ def test_a_fork_does_not_keep_a_lock(file):
 def test_a_child_that_inherits_the_descriptor_goes_on_holding(file):
     code = (
         "import os, subprocess, sys; from pathlib import Path; from megatron_muon import locks\n"
-        "with locks.held(Path(sys.argv[1]), 'it is taken', remedy='x') as lock:\n"
+        "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'x').held() as lock:\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=[lock])\n"
         "    print('held', flush=True); os.kill(os.getpid(), 9)"
     )
@@ -111,7 +115,7 @@ def test_a_child_that_inherits_the_descriptor_goes_on_holding(file):
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         try:
-            locks.refuse_if_held(file, "", remedy="")
+            lock_of(file).refuse_if_held()
             break
         except UserError:
             time.sleep(0.02)

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import os
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli
+from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import processes, run_folder, run_summary, train_command
 from megatron_muon.experiment.processes import Ended, Nodes, torchrun_on_nodes
@@ -157,8 +161,30 @@ def test_what_is_no_summary_counts_too(taken):
     with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
         check_free(taken, resume=False, overwrite=False)
     (taken.root / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="a run that is under way, or was cut off"):
+    with pytest.raises(UserError, match="holds a run that was cut off"):
         check_free(taken, resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize("asked", [(), ("--resume",), ("--overwrite",), ("--resume", "--dry-run")])
+def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
+    """--overwrite deleted its files, and --resume started a second trainer on it."""
+    before = sorted(taken.root.rglob("*"))
+    line = ["train", "--config", "x.yaml", "--out", str(taken.root), *asked]
+    with run_folder.lock_of(taken.root).held():
+        assert cli.main(line) == cli.EXIT_USAGE
+    who = f"(process {os.getpid()} on {socket.gethostname()}, since "
+    assert f"error: a run is under way in {taken.root} {who}" in capsys.readouterr().err
+    saves = re.escape(f"a training saves its checkpoints to {taken.checkpoints} {who}")
+    with checkpoint_lock.lock_of(taken.checkpoints).held(), pytest.raises(UserError, match=saves):
+        run_folder.refuse_living(taken)
+    run_folder.refuse_living(taken)
+    assert sorted(taken.root.rglob("*")) == before
+
+
+def test_starts_in_the_same_second_have_folders_of_their_own():
+    parser, modules = cli._build_parser(["train", "--config", "x.yaml"])
+    requests = [modules["train"].request_of(parser.parse_args(["train", "--config", "x.yaml"]))[0] for _ in range(3)]
+    assert len({request.default_out for request in requests}) == 3
 
 
 def test_a_start_that_came_to_nothing_is_in_nobodys_way(tmp_path):
