@@ -32,7 +32,10 @@ EXIT_TEMPFAIL = 75
 """Status of a run that is to be started again; `megatron_muon.mcore.launch` gives it to the workers."""
 
 FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
-"""Flags, and how many values they take, that say how to begin: not for going on from the run's own checkpoint."""
+"""Flags, and how many values they take, that say how to begin: not for going on from the run's own checkpoint.
+
+A --ckpt-step that is typed without a --load means one of the run's own checkpoints, and holds for that start.
+"""
 
 _asked_to_end = False
 
@@ -46,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     try:
-        args.training_script_args = list(requeueable(args.training_script_args))
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        args.training_script_args = list(requeueable(args.training_script_args, restarts=restarts))
     except UserError as error:
         print(f"node: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -64,11 +68,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def requeueable(flags: Sequence[str]) -> Iterable[str]:
+def requeueable(flags: Sequence[str], *, restarts: int = 0) -> Iterable[str]:
     """The flags of a run that can be ended by SIGTERM and started again.
 
     Args:
         flags: those of pretrain_gpt.py, `--config` among them.
+        restarts: how often SLURM has put the job back into the queue.
 
     Returns:
         These, with `--exit-signal-handler`. Where the folder of `--save` holds a checkpoint, the run goes on from
@@ -95,9 +100,15 @@ def requeueable(flags: Sequence[str]) -> Iterable[str]:
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
-    print(f"node: going on from {save}, iteration {found}", flush=True)
-    unset = [token for flag in FIRST_START_ONLY if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
-    return [*start, *_without(rest, FIRST_START_ONLY), *unset, "--load", save, "--exit-signal-handler"]
+    left_out = dict(FIRST_START_ONLY)
+    typed = config_file.given_flags(rest)
+    if restarts == 0 and "--ckpt-step" in typed and "--load" not in typed:
+        del left_out["--ckpt-step"]
+        print(f"node: going on from {save}, the iteration of --ckpt-step", flush=True)
+    else:
+        print(f"node: going on from {save}, iteration {found}", flush=True)
+    unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
+    return [*start, *_without(rest, left_out), *unset, "--load", save, "--exit-signal-handler"]
 
 
 def _without(flags: Sequence[str], left_out: Mapping[str, int]) -> Iterable[str]:

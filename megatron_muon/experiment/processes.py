@@ -218,6 +218,41 @@ class Job:
                 self._on_line(line)
 
 
+class _Screen:
+    """Shows a launch's output without the traceback with which torchrun ends after a signal; the log keeps it."""
+
+    def __init__(self, show: Callable[[str], object]) -> None:
+        self._show = show
+        self._rest = ""
+        self._traceback: list[str] | None = None
+        self.ending = False
+
+    def __call__(self, text: str) -> None:
+        if not self.ending and not self._rest:
+            self._show(text)
+            return
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            self._line(f"{line}\n")
+
+    def _line(self, line: str) -> None:
+        if self._traceback is None and line.startswith("Traceback (most recent call last)"):
+            self._traceback = []
+        if self._traceback is None:
+            self._show(line)
+            return
+        self._traceback.append(line)
+        if not line.startswith((" ", "Traceback", "\n")):  # the exception: the last line
+            if ".SignalException: " not in line:
+                self._show("".join(self._traceback))
+            self._traceback = None
+
+    def close(self) -> None:
+        """Shows what has not come to its end."""
+        if rest := "".join(self._traceback or []) + self._rest:
+            self._show(rest)
+
+
 def watch(
     command: Sequence[str],
     log: Path,
@@ -236,7 +271,7 @@ def watch(
         command: what to run.
         log: where its output goes.
         env: its environment.
-        show: see `Job`.
+        show: see `Job`; torchrun's own traceback after a signal is left out.
         on_line: see `Job`.
         append: see `Job`.
         keeps: see `Job`.
@@ -247,9 +282,12 @@ def watch(
     killer: list[threading.Timer] = []
     launched: list[Job] = []
     done = threading.Event()
+    screen = _Screen(show) if show is not None else None
 
     def pass_on(number: int, _: FrameType | None) -> None:
         got.append(number)
+        if screen is not None:
+            screen.ending = True
         for job in launched:
             if len(got) == 1:
                 job.ask_to_end()
@@ -267,7 +305,7 @@ def watch(
 
     with signals_handled(pass_on):
         try:
-            job = Job(command, log, env=env, show=show, on_line=on_line, append=append, keeps=keeps)
+            job = Job(command, log, env=env, show=screen, on_line=on_line, append=append, keeps=keeps)
             launched.append(job)
             if got:  # it came while the process was being started
                 job.ask_to_end()
@@ -280,6 +318,9 @@ def watch(
                 timer.cancel()
             for job in launched:
                 job.kill()
+            if screen is not None:
+                with contextlib.suppress(OSError):
+                    screen.close()
     return Ended(status, got[0] if got else None)
 
 

@@ -50,6 +50,7 @@ from typing import Any
 
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
+from megatron_muon.experiment.events import LOSS_TAG
 from megatron_muon.locks import Lock
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
@@ -88,9 +89,10 @@ class RunFolder:
         return self.checkpoints / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
 
     @property
-    def has_events(self) -> bool:
-        """Whether a training has written to the TensorBoard folder."""
-        return any(self.tensorboard.glob("events.out.tfevents.*"))
+    def has_steps(self) -> bool:
+        """Whether a training has logged a step in the TensorBoard folder: its events begin with the arguments alone."""
+        tag = LOSS_TAG.encode()
+        return any(tag in file.read_bytes() for file in self.tensorboard.glob("events.out.tfevents.*"))
 
 
 def locate(
@@ -180,7 +182,7 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     if resume or overwrite:
         return
     summary = read_json(folder.root / SUMMARY)
-    if not (summary.get("iterations") or folder.checkpoint or folder.has_events):
+    if not (summary.get("iterations") or folder.checkpoint or folder.has_steps):
         return
     place = folder.root
     if summary:
@@ -189,7 +191,7 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     elif (folder.root / RUN).exists():
         what = "a run that was cut off"
     else:
-        place = folder.tensorboard if folder.has_events else folder.checkpoints or folder.root
+        place = folder.tensorboard if folder.has_steps else folder.checkpoints or folder.root
         what = "a run's events or checkpoints"
     raise UserError(
         f"{place} holds {what}; go on with it with --resume, start it anew with --overwrite (deletes it), or "

@@ -3,7 +3,9 @@
     outcome           finished, stopped (by a signal, after a checkpoint: start it again), interrupted (Ctrl-C), killed
                       (by another signal, nothing saved), refused (a user's mistake) or failed
     status            exit status, see docs/experiments.md
-    error             of a run that was refused or failed: the line that says why, where one was found; else null
+    error             of a run that was refused, failed or killed: the line that says why, where there is one; else null
+    go_on             the command that goes on from the last checkpoint, or starts again where there is none; null where
+                      the run has finished, met a loss that is not a number, or was refused before its first step
     diverged          whether the loss stopped being a number, or ended above where it began by more than noise
     diverged_at       first iteration whose loss is not a number; null where it ended too high, or did not diverge
     diverged_why      in words, or null
@@ -33,6 +35,7 @@ A number that is not finite is null: the file is strict JSON.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,11 @@ _ERRORS = (
 )
 """What a rank prints of a user's mistake, and the last line of a traceback."""
 
+_KILLED = re.compile(
+    r"^ +rank +: (\d+) .*\n +exitcode +: -\d+ .*\n.*\n +traceback : Signal \d+ \((\w+)\)", re.MULTILINE
+)
+"""A rank in torchrun's report that a signal ended."""
+
 _ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?number of skipped iterations: +(\d+)")
 
 
@@ -84,6 +92,7 @@ def summary_of(
     text, latest = (piece.decode("utf-8", "replace") for piece in (output, output[began_at:]))
     outcome = _OUTCOMES.get(status, "failed")
     figures = _figures(folder)
+    divergence = _divergence(figures, latest)
     skipped = {int(number): int(count) for number, count in _ITERATION.findall(text)}
     # Which machine has the first rank, which tells these, is for torchrun to say.
     everywhere = [text, *(file.read_text("utf-8", errors="replace") for file in folder.root.glob("train.node-*.log"))]
@@ -92,9 +101,10 @@ def summary_of(
         "name": run["name"],
         "outcome": outcome,
         "status": status,
-        "error": _error(latest) if outcome in ("refused", "failed") else None,
+        "error": _error(latest) if outcome in ("refused", "failed", "killed") else None,
+        "go_on": _go_on(folder, outcome, figures, divergence),
         **{name: value for name, value in figures.items() if name != "rose"},
-        **_divergence(figures, latest),
+        **divergence,
         "train_iters": settings.get("train_iters"),
         "skipped_iterations": sum(skipped.values()),
         "parameters": int(parameters[-1]) if parameters else None,
@@ -134,8 +144,20 @@ def _tokens(events: RunEvents) -> int | None:
 
 
 def _error(text: str) -> str | None:
-    """The first line of the output that says why a run failed."""
-    return next((match[1] for pattern in _ERRORS if (match := pattern.search(text))), None)
+    """The first line of the output that says why a run failed; else which rank a signal ended."""
+    if said := next((match[1] for pattern in _ERRORS if (match := pattern.search(text))), None):
+        return said
+    if killed := _KILLED.search(text):
+        why = "; where nobody sent it, the host's memory was full: see dmesg" if killed[2] == "SIGKILL" else ""
+        return f"rank {killed[1]} was ended by {killed[2]}{why}"
+    return None
+
+
+def _go_on(folder: RunFolder, outcome: str, figures: Mapping[str, Any], divergence: Mapping[str, Any]) -> str | None:
+    began = bool(figures["iterations"] or folder.checkpoint)
+    if outcome == "finished" or divergence["diverged_at"] or (outcome == "refused" and not began):
+        return None
+    return f"megatron-muon train --resume --out {shlex.quote(str(folder.root))}"
 
 
 def _divergence(figures: Mapping[str, Any], text: str) -> dict[str, Any]:

@@ -304,12 +304,12 @@ def _state(resolved: Resolved) -> tuple[str, tuple[str, ...]]:
     folder = resolved.folder
     run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
     if not run:
-        if folder.has_events or folder.checkpoint:
+        if folder.has_steps or folder.checkpoint:
             return CHANGED, ("started by something else than a sweep",)
         return FRESH, ()
     flags = [(flag.name, flag.values) for flag in resolved.flags]
     if run.get("config_hash") != run_folder.config_hash(flags, resolved.env):
-        if not (summary.get("iterations") or folder.has_events or folder.checkpoint):
+        if not (summary.get("iterations") or folder.has_steps or folder.checkpoint):
             return FRESH, ()  # a start that came to nothing
         return CHANGED, _changes(folder, flags, resolved.env)
     if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):

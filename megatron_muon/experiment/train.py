@@ -19,8 +19,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
+from megatron_muon.experiment.node import FIRST_START_ONLY
 from megatron_muon.experiment.processes import (
     Ended,
     Nodes,
@@ -31,17 +33,15 @@ from megatron_muon.experiment.processes import (
     watch,
 )
 from megatron_muon.experiment.provenance import checkout, machine, package_versions
-from megatron_muon.experiment.resolve import Flag, Request, Resolved, resolve
+from megatron_muon.experiment.resolve import FROM_LINE, FROM_SET, Flag, Request, Resolved, resolve
 from megatron_muon.experiment.run_folder import RunFolder
 from megatron_muon.experiment.run_summary import summary_of
 from megatron_muon.experiment.summary import strict
+from megatron_muon.mcore.config_file import UNSET_FLAG
 from megatron_muon.mcore.launch import EXIT_TEMPFAIL, STATUS_FILE
 
 GRACE_SECONDS = 600
 """How long ranks may take to finish their step and save, once they have been asked to end."""
-
-_FRESH = ("--finetune", "--no-load-optim", "--no-load-rng")
-"""Flags with which a checkpoint is loaded without where it stood: they are for a run's first start."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,20 @@ class Experiment:
         return self.folder.root / name
 
     @property
+    def ckpt_step(self) -> int | None:
+        """The iteration of the run's own checkpoints that this start asks for: a --ckpt-step typed without a --load.
+
+        One of an experiment file, or beside a --load of other checkpoints, says how the first start began.
+        """
+        typed = {flag.name: flag.values for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
+        step = typed.get("--ckpt-step")
+        return int(step[0]) if self.resume and step and self.folder.checkpoint and "--load" not in typed else None
+
+    @property
     def checkpoint(self) -> Path | None:
         """What the run goes on from."""
+        if self.ckpt_step is not None and self.folder.checkpoints is not None:
+            return files.iteration_folder(self.folder.checkpoints, self.ckpt_step)
         return self.folder.checkpoint if self.resume else None
 
     @property
@@ -108,7 +120,8 @@ class Experiment:
         if self.checkpoint is not None:
             given = [flag.name for flag in self.resolved.flags]
             program += ["--load", str(self.folder.checkpoints)]
-            program += [token for flag in _FRESH if flag in given for token in ("--unset", flag)]
+            left_out = set(FIRST_START_ONLY) & set(given) - ({"--ckpt-step"} if self.ckpt_step is not None else set())
+            program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
         if self.nodes is not None:
             return torchrun_on_nodes(self.resolved.ranks, self.nodes, *program, more=wait)
         return torchrun(self.resolved.ranks, *program, more=wait)
@@ -162,6 +175,12 @@ def prepare(
     experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
     if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
+    if experiment.ckpt_step is not None and experiment.checkpoint is not None and not experiment.checkpoint.is_dir():
+        held = ", ".join(map(str, files.iterations(experiment.checkpoint.parent)))
+        raise UserError(
+            f"--ckpt-step {experiment.ckpt_step}: {experiment.checkpoint.parent} has no checkpoint of that iteration; "
+            f"it has {held or 'none'}"
+        )
     if is_first:
         run_folder.refuse_living(resolved.folder)
         run_folder.check_free(resolved.folder, resume=resume, overwrite=overwrite)
@@ -194,7 +213,7 @@ def execute(
     run_folder.refuse_living(folder)
     with run_folder.lock_of(folder.root).held() as lock:
         run_folder.check_free(folder, resume=experiment.resume, overwrite=experiment.overwrite)
-        if experiment.resume and (done := _finished(experiment)):
+        if experiment.resume and experiment.ckpt_step is None and (done := _finished(experiment)):
             return Outcome(0, done, started=False)
         if experiment.overwrite:
             run_folder.clear(folder)

@@ -118,8 +118,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{_in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
         if outcome.summary["error"]:
             print(f"why: {outcome.summary['error']}")
-        if outcome.summary["outcome"] in ("stopped", "interrupted") and outcome.summary["checkpoint"]:
-            print(f"to go on: megatron-muon train --resume --out {shlex.quote(str(root))}")
+        if outcome.summary["go_on"]:
+            what = "to go on" if outcome.summary["checkpoint"] else "nothing was saved; to start again"
+            print(f"{what}: {outcome.summary['go_on']}")
     return outcome.status
 
 

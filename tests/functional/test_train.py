@@ -272,31 +272,6 @@ def test_three_starts_without_a_folder_have_one_each(tmp_path, corpus, attempt):
         assert dict(load_config(tmp_path / folder / "config.yaml").flags)["--lr"] == (f"0.0{number}",)
 
 
-def test_ranks_that_outlive_their_launcher_keep_their_folders(tmp_path, corpus):
-    """A killed `train` leaves torchrun and its ranks, which go on writing until they print the next line."""
-    flags = ("--global-batch-size", "4", "--train-iters", MANY)
-    flags = (*flags, "--save", "x/checkpoints", "--save-interval", MANY)
-    write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
-    with Running(tmp_path, "train", "--config", "long.yaml", "--", "--log-interval", MANY) as running:
-        running.wait_for(lambda: "before the start of training step" in running.output)
-        family = processes.descendants(running.process.pid)
-        running.process.kill()
-        running.process.wait()
-        for what in ("--resume", "--overwrite"):
-            refused = train(tmp_path, "--config", "long.yaml", what)
-            assert refused.returncode == 2, refused.tail
-            assert f"a run is under way in x (process {running.process.pid} on " in refused.output
-        parents = {pid: int(processes._stat(Path(f"/proc/{pid}/stat"))[1]) for pid in family}
-        launchers = [pid for pid in family if parents[pid] not in family]
-        for pid in launchers:
-            os.kill(pid, signal.SIGKILL)
-        refused = train(tmp_path, "--config", "long.yaml", "--resume")
-        assert "a training saves its checkpoints to x/checkpoints (process " in refused.output
-        for pid, started in family.items():
-            if processes._start_time(pid) == started:
-                os.kill(pid, signal.SIGKILL)
-
-
 def test_ctrl_c_ends_a_bench(tmp_path, corpus):
     write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4")
     line = ("bench", "train", "--config", "tiny.yaml", "--ranks", "1", "--steps", MANY, "--warmup", "1")

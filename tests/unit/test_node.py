@@ -40,6 +40,17 @@ def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, c
     assert "going on from ck, iteration 40" in capsys.readouterr().out
 
 
+def test_a_ckpt_step_of_the_runs_own_holds_for_one_start(tmp_path, monkeypatch, capsys):
+    """It goes back to an earlier checkpoint; a requeue must not do so again."""
+    monkeypatch.chdir(tmp_path)
+    checkpoint(tmp_path / "ck")
+    flags = ["--save", "ck", "--ckpt-step", "30"]
+    assert list(node.requeueable(flags)) == [*flags, "--load", "ck", "--exit-signal-handler"]
+    assert "going on from ck, the iteration of --ckpt-step" in capsys.readouterr().out
+    again = list(node.requeueable(flags, restarts=1))
+    assert again == ["--save", "ck", "--load", "ck", "--exit-signal-handler"]
+
+
 def test_flags_of_the_file_count_too(tmp_path, monkeypatch):
     """Those that only a first start needs are taken back; the user's --save wins over the file's."""
     monkeypatch.chdir(tmp_path)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.experiment import processes
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import processes, run_folder
 from megatron_muon.experiment.processes import Ended, Job, watch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -63,6 +65,59 @@ def test_ranks_that_outlive_their_launcher_are_ended(tmp_path, status):
     ended = watch(python(CHILD + f"sys.exit({status})"), tmp_path / "log", env=dict(os.environ))
     assert ended == Ended(status)
     assert is_gone(int((tmp_path / "log").read_text()))
+
+
+def test_a_lock_holds_for_as_long_as_the_launched_command(tmp_path):
+    """A killed `train` leaves torchrun and its ranks, which go on writing until they print something."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from megatron_muon.experiment import run_folder; from megatron_muon.experiment.processes import watch\n"
+        "with run_folder.lock_of(Path(sys.argv[1])).held() as lock:\n"
+        "    child = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
+        "    watch([sys.executable, '-c', child], Path(sys.argv[1], 'log'), env=dict(os.environ), keeps=[lock])"
+    )
+    log = tmp_path / "log"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as launcher:
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.02)
+        launcher.kill()
+    lock = run_folder.lock_of(tmp_path)
+    with pytest.raises(UserError, match=rf"a run is under way in .* \(process {launcher.pid} on "):
+        lock.refuse_if_held()
+    os.kill(int(log.read_text()), signal.SIGKILL)
+    assert is_gone(int(log.read_text()))
+    with lock.held():
+        pass
+
+
+SIGNAL_EXCEPTION = """\
+W1122 torch/distributed/elastic/agent/server/api.py: Received 15 death signal, shutting down workers
+Traceback (most recent call last):
+  File "torch/distributed/run.py", line 995, in main
+    run(args)
+torch.distributed.elastic.multiprocessing.api.SignalException: Process 12 got signal: 15
+"""
+OTHER = 'Traceback (most recent call last):\n  File "x.py"\nOSError: the checkpoint could not be written\n'
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.usefixtures("heeds_interrupts")
+def test_torchruns_traceback_after_a_signal_is_left_to_the_log(tmp_path, number):
+    """It stood between the run's last line and the one that says how to go on; other tracebacks are shown."""
+    text = SIGNAL_EXCEPTION + OTHER + "saved"
+    code = (
+        "import signal, sys, time\n"
+        f"def end(*_): print({text!r}, end='', flush=True); sys.exit(1)\n"
+        "signal.signal(signal.SIGTERM, end); print('ready', flush=True); print('half', end=' ', flush=True)\n"
+        "time.sleep(60)"
+    )
+    shown: list[str] = []
+    log = tmp_path / "log"
+    sender = signal_when(log, "half", number)
+    watch(python(code), log, env=dict(os.environ), show=shown.append)
+    sender.join()
+    assert log.read_text() == f"ready\nhalf {text}"
+    assert "".join(shown) == f"ready\nhalf {SIGNAL_EXCEPTION.splitlines()[0]}\n{OTHER}saved"
 
 
 def test_what_does_not_end_in_time_is_killed(tmp_path):

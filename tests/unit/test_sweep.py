@@ -128,7 +128,7 @@ def leave(folder, *, summary=None, lr="0.01", checkpoint=False):
     """What a run of these settings leaves in its folder."""
     flags = [(flag.name, flag.values) for flag in resolved_of(folder, lr=lr).flags]
     (folder / "tensorboard").mkdir(parents=True)
-    (folder / "tensorboard" / "events.out.tfevents.1").touch()
+    (folder / "tensorboard" / "events.out.tfevents.1").write_text("lm loss")
     (folder / "config.yaml").write_text(run_folder.config_text(flags, {}, heading=""))
     (folder / "run.json").write_text(json.dumps({"config_hash": run_folder.config_hash(flags, {})}))
     if summary is not None:

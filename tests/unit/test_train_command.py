@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,10 @@ from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import processes, run_folder, run_summary, train_command
 from megatron_muon.experiment.processes import Ended, Nodes, torchrun_on_nodes
-from megatron_muon.experiment.resolve import flag_named, pairs, set_flag
+from megatron_muon.experiment.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
 from megatron_muon.experiment.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
 from megatron_muon.experiment.run_summary import summary_of
-from megatron_muon.experiment.train import _exit_status
+from megatron_muon.experiment.train import _exit_status, prepare
 from megatron_muon.mcore.config_file import load_config
 from tests.unit.made_runs import make_run
 
@@ -139,7 +140,7 @@ def taken(tmp_path):
     folder = RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints")
     for path in (folder.tensorboard, tmp_path / "checkpoints" / "iter_0000007"):
         path.mkdir(parents=True)
-    (folder.tensorboard / "events.out.tfevents.1.host.2.0").write_text("")
+    (folder.tensorboard / "events.out.tfevents.1.host.2.0").write_text("lm loss")
     (tmp_path / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("7\n")
     (tmp_path / "notes.txt").write_text("mine")
     summary = {"outcome": "stopped", "iterations": 7, "train_iters": 20}
@@ -188,14 +189,26 @@ def test_starts_in_the_same_second_have_folders_of_their_own():
 
 
 def test_a_start_that_came_to_nothing_is_in_nobodys_way(tmp_path):
-    (tmp_path / "summary.json").write_text('{"outcome": "refused", "iterations": 0}')
-    check_free(RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints"), resume=False, overwrite=False)
+    """Megatron writes its arguments to TensorBoard before it reads data: these events are no run's results."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints")
+    with SummaryWriter(log_dir=str(folder.tensorboard)) as writer:
+        writer.add_text("seq_length", "32", global_step=0)
+    (tmp_path / "run.json").write_text("{}")
+    check_free(folder, resume=False, overwrite=False)  # killed
+    (tmp_path / "summary.json").write_text('{"outcome": "failed", "iterations": 0}')
+    check_free(folder, resume=False, overwrite=False)
+    with SummaryWriter(log_dir=str(folder.tensorboard)) as writer:
+        writer.add_scalar("lm loss", 5.0, 1)
+    with pytest.raises(UserError, match="holds a run that failed"):
+        check_free(folder, resume=False, overwrite=False)
 
 
 def test_overwriting_deletes_the_run_and_nothing_else(taken):
     clear(taken)
     assert sorted(path.name for path in taken.root.iterdir()) == ["notes.txt", "tensorboard"]
-    assert not taken.has_events
+    assert not taken.has_steps
 
 
 def test_overwriting_leaves_checkpoints_elsewhere(taken, tmp_path_factory):
@@ -208,7 +221,7 @@ def test_overwriting_leaves_checkpoints_elsewhere(taken, tmp_path_factory):
             clear(folder)
     assert elsewhere.exists()
     assert taken.checkpoint is not None
-    assert taken.has_events
+    assert taken.has_steps
 
 
 # The resolved file
@@ -309,16 +322,94 @@ torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
 """
 
 
+KILLED = """\
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+pretrain_gpt.py FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-22_01:42:42
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 25104)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 25104
+============================================================
+"""
+
+
 @pytest.mark.parametrize(
     ("log", "error"),
     [
         (TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
         (f"pretrain_gpt.py: error: --lr x is wrong; type y\n{TRACEBACK}", "--lr x is wrong; type y"),
+        (KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
+        (KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
+        (KILLED + "pretrain_gpt.py: error: --lr x is wrong; type y\n", "--lr x is wrong; type y"),
         ("nothing to be seen", None),
     ],
 )
 def test_the_line_that_says_why_is_found(log, error):
     assert run_summary._error(log) == error
+
+
+@pytest.mark.parametrize(
+    ("status", "checkpoint", "goes_on"),
+    [(0, True, False), (1, True, True), (1, False, True), (2, True, True), (2, False, False), (75, True, True),
+     (130, False, True), (137, True, True), (16, True, True)],
+)  # fmt: skip
+def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
+    """After a rank was killed it had neither the reason nor a command."""
+    root = tmp_path / "a run"
+    folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
+    (root / "checkpoints").mkdir(parents=True)
+    if checkpoint:
+        (root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
+    (root / "train.log").write_text(KILLED)
+    run = dict.fromkeys(("command", "torchrun", "config_hash", "tensorboard_dir"), "x")
+    run |= {"name": "x", "settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 1, "ranks": 2}
+    summary = summary_of(folder, status=status, log=root / "train.log", run=run)
+    assert summary["go_on"] == (f"megatron-muon train --resume --out '{root}'" if goes_on else None)
+    if status in (1, 137):
+        assert summary["error"].startswith("rank 1 was ended by SIGKILL")
+    (root / "train.log").write_text(NAN_LOG)
+    assert summary_of(folder, status=16, log=root / "train.log", run=run)["go_on"] is None
+
+
+# Going on
+
+
+def experiment_of(folder, *flags, resume=True):
+    resolved = Resolved(
+        flags=flags, filled_in=(), env={}, notes=(), device="cpu", ranks=1, gpus=0, folder=folder,
+        settings={"train_iters": 20}, files=(), can_wait=False,
+    )  # fmt: skip
+    request = Request(config="x.yaml", default_out=str(folder.root))
+    return prepare(request, resume=resume, resolved=resolved)
+
+
+def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
+    """`--load pretrained --ckpt-step 3` once more asked the run's own checkpoints for an iteration they lack."""
+    step = Flag("--ckpt-step", ("3",), "my.yaml")
+    for flags in ((step,), (step, Flag("--load", ("pretrained",), "my.yaml")),
+                  (replace(step, source=FROM_LINE), Flag("--load", ("pretrained",), FROM_LINE))):  # fmt: skip
+        experiment = experiment_of(taken, *flags)
+        assert experiment.torchrun()[-4:] == ["--load", str(taken.checkpoints), "--unset", "--ckpt-step"]
+        assert experiment.checkpoint == taken.checkpoints / "iter_0000007"
+
+
+def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
+    """To go back behind a step that went wrong; a finished run does so too."""
+    step = Flag("--ckpt-step", ("3",), FROM_LINE)
+    with pytest.raises(
+        UserError, match=r"--ckpt-step 3: .*/checkpoints has no checkpoint of that iteration; it has 7$"
+    ):
+        experiment_of(taken, step)
+    (taken.checkpoints / "iter_0000003").mkdir()
+    experiment = experiment_of(taken, step)
+    assert experiment.torchrun()[-2:] == ["--load", str(taken.checkpoints)]
+    assert experiment.checkpoint == taken.checkpoints / "iter_0000003"
 
 
 # The command line
