@@ -130,7 +130,6 @@ def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Submission:
     """
     tasks = [()] if args.array is None else read_tasks(args.array)
     runs = check_flags(args, tasks)
-    save = runs[0].save
     ranks = args.gpus_per_node or args.nproc_per_node
     name = args.job_name or args.config.stem
     options = {
@@ -157,7 +156,10 @@ def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Submission:
         ("flags", shlex.join(args.flags) or "none beside the file's"),
         ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
         ("time limit", f"{args.time or 'the partition’s'}; SIGTERM three minutes ahead"),
-        ("checkpoints", _checkpoints(save) if args.array is None else "of each task in a folder of its own"),
+        (
+            "checkpoints",
+            _checkpoints(runs[0], args.flags) if args.array is None else "of each task in a folder of its own",
+        ),
         ("python", environ.get("CONTAINER_IMAGE") or environ.get("VENV") or sys.prefix),
         ("logs", f"{LOGS}/{name}-JOB.log, and for each node {LOGS}/{name}-JOB-NUMBER-HOST.log"),
     ]
@@ -232,11 +234,22 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
     return runs
 
 
-def _checkpoints(save: str) -> str:
+def _checkpoints(run: Any, typed: Sequence[str]) -> str:
+    """Where the run begins, as `node.requeueable` settles it."""
     from megatron_muon.checkpoint import files
+    from megatron_muon.mcore.config_file import given_flags
 
-    found = files.latest(Path(save))
-    return f"{save}: {'a first start' if found is None else f'goes on from iteration {found}'}"
+    found = files.latest(Path(run.save))
+    if found is None:
+        return f"{run.save}: a first start"
+    if run.ckpt_step is not None and "--ckpt-step" in given_flags(typed) and "--load" not in given_flags(typed):
+        found = run.ckpt_step
+    if isinstance(found, int) and run.train_iters is not None and found >= run.train_iters:
+        return (
+            f"{run.save}: finished, iteration {found} of {run.train_iters}: nothing would be trained; raise "
+            "--train-iters to go on, or give another --save"
+        )
+    return f"{run.save}: goes on from iteration {found}"
 
 
 def _positive(text: str) -> int:

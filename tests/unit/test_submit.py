@@ -75,6 +75,18 @@ def test_it_says_from_where_the_run_goes_on(submit):
     Path("ck").mkdir()
     Path("ck", files.TRACKER).write_text("30")
     assert "ck: goes on from iteration 30" in submit()[1]
+    assert "ck: goes on from iteration 30\n" in submit("--", "--load", "pretrained", "--ckpt-step", "20")[1]
+    assert "ck: goes on from iteration 20\n" in submit("--", "--ckpt-step", "20")[1]
+
+
+def test_it_says_that_a_run_is_finished(submit):
+    """It "went on" with one, and the job would have ended at once after its time in the queue."""
+    Path("ck").mkdir()
+    Path("ck", files.TRACKER).write_text("30")
+    finished = "ck: finished, iteration 30 of 30: nothing would be trained; raise --train-iters to go on"
+    assert finished in submit("--", "--train-iters", "30")[1]
+    assert "goes on" not in submit("--", "--train-iters", "20")[1]
+    assert "ck: goes on from iteration 30\n" in submit("--", "--train-iters", "31")[1]
 
 
 def test_an_array_has_a_task_for_each_line(submit):
