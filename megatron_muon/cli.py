@@ -64,13 +64,13 @@ VERSIONED_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transfor
 EPILOG = """\
 examples:
   megatron-muon data prepare --stdlib --output data/stdlib
-  megatron-muon train --config configs/quickstart.yaml --nproc 2
-  megatron-muon summary runs/quickstart
+  megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
+  megatron-muon summary runs/first
   megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --grid lr=4e-3,8e-3,1.6e-2 --seeds 3
   megatron-muon report runs/quickstart-sweep --out runs/report
   megatron-muon submit --config configs/quickstart.yaml --nodes 2 --dry-run
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
-  megatron-muon doctor --checkpoint runs/quickstart/checkpoints
+  megatron-muon doctor --checkpoint runs/first/checkpoints
   megatron-muon COMMAND --help
 
 exit status:

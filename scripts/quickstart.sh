@@ -13,16 +13,16 @@ It needs no GPU, nothing is downloaded but packages, and two CPU cores do it in 
 
   1. .venv with the exact versions of requirements/lock.txt            (once; a few minutes, 5 GB)
   2. data/stdlib.bin and .idx, made from the standard library          (once; seconds)
-  3. torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp [FLAG...]
+  3. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart [-- FLAG...]
   4. megatron-muon summary runs/quickstart
 
-FLAGs are those of pretrain_gpt.py and come last, so they win over what is chosen here. The summary reads
-runs/quickstart, so leave --tensorboard-dir as it is. For example:
+Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is written over.
+FLAGs are those of pretrain_gpt.py and win over what is chosen here. For example:
 
   scripts/quickstart.sh --muon-lr 0.01
   scripts/quickstart.sh --data-parallel-sharding-strategy optim
 
-A model flag or --config takes the place of configs/quickstart.yaml: then call torchrun yourself.
+For an experiment file of your own, type megatron-muon train --config FILE.
 
 Environment:
   NPROC             ranks (default 2)
@@ -46,7 +46,12 @@ if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib
     run .venv/bin/megatron-muon data prepare --stdlib --output data/stdlib
 fi
 
-run .venv/bin/torchrun --nproc-per-node "${NPROC:-2}" \
-    pretrain_gpt.py --optimizer muon --use-megatron-fsdp "$@"
+out=runs/quickstart
+for ((number = 2; ; number++)); do
+    [[ -e $out/tensorboard ]] || break # nothing there, or a start that came to nothing
+    out=runs/quickstart-$number
+done
 
-.venv/bin/megatron-muon summary runs/quickstart
+run .venv/bin/megatron-muon train --config configs/quickstart.yaml --nproc "${NPROC:-2}" --out "$out" -- "$@"
+
+.venv/bin/megatron-muon summary "$out"

@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.experiment.events import LOSS_TAG, Point, RunEvents, read_events
-from megatron_muon.experiment.run_folder import CHECKPOINTS, RUN, TENSORBOARD, RunFolder, read_json
+from megatron_muon.experiment.run_folder import CHECKPOINTS, CONFIG, RUN, SUMMARY, TENSORBOARD, RunFolder, read_json
 
 WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""
@@ -29,8 +29,8 @@ LAST_STEPS = 10
 ONLY_SET = "validation"
 """The name of a run's validation set where it has one; several have names of their own."""
 
-QUICKSTART_LOG = "runs/quickstart/tensorboard"
-"""The TensorBoard directory of configs/quickstart.yaml, the run that needs no flags."""
+QUICKSTART_DATA = "data/stdlib"
+"""The data of configs/quickstart.yaml."""
 
 EXAMPLES = """\
 examples:
@@ -295,26 +295,40 @@ def _by_step(points: Sequence[Point]) -> dict[int, float]:
 
 
 def _next_commands(run_dir: Path, tensorboard_dir: Path, args: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """Returns (purpose, command) for what to try next."""
-    other = "muon" if args.get("optimizer") == "adam" else "adam"
-    there = run_dir.with_name(f"{run_dir.name}-{other}")
-    ranks = args.get("world_size", "2")
-    compare = ["torchrun", "--nproc-per-node", ranks, "pretrain_gpt.py"]
-    config = args.get("config", "None")
-    if config != "None":  # Megatron writes str(value)
-        compare += ["--config", config]
-    elif args.get("tensorboard_dir") != QUICKSTART_LOG:
-        compare += ["YOUR_FLAGS"]  # the log does not tell the command line
-    compare += ["--optimizer", other, "--use-megatron-fsdp"]
-    compare += ["--save", str(there / "checkpoints"), "--tensorboard-dir", str(there / "tensorboard")]
-    return (
-        ("look at the curves", shlex.join(["tensorboard", "--logdir", str(tensorboard_dir)])),
-        (f"the same with {other.capitalize()}", shlex.join(compare)),
-        (
-            "your own text, for --data-path data/mine",
-            "megatron-muon data prepare --input PATH --output data/mine",
-        ),
-    )
+    """Returns (purpose, command) for what to try next, each as it can be typed for this run."""
+    commands = [("look at the curves", ["tensorboard", "--logdir", str(tensorboard_dir)])]
+    if read_json(run_dir / SUMMARY).get("go_on"):
+        commands.append(("go on", ["megatron-muon", "train", "--resume", "--out", str(run_dir)]))
+    if (run_dir / CONFIG).is_file():  # what torchrun alone has started does not tell its flags
+        other = "muon" if args.get("optimizer") == "adam" else "adam"
+        there = run_dir.with_name(f"{run_dir.name}-{other}")
+        if (there / RUN).exists():
+            report = ["megatron-muon", "report", str(run_dir), str(there), "--out", f"{run_dir}-report"]
+            commands.append((f"compare with {other.capitalize()}", report))
+        elif (again := _with_optimizer(run_dir, other)) is not None:
+            purpose = f"the same with {other.capitalize()}; a learning rate of its own is --set lr=RATE"
+            commands.append((purpose, [*again, "--out", str(there)]))
+    if QUICKSTART_DATA in args.get("data_path", ""):
+        own = ["megatron-muon", "data", "prepare", "--input", "PATH", "--output", "data/mine"]
+        commands.append(("your own text, for --data-path data/mine", own))
+    return tuple((purpose, shlex.join(command)) for purpose, command in commands)
+
+
+def _with_optimizer(run_dir: Path, optimizer: str) -> list[str] | None:
+    """Returns the command that trains a run's settings with another optimizer; None where it had several machines."""
+    from megatron_muon.mcore.config_file import load_config
+
+    run = read_json(run_dir / RUN)
+    if run.get("nodes", 1) > 1:
+        return None
+    flags = dict(load_config(run_dir / CONFIG).flags)
+    sets = [f"optimizer={optimizer}"]
+    if optimizer == "muon" and "--use-megatron-fsdp" not in flags:
+        sets.append("use_megatron_fsdp=true")
+    if optimizer != "muon":  # flags that Muon alone heeds are refused
+        sets += [f"{flag[2:]}=null" for flag in flags if flag.startswith(("--muon-", "--adaptive-muon-"))]
+    command = ["megatron-muon", "train", "--config", str(run_dir / CONFIG), "--nproc", str(run.get("ranks", 1))]
+    return [*command, *(token for setting in sets for token in ("--set", setting))]
 
 
 def _integer(text: str | None) -> int | None:

@@ -30,7 +30,7 @@ config.yaml, run.json, train.log, tensorboard/ and summary.json.
 
 EXAMPLES = """\
 examples:
-  megatron-muon train --config configs/quickstart.yaml --nproc 2
+  megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --set lr=0.004 --set optimizer=adam --out runs/adam
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --config configs/quickstart.yaml --resume

@@ -4,6 +4,7 @@ import concurrent.futures
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from megatron_muon.cli import main
 from megatron_muon.experiment import processes
 from megatron_muon.experiment.events import read_events
+from megatron_muon.experiment.summary import summarize
 from megatron_muon.mcore.config_file import load_config
 from tests.functional import cli
 
@@ -93,7 +95,7 @@ class Running:
         cli.end_tree(self.process)
 
 
-def test_from_a_file_to_a_summary(tmp_path, corpus):
+def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     """Composed files, --set, flags after --; then the folder is not written over, and the resolved file is whole."""
     write_config(tmp_path / "base.yaml", *cli.TINY, *corpus, "--weight-decay", "0.3", "--train-iters", "99")
     write_config(tmp_path / "tiny.yaml", *cli.MUON, "--global-batch-size", "4", "--train-iters", "6", base="base.yaml")
@@ -131,6 +133,10 @@ def test_from_a_file_to_a_summary(tmp_path, corpus):
     (error,) = (line for line in again.output.splitlines() if "error" in line)
     assert "runs/one holds a run that finished after 6 of 6 iterations" in error
     assert json.loads((folder / "summary.json").read_text()) == summary
+
+    monkeypatch.chdir(tmp_path)
+    (line,) = (line for _, line in summarize(Path("runs/one")).next_commands if line.startswith("megatron-muon train"))
+    assert main([*shlex.split(line)[1:], "--dry-run"]) == 0
 
 
 UPSTREAM_FORM = """\

@@ -140,6 +140,37 @@ def test_help_needs_no_set_up(script):
     assert done.stdout.startswith(f"Usage: {script}")
 
 
+@pytest.fixture
+def set_up(tmp_path):
+    """A tree that is set up, with a stand-in for `megatron-muon` that leaves what a run leaves."""
+    tree = tmp_path / "a tree"
+    for folder in ("scripts/lib", ".venv/bin", "data"):
+        (tree / folder).mkdir(parents=True)
+    for name in ("scripts/quickstart.sh", "scripts/lib/run.sh"):
+        shutil.copy(ROOT / name, tree / name)
+    for name in ("data/stdlib.prepared.json", "data/stdlib.bin", "data/stdlib.idx"):
+        (tree / name).write_text("made")
+    for name, code in (
+        ("scripts/lib/setup.sh", "exit 0"),
+        (".venv/bin/megatron-muon", 'echo "$*" >>asked\n[[ $1 != train ]] || mkdir -p "$7/tensorboard"'),
+    ):
+        (tree / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+        (tree / name).chmod(0o755)
+    return tree
+
+
+def test_a_second_quickstart_leaves_the_first_alone(set_up):
+    """It wrote over the first one's checkpoint, and both curves stood in one folder."""
+    for flags in ((), ("--muon-lr", "0.01"), ()):
+        subprocess.run([set_up / "scripts/quickstart.sh", *flags], cwd="/", check=True)
+    train = "train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart"
+    assert (set_up / "asked").read_text().splitlines() == [
+        f"{train} --", "summary runs/quickstart",
+        f"{train}-2 -- --muon-lr 0.01", "summary runs/quickstart-2",
+        f"{train}-3 --", "summary runs/quickstart-3",
+    ]  # fmt: skip
+
+
 # --- scripts/lib/setup.sh on a machine of another make --------------------
 
 

@@ -76,19 +76,47 @@ def test_figures(run_dir):
     assert (summary.optimizer, summary.world_size, summary.diverged_at) == ("muon", 2, None)
 
 
-def test_next_commands_compare_with_the_other_optimizer(run_dir, tmp_path, writer_class):
-    look, compare, own = (command for _, command in summarize(run_dir).next_commands)
-    assert look == f"tensorboard --logdir {run_dir / 'tensorboard'}"
-    assert "pretrain_gpt.py YOUR_FLAGS --optimizer adam --use-megatron-fsdp" in compare
-    assert f"--tensorboard-dir {run_dir}-adam/tensorboard" in compare
-    assert own.startswith("megatron-muon data prepare")
-    other = tmp_path / "other"
-    write_start(writer_class, other / "tensorboard", range(1, 3), args={"config": "configs/a.yaml"})
-    assert "pretrain_gpt.py --config configs/a.yaml --optimizer adam" in summarize(other).next_commands[1][1]
-    quick = tmp_path / "quick"
-    args = {"optimizer": "adam", "tensorboard_dir": "runs/quickstart/tensorboard", "world_size": 4, "config": None}
-    write_start(writer_class, quick / "tensorboard", range(1, 3), args=args)
-    assert "--nproc-per-node 4 pretrain_gpt.py --optimizer muon" in summarize(quick).next_commands[1][1]
+CONFIG = (
+    "MODEL_ARGS:\n  --optimizer: muon\n  --use-megatron-fsdp: true\n  --muon-lr: 0.02\n  --lr: 0.01\n  --save: x/c\n"
+)
+
+
+def test_next_commands_hold_for_the_run(run_dir):
+    """They had YOUR_FLAGS in them for every run of `train`, and data to prepare for a run on one's own."""
+    look = ("look at the curves", f"tensorboard --logdir {run_dir / 'tensorboard'}")
+    assert summarize(run_dir).next_commands == (look,)  # torchrun alone: its flags are not known
+    (run_dir / "config.yaml").write_text(CONFIG)
+    (run_dir / "run.json").write_text('{"ranks": 4, "nodes": 1}')
+    (run_dir / "summary.json").write_text('{"go_on": "megatron-muon train --resume --out run"}')
+    curves, go_on, (purpose, compare) = summarize(run_dir).next_commands
+    assert curves == look
+    assert go_on == ("go on", f"megatron-muon train --resume --out {run_dir}")
+    assert purpose == "the same with Adam; a learning rate of its own is --set lr=RATE"
+    assert compare == (
+        f"megatron-muon train --config {run_dir}/config.yaml --nproc 4 --set optimizer=adam --set muon-lr=null "
+        f"--out {run_dir}-adam"
+    )
+    there = run_dir.with_name("run-adam")
+    there.mkdir()
+    (there / "run.json").write_text("{}")
+    report = f"megatron-muon report {run_dir} {there} --out {run_dir}-report"
+    assert summarize(run_dir).next_commands[2] == ("compare with Adam", report)
+    (run_dir / "run.json").write_text('{"ranks": 8, "nodes": 2}')
+    (there / "run.json").unlink()
+    assert len(summarize(run_dir).next_commands) == 2
+
+
+def test_next_commands_after_adam_and_on_the_quickstarts_data(tmp_path, writer_class):
+    run_dir = tmp_path / "a run"
+    args = {"optimizer": "adam", "data_path": "['data/stdlib']"}
+    write_start(writer_class, run_dir / "tensorboard", range(1, 3), args=args)
+    (run_dir / "config.yaml").write_text("MODEL_ARGS:\n  --optimizer: adam\n")
+    _, (_, compare), (_, own) = summarize(run_dir).next_commands
+    assert compare == (
+        f"megatron-muon train --config '{run_dir}/config.yaml' --nproc 1 --set optimizer=muon "
+        f"--set use_megatron_fsdp=true --out '{run_dir}-muon'"
+    )
+    assert own == "megatron-muon data prepare --input PATH --output data/mine"
 
 
 def test_speed_without_timers_comes_from_the_times_of_the_losses(tmp_path, writer_class):
