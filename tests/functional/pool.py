@@ -227,6 +227,7 @@ def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwar
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
         )
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as torchrun does; the process group is there
         result = getattr(importlib.import_module(module), name)(rank, world_size, **kwargs)
         pickle.dumps(result)
         dist.barrier()
