@@ -13,6 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+
+from megatron_muon.checkpoint.unpickling import Planner, Reader
 
 _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."
@@ -25,19 +30,17 @@ Slots = dict[str, frozenset[str]]
 
 def read_entries(folder: Path) -> dict[str, Any]:
     """Every entry of a checkpoint: its name, and torch's description of it."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    return dict(FileSystemReader(folder).read_metadata().state_dict_metadata)
+    return dict(Reader(folder).read_metadata().state_dict_metadata)
 
 
 def _load(state: dict[str, Any], folder: Path) -> None:
     """Fill a state dict from a checkpoint, in this process alone."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
-        load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+        try:
+            load(state, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
+        except CheckpointException as failure:
+            raise next(iter(failure.failures.values()))[0] from None
 
 
 def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
@@ -50,9 +53,9 @@ def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, 
 
 
 def read_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Entries of a checkpoint that are no tensors: `args`, `iteration`, a learning rate. Missing names are left out."""
+    """Those of the entries `names` that a checkpoint holds and that are not tensors: `args`, `iteration`, a rate."""
     entries = read_entries(folder)
-    objects: dict[str, Any] = {name: None for name in names if name in entries}
+    objects: dict[str, Any] = {name: None for name in names if isinstance(entries.get(name), BytesStorageMetadata)}
     _load(objects, folder)
     return objects
 

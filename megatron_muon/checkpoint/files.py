@@ -50,7 +50,7 @@ def unfinished(save_dir: Path) -> list[Path]:
     return sorted(save_dir.glob(f"iter_*{UNFINISHED}"))
 
 
-def newest_complete(save_dir: Path, *, but: int | None = None) -> int | None:
+def newest_complete(save_dir: Path, *, but: int | str | None = None) -> int | None:
     """The newest iteration whose checkpoint is complete, leaving out the iteration `but`."""
     for iteration in reversed(iterations(save_dir)):
         if iteration != but and not problems(iteration_folder(save_dir, iteration)):
@@ -76,7 +76,7 @@ def latest(save_dir: Path) -> int | str | None:
     return int(text)
 
 
-def resume_hint(save_dir: Path, *, but: int | None = None) -> str:
+def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
     """What to type to go on from the newest complete checkpoint."""
     found = newest_complete(save_dir, but=but)
     if found is None:
@@ -89,17 +89,19 @@ def problems(folder: Path) -> list[str]:
 
     Compares the files with the sizes that the checkpoint's index gives; it reads no tensor.
     """
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from megatron_muon.checkpoint.unpickling import Reader, UntrustedError
 
     if not folder.is_dir():
         return [f"{folder} does not exist"]
     if not (folder / ".metadata").is_file():
         return [f"{folder} has no .metadata: its save did not finish"]
     try:
-        stored = FileSystemReader(folder).read_metadata().storage_data
+        stored = Reader(folder).read_metadata().storage_data
         ends: dict[str, int] = {}
         for place in stored.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    except UntrustedError as error:
+        return [f"{folder}/{error}"]
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
         return [f"{folder}/.metadata cannot be read ({type(error).__name__}: {error})"]
     found = []

@@ -63,17 +63,16 @@ def find(directory: Path) -> Path:
 
 def report(folder: Path) -> CheckpointReport:
     """Look at one checkpoint."""
+    iteration = files.iteration_of(folder)
     problems = files.problems(folder)
     if problems:
-        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
-        return CheckpointReport(folder, (*problems, hint))
+        return CheckpointReport(folder, (*problems, files.resume_hint(folder.parent, but=iteration)))
     notes = [f"{left} is a save that did not finish; it may be deleted" for left in files.unfinished(folder.parent)]
     entries = content.read_entries(folder)
     try:
-        stored = content.read_objects(folder, ["iteration", "args"])
-    except Exception as error:  # the arguments are a pickle of whatever the run had
-        notes.append(f"the arguments of the run cannot be read ({type(error).__name__}: {error})")
-        stored = content.read_objects(folder, ["iteration"])
+        stored = content.read_objects(folder, entries)
+    except Exception as error:  # damaged bytes raise whatever they happen to mean
+        return CheckpointReport(folder, (f"{folder}: {error}", files.resume_hint(folder.parent, but=iteration)))
     args = stored.get("args")
     layout = {name: getattr(args, key) for key, name in _LAYOUT.items() if hasattr(args, key)}
 

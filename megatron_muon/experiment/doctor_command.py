@@ -139,7 +139,7 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
     from megatron_muon.checkpoint.report import find, report
 
     with quiet_imports():
-        import megatron.training  # noqa: F401  # the run's arguments are pickled with its types
+        import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
 
         found = report(find(directory))
     for problem in found.problems:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.content import plain
 from megatron_muon.errors import OffloadError, SaveError, UserError
-from megatron_muon.mcore import checkpoint_patches
+from megatron_muon.mcore import checkpoint_patches, checkpoint_trust
 from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
 from megatron_muon.mcore.progress import show_progress
 from megatron_muon.patching import Patches, versions
@@ -47,6 +47,8 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     if muon_under_fsdp or megatron_fsdp:
         split_state_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
+    checkpoint_trust.run_no_pickles(patches)
+    checkpoint_trust.explain_unreadable(patches)
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, checkpointing, training
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_muon.errors import UserError
 from megatron_muon.mcore import patches as mcore_patches
@@ -20,8 +22,11 @@ PATCHED = [
     (training, "get_megatron_optimizer"),
     (training, "OptimizerConfig"),
     (checkpointing, "handle_swiglu_in_state_dict"),
+    (checkpointing, "_load_base_checkpoint"),
+    (FileSystemReader, "read_metadata"),
+    (DefaultLoadPlanner, "load_bytes"),
 ]
-OF_EVERY_RUN = [*PATCHED[:2], (training, "get_megatron_optimizer")]  # progress watches the optimizer of any run
+OF_EVERY_RUN = [*PATCHED[:3], *PATCHED[-3:]]  # progress watches the optimizer of any run; none runs what pickles name
 
 
 @pytest.fixture

@@ -1,0 +1,120 @@
+"""Reads the pickles of a checkpoint without running what they name.
+
+A pickle may call any function that Python can import. torch's distributed checkpointing reads tensors with weights-only
+semantics, but its index (`.metadata`) and the entries that are not tensors with the plain unpickler. Here an index may
+name the classes that torch's writer puts there, and an entry whatever `torch.load(weights_only=True)` accepts: plain
+values, tensors, and the classes that megatron-core registers for its checkpoints when it is imported. Anything else is
+refused, by name.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import IO, Any
+
+import torch
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from megatron_muon.errors import UserError
+
+_DCP = "torch.distributed.checkpoint."
+_OF_AN_INDEX = {
+    "collections.OrderedDict",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",  # as Python 3.13 names it
+    "torch.Size",
+    "torch.serialization._get_layout",
+    f"{_DCP}filesystem._StorageInfo",
+    f"{_DCP}metadata.BytesStorageMetadata",
+    f"{_DCP}metadata.ChunkStorageMetadata",
+    f"{_DCP}metadata.Metadata",
+    f"{_DCP}metadata.MetadataIndex",
+    f"{_DCP}metadata.StorageMeta",
+    f"{_DCP}metadata.TensorProperties",
+    f"{_DCP}metadata.TensorStorageMetadata",
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING",
+    # megatron-core's torch_dist keeps its plans of a save there:
+    f"{_DCP}filesystem._StoragePrefix",
+    f"{_DCP}planner.BytesIOWriteData",
+    f"{_DCP}planner.SavePlan",
+    f"{_DCP}planner.TensorWriteData",
+    f"{_DCP}planner.WriteItem",
+    f"{_DCP}planner.WriteItemType",
+}
+
+
+class UntrustedError(UserError):
+    """A pickle that names what a checkpoint does not need; nothing that it names was run."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if f"{module}.{name}" in _OF_AN_INDEX or is_dtype:
+            return super().find_class(module, name)
+        raise UntrustedError(_refusal(".metadata", [f"{module}.{name}"]))
+
+
+def _refusal(where: str, names: list[str]) -> str:
+    return f"{where} names {', '.join(names)}, which no checkpoint needs; it was not run: do not trust this file"
+
+
+def load_entry(name: str, stream: IO[bytes]) -> Any:
+    """An entry of a checkpoint that is not a tensor.
+
+    Args:
+        name: the entry, for messages.
+        stream: what `torch.save` wrote.
+
+    Raises:
+        UntrustedError: it names functions or classes that are not allowed.
+        UserError: it is damaged.
+    """
+    try:
+        return torch.load(stream, weights_only=True)
+    except Exception as error:  # damaged bytes raise whatever they happen to mean
+        stream.seek(0)
+        try:
+            refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
+        except Exception:  # nor can its names be read
+            refused = []
+        if refused:
+            raise UntrustedError(_refusal(f"entry {name!r}", refused)) from None
+        cause = error.__context__ or error  # torch's own text is about weights_only
+        raise UserError(f"entry {name!r} cannot be read ({type(cause).__name__}: {cause})") from error
+
+
+class Reader(FileSystemReader):
+    """torch's reader of a checkpoint's folder, which takes from an index what torch's writer puts there and no more."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the checkpoint, or of one rank's part of it.
+
+        Raises:
+            UntrustedError: it names functions or classes that are not allowed.
+            UserError: it is a pickle of something else.
+        """
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
+            metadata = _IndexUnpickler(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise UserError(f".metadata holds a {type(metadata).__name__} in place of an index")
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class Planner(DefaultLoadPlanner):
+    """torch's planner of a load, which runs nothing that an entry names."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        """Put an entry that is not a tensor in its place in the state dict."""
+        name = read_item.dest_index.fqn
+        loaded = load_entry(name, value)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
