@@ -233,10 +233,10 @@ def _mark_target(panel: Any, compared: Comparison, axis: str) -> None:
     if compared.reached is None or axis == "tokens":
         return
     at = compared.reached.steps if axis == "steps" else compared.reached.seconds
-    unit = "step" if axis == "steps" else "second"
+    unit, bound = "step" if axis == "steps" else "second", "or before " if compared.reached.at_first else ""
     panel.plot(
         [at], [compared.target], marker="*", markersize=15, color="black", linestyle="none", zorder=5,
-        label=f"{display_name(compared.arm.optimizer)} there at {unit} {at:,.0f}",
+        label=f"{display_name(compared.arm.optimizer)} there at {bound}{unit} {at:,.0f}",
     )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def _figure(file: Path, *, columns: int, width: float, height: float) -> Iterato
     from matplotlib.figure import Figure
 
     look = {"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
-    look |= {"axes.axisbelow": True}
+    look |= {"axes.axisbelow": True, "text.parse_math": False}  # a dollar sign is one
     look |= {"legend.fontsize": 10, "legend.framealpha": 0.9, "hatch.linewidth": 0.5}
     with matplotlib.rc_context(look):
         figure = Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")

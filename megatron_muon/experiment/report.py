@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_muon.errors import UserError
+from megatron_muon.experiment.comparable import BUDGET, MEASURE, differing, other_circumstances
 from megatron_muon.experiment.records import PHASES, LossPoint, Record, is_run, read_record
 from megatron_muon.experiment.sweep_results import Spread
 
@@ -115,12 +116,16 @@ class Reached:
         seconds: likewise.
         by_seed: steps of each seed by itself, over those that came there.
         seeds: how many did.
+        at_first: whether that is the first validation: it came there then or before.
+        seeds_at_first: of how many seeds that is so.
     """
 
     steps: float
     seconds: float
     by_seed: Spread | None
     seeds: int
+    at_first: bool = False
+    seeds_at_first: int = 0
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,8 @@ class Comparison:
         baseline_steps: steps that it took.
         baseline_seconds: seconds that it took.
         reached: None where the arm did not get there.
+        differing: what the two were trained with that makes steps mean another thing, by name, with each one's value;
+            nothing is concluded then.
     """
 
     arm: Arm
@@ -142,16 +149,30 @@ class Comparison:
     baseline_steps: int
     baseline_seconds: float
     reached: Reached | None
+    differing: Mapping[str, Sequence[str]]
+
+    @property
+    def baseline_first(self) -> float:
+        """The step at which the baseline itself first came to the target."""
+        found = reach(self.baseline, self.target)
+        return found.steps if found else self.baseline_steps
+
+    @property
+    def other_circumstances(self) -> str | None:
+        """Why times say little, as far as that was recorded."""
+        return other_circumstances(self.arm.sound, self.baseline.sound)
 
     @property
     def steps_ratio(self) -> float | None:
         """Steps to the target by those of the baseline."""
-        return self.reached.steps / self.baseline_steps if self.reached else None
+        return self.reached.steps / self.baseline_steps if self.reached and not self.differing else None
 
     @property
     def seconds_ratio(self) -> float | None:
         """Seconds to the target by those of the baseline."""
-        return self.reached.seconds / self.baseline_seconds if self.reached and self.baseline_seconds else None
+        if not self.reached or not self.baseline_seconds or self.differing:
+            return None
+        return self.reached.seconds / self.baseline_seconds
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
@@ -189,12 +210,24 @@ def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
 
 
 def best_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """The best arm of each optimizer, the baseline first."""
+    """The best arm of each optimizer, the baseline first; none where losses are not of the same thing."""
     best: dict[str, Arm] = {}
+    if not_comparable(arms):
+        return []
     for arm in arms:
         if arm.counts and (arm.optimizer not in best or _final(arm) < _final(best[arm.optimizer])):
             best[arm.optimizer] = arm
     return sorted(best.values(), key=lambda arm: (arm.optimizer != BASELINE, arm.optimizer))
+
+
+def not_comparable(arms: Sequence[Arm]) -> dict[str, list[str]]:
+    """What the arms were trained on, where that differs and losses are not comparable: by name, each arm's value."""
+    return differing([arm.runs[0] for arm in arms], MEASURE)
+
+
+def rates_tried(arms: Sequence[Arm], optimizer: str) -> list[float]:
+    """The learning rates at which an optimizer was trained to the end, in order."""
+    return sorted({arm.rate for arm in arms if arm.optimizer == optimizer and arm.counts and arm.rate is not None})
 
 
 def shown_arms(arms: Sequence[Arm]) -> list[Arm]:
@@ -214,9 +247,17 @@ def compare(best: Sequence[Arm]) -> list[Comparison]:
         return []
     last = curve_of_baseline[-1]
     return [
-        Comparison(arm, baseline, last.loss.mean, last.step, last.seconds, reach(arm, last.loss.mean))
+        Comparison(
+            arm,
+            baseline,
+            last.loss.mean,
+            last.step,
+            last.seconds,
+            reach(arm, last.loss.mean),
+            differing([arm.runs[0], baseline.runs[0]], BUDGET),
+        )
         for arm in best
-        if arm is not baseline
+        if arm is not baseline and arm.validation()
     ]
 
 
@@ -227,11 +268,14 @@ def reach(arm: Arm, target: float) -> Reached | None:
     if crossing is None:
         return None
     own = [
-        found[0]
+        found
         for run in arm.sound
         if (found := _crossing([(float(p.step), p.seconds, p.loss) for p in run.validation], target))
     ]
-    return Reached(*crossing, Spread.of(own), len(own))
+    steps, seconds, at_first = crossing
+    return Reached(
+        steps, seconds, Spread.of(found[0] for found in own), len(own), at_first, sum(found[2] for found in own)
+    )
 
 
 def step_parts(arm: Arm) -> dict[str, float]:
@@ -271,16 +315,20 @@ def smooth(points: Sequence[LossPoint], window: int) -> list[LossPoint]:
     return found
 
 
-def _crossing(points: Sequence[tuple[float, float, float]], target: float) -> tuple[float, float] | None:
-    """Steps and seconds where a curve of (steps, seconds, loss) first comes to a loss, by straight lines."""
+def _crossing(points: Sequence[tuple[float, float, float]], target: float) -> tuple[float, float, bool] | None:
+    """Steps and seconds where a curve of (steps, seconds, loss) first comes to a loss, by straight lines.
+
+    The third is whether that is its first point, before which nothing is known.
+    """
     before = None
     for steps, seconds, loss in points:
         if loss <= target:
-            if before is None or before[2] <= loss:
-                return steps, seconds
+            if before is None:
+                return steps, seconds, True
             part = (before[2] - target) / (before[2] - loss)
-            return before[0] + part * (steps - before[0]), before[1] + part * (seconds - before[1])
-        before = (steps, seconds, loss)
+            return before[0] + part * (steps - before[0]), before[1] + part * (seconds - before[1]), False
+        if math.isfinite(loss):
+            before = (steps, seconds, loss)
     return None
 
 

@@ -14,12 +14,13 @@ Reads runs of `megatron-muon train` and whole folders of `megatron-muon sweep`, 
 beside it: losses against steps, tokens and seconds with seeds as bands, final loss against learning rate, time and
 memory, Muon and AdamW side by side, and the commands, versions, commits and machines behind them. report.json has the
 figures. Runs that differ in their seed alone are taken together; the best settings of each optimizer stand for it.
+Runs whose data, split or sequence length differ are shown and not compared.
 """
 
 EXAMPLES = """\
 examples:
   megatron-muon report runs/compare --out runs/compare/report
-  megatron-muon report runs/quickstart runs/adam --out runs/report
+  megatron-muon report runs/first runs/second --out runs/report
 """
 
 

@@ -9,8 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.experiment import plots, run_folder
+from megatron_muon.experiment.comparable import load_of
+from megatron_muon.experiment.markdown import code, indented, plain, printable, row
 from megatron_muon.experiment.records import Record
-from megatron_muon.experiment.report import Arm, Comparison, best_arms, compare, display_name, shown_arms, step_parts
+from megatron_muon.experiment.report import (
+    Arm,
+    Comparison,
+    best_arms,
+    compare,
+    display_name,
+    not_comparable,
+    reach,
+    shown_arms,
+    step_parts,
+)
+from megatron_muon.experiment.report_headline import HOW_STEPS_ARE_COUNTED, at_most, heading, headline
 from megatron_muon.experiment.summary import LAST_STEPS, WARMUP_STEPS
 from megatron_muon.experiment.sweep_results import JSON, Spread
 
@@ -18,13 +31,6 @@ PAGE = "report.md"
 
 _SMOOTHED_PART = 50
 """Training losses are averaged over a window of this part of the logged steps."""
-
-HOW_STEPS_ARE_COUNTED = """\
-Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The other's validation
-losses are averaged over its seeds at each validation; where that curve first comes to the target or below, the step is
-taken from the straight line between this validation and the one before. The ratio is that step by the baseline's last
-one. Seconds are read off the same line, between the mean seconds of the seeds at both ends: time in the training loop,
-validation included, start-up not. A single seed's own crossing is found likewise."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,7 @@ class Pictures:
 
 def draw(out: Path, arms: Sequence[Arm]) -> Pictures:
     """Draws all pictures that the runs have figures for."""
-    shown, compared = shown_arms(arms), compare(best_arms(arms))
+    shown, compared = shown_arms(arms), [one for one in compare(best_arms(arms)) if not one.differing]
     labels = names_of(shown)
     window = window_of(shown)
     losses = [
@@ -49,7 +55,7 @@ def draw(out: Path, arms: Sequence[Arm]) -> Pictures:
     ]
     names = [labels[arm.name] for arm in shown]
     rates, times, memory = "final-loss-by-rate.png", "step-time.png", "memory.png"
-    has_rates = plots.draw_rates(out / rates, arms, final=final_name(arms))
+    has_rates = not not_comparable(arms) and plots.draw_rates(out / rates, arms, final=final_name(arms))
     has_times = plots.draw_step_times(out / times, names, [step_parts(arm) for arm in shown])
     has_memory = plots.draw_memory(
         out / memory,
@@ -77,11 +83,11 @@ def page(
     best, shown = best_arms(arms), shown_arms(arms)
     compared = compare(best)
     runs = [run for arm in arms for run in arm.runs]
-    lines = [f"# {' and '.join(display_name(optimizer) for optimizer in _optimizers(best or arms))}", ""]
-    lines += [f"{len(runs)} runs of {len(arms)} settings, from {', '.join(f'`{place}`' for place in places)}.", ""]
-    lines += _headline(compared)
+    lines = [f"# {' and '.join(plain(display_name(optimizer)) for optimizer in _optimizers(best or arms))}", ""]
+    lines += [f"{len(runs)} runs of {len(arms)} settings, from {', '.join(code(str(place)) for place in places)}.", ""]
+    lines += headline(arms, best, compared)
     if len(best) > 1:
-        lines += ["## Side by side, each at its best", "", *_side_by_side(best, compared), ""]
+        lines += [heading(arms, best), "", *_side_by_side(best, compared), ""]
         lines += [HOW_STEPS_ARE_COUNTED, ""] if compared else []
     lines += ["## Loss", "", _about_curves(shown), ""]
     for file, words in pictures.losses:
@@ -108,6 +114,7 @@ def figures(arms: Sequence[Arm]) -> dict[str, Any]:
 
     return {
         "compared_by": final_name(arms),
+        "not_comparable": not_comparable(arms),
         "settings": [
             {
                 "name": arm.name,
@@ -135,7 +142,11 @@ def figures(arms: Sequence[Arm]) -> dict[str, Any]:
                 "target": one.target,
                 "baseline_steps": one.baseline_steps,
                 "baseline_seconds": one.baseline_seconds,
+                "differing": {name: list(values) for name, values in one.differing.items()},
+                "other_circumstances": one.other_circumstances,
+                "baseline_first_there": one.baseline_first,
                 "steps": one.reached.steps if one.reached else None,
+                "steps_are_a_bound": one.reached.at_first if one.reached else None,
                 "seconds": one.reached.seconds if one.reached else None,
                 "steps_by_seed": spread(one.reached.by_seed) if one.reached else None,
                 "steps_ratio": one.steps_ratio,
@@ -149,7 +160,9 @@ def figures(arms: Sequence[Arm]) -> dict[str, Any]:
 def names_of(arms: Sequence[Arm]) -> dict[str, str]:
     """What legends call the arms: the optimizer and rate where that tells them apart."""
     short = {arm.name: f"{display_name(arm.optimizer)}, lr {arm.rate:g}" for arm in arms if arm.rate is not None}
-    return short if len(set(short.values())) == len(arms) else {arm.name: arm.name.replace(",", "\n") for arm in arms}
+    if len(set(short.values())) == len(arms):
+        return short
+    return {arm.name: printable(arm.name).replace(",", "\n") for arm in arms}
 
 
 def window_of(arms: Sequence[Arm]) -> int:
@@ -163,30 +176,9 @@ def final_name(arms: Sequence[Arm]) -> str:
     return "validation loss" if any(run.validation for arm in arms for run in arm.runs) else "training loss"
 
 
-def _headline(compared: Sequence[Comparison]) -> list[str]:
-    lines = []
-    for one in compared:
-        name, base = display_name(one.arm.optimizer), display_name(one.baseline.optimizer)
-        if one.reached is None or one.steps_ratio is None:
-            lines.append(
-                f"**{name} did not come to {base}'s final validation loss of {one.target:.4f} in "
-                f"{one.arm.runs[0].iterations:,} steps.**"
-            )
-            continue
-        words = f"**{name} comes to {base}'s final validation loss of {one.target:.4f} in {one.steps_ratio:.2f} of the "
-        words += f"steps**: {one.reached.steps:,.0f} instead of {one.baseline_steps:,}"
-        if one.seconds_ratio is not None:
-            words += f", in {one.seconds_ratio:.2f} of the time"
-        if (own := one.reached.by_seed) is not None and len(one.arm.sound) > 1:
-            low, high = (steps / one.baseline_steps for steps in (own.low, own.high))
-            words += f". Each seed by itself: {low:.2f} to {high:.2f} of the steps"
-            words += f" ({one.reached.seeds} of {len(one.arm.sound)} seeds)"
-        lines.append(words + ".")
-    return [*lines, ""] if lines else []
-
-
 def _side_by_side(best: Sequence[Arm], compared: Sequence[Comparison]) -> list[str]:
-    by_arm = {one.arm.name: one for one in compared}
+    fair = [one for one in compared if not one.differing]
+    by_arm = {one.arm.name: one for one in fair}
     rows: list[tuple[str, list[str]]] = []
 
     def add(label: str, values: Iterable[str | None]) -> None:
@@ -201,7 +193,7 @@ def _side_by_side(best: Sequence[Arm], compared: Sequence[Comparison]) -> list[s
         return Spread.of(getattr(run, name) for run in arm.sound)
 
     validation = [of(arm, "validation_last") for arm in best]
-    add("settings", (f"`{arm.name}`" for arm in best))
+    add("settings", (code(arm.name) for arm in best))
     add("learning rate", (f"{arm.rate:g}" if arm.rate is not None else None for arm in best))
     add("seeds", (str(len(arm.runs)) for arm in best))
     add("steps", (f"{arm.sound[0].iterations:,}" for arm in best))
@@ -210,19 +202,21 @@ def _side_by_side(best: Sequence[Arm], compared: Sequence[Comparison]) -> list[s
     add("least and most of the seeds", (_range(spread) for spread in validation))
     add("best validation loss on the way", shown(".4f", (_best(arm) for arm in best)))
     add(f"training loss, last {LAST_STEPS} logged steps", shown(".4f", (of(arm, "loss_last") for arm in best)))
-    base = display_name(compared[0].baseline.optimizer) if compared else ""
-    found = [by_arm.get(arm.name) for arm in best]
-    add(f"steps to {base}'s final validation loss", (_steps(one) for one in found))
-    add("of its steps", (f"{one.steps_ratio:.3f}" if one and one.steps_ratio else None for one in found))
-    add("of its time", (f"{one.seconds_ratio:.3f}" if one and one.seconds_ratio else None for one in found))
+    if fair:
+        base = display_name(fair[0].baseline.optimizer)
+        found = [by_arm.get(arm.name) for arm in best]
+        add(f"steps to {base}'s final validation loss", (_steps(arm, fair[0].target) for arm in best))
+        add("of its steps", (_ratio(one, one.steps_ratio) if one else None for one in found))
+        add("of its time", (_ratio(one, one.seconds_ratio) if one else None for one in found))
     add("seconds of training", shown(",.0f", (of(arm, "train_seconds") for arm in best)))
     add("milliseconds of a step", shown(",.1f", (of(arm, "step_ms") for arm in best)))
     add("of these, the optimizer", shown(",.1f", (of(arm, "optimizer_ms") for arm in best)))
+    add("load of the machine before a run", (_loads(arm) for arm in best))
     add("tokens per second", shown(",.0f", (of(arm, "tokens_per_second") for arm in best)))
     add("optimizer state, all ranks, bytes", (_bytes(arm.runs[0].all_state_bytes) for arm in best))
     add("peak memory of a rank, MB", (_megabytes(arm) for arm in best))
-    head = ["", *(display_name(arm.optimizer) for arm in best)]
-    table = [_row(head), _row(["---", *("---:" for _ in best)]), *(_row([label, *cells]) for label, cells in rows)]
+    head = ["", *(plain(display_name(arm.optimizer)) for arm in best)]
+    table = [row(head), row(["---", *("---:" for _ in best)]), *(row([label, *cells]) for label, cells in rows)]
     return [*table, "", "Mean ± sample standard deviation of the seeds."]
 
 
@@ -234,15 +228,25 @@ def _best(arm: Arm) -> Spread | None:
     return Spread.of(run.validation_best.loss if run.validation_best else None for run in arm.sound)
 
 
-def _steps(one: Comparison | None) -> str | None:
-    if one is None:
-        return None
-    return f"{one.reached.steps:,.0f}" if one.reached else "not reached"
+def _steps(arm: Arm, target: float) -> str:
+    found = reach(arm, target)
+    if found is None:
+        return "not reached"
+    return f"{'at or before ' if found.at_first else ''}{found.steps:,.0f}"
+
+
+def _ratio(one: Comparison, ratio: float | None) -> str | None:
+    return f"{at_most(one.reached is not None and one.reached.at_first)}{ratio:.3f}" if ratio else None
+
+
+def _loads(arm: Arm) -> str | None:
+    spread = Spread.of(load_of(arm.sound))
+    return None if spread is None else f"{spread.low:.1f}" + (f" to {spread.high:.1f}" if spread.count > 1 else "")
 
 
 def _all_arms(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
     head = ["settings", "runs", f"final {final_name(arms)}", "training loss", "ms per step", "state MB", ""]
-    lines = [_row(head), _row(["---", "---:", "---:", "---:", "---:", "---:", "---"])]
+    lines = [row(head), row(["---", "---:", "---:", "---:", "---:", "---:", "---"])]
     for arm in arms:
         remarks = [f"diverged: {arm.diverged} of {len(arm.runs)}"] if arm.diverged else []
         unfinished = sum(run.outcome != "finished" and not run.diverged for run in arm.runs)
@@ -250,11 +254,11 @@ def _all_arms(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
         remarks += ["best"] if arm in best else []
         state = arm.runs[0].all_state_bytes
         train, step = (Spread.of(getattr(run, name) for run in arm.sound) for name in ("loss_last", "step_ms"))
-        name = f"**`{arm.name}`**" if arm in best else f"`{arm.name}`"
+        name = f"**{code(arm.name)}**" if arm in best else code(arm.name)
         cells = [name, f"{arm.finished}/{len(arm.runs)}", arm.final.shown() if arm.final else "-"]
         cells += [train.shown() if train else "-", step.shown(",.1f") if step else "-"]
         cells += [f"{state / 1e6:,.2f}" if state is not None else "-", ", ".join(remarks)]
-        lines.append(_row(cells))
+        lines.append(row(cells))
     return lines
 
 
@@ -262,9 +266,9 @@ def _times(arms: Sequence[Arm]) -> list[str]:
     parts = [step_parts(arm) for arm in arms]
     kinds = list(dict.fromkeys(kind for part in (max(parts, key=len), *parts) for kind in part))
     names = names_of(arms)
-    lines = [_row(["milliseconds", *(names[arm.name].replace("\n", " ") for arm in arms)])]
-    lines.append(_row(["---", *("---:" for _ in arms)]))
-    return lines + [_row([kind, *(f"{part[kind]:,.2f}" if kind in part else "-" for part in parts)]) for kind in kinds]
+    lines = [row(["milliseconds", *(plain(names[arm.name].replace("\n", " ")) for arm in arms)])]
+    lines.append(row(["---", *("---:" for _ in arms)]))
+    return lines + [row([kind, *(f"{part[kind]:,.2f}" if kind in part else "-" for part in parts)]) for kind in kinds]
 
 
 def _about_curves(shown: Sequence[Arm]) -> str:
@@ -304,7 +308,7 @@ def _origin(runs: Sequence[Record], empty: Sequence[Record], places: Sequence[Pa
     commands = dict.fromkeys(text for run in runs if (text := run.run.get("command")))
     sweeps = (run_folder.read_json(place / JSON).get("command") for place in places)
     commands = {**dict.fromkeys(text for text in sweeps if text), **commands}
-    lines = ["Commands:", "", *(f"    {text}" for text in (*commands, command)), ""]
+    lines = ["Commands:", "", *(indented(text) for text in (*commands, command)), ""]
     for title, values in (
         ("Versions", [_joined(run.run.get("versions")) for run in runs]),
         ("Commit", [_commit(run.run) for run in runs]),
@@ -315,15 +319,16 @@ def _origin(runs: Sequence[Record], empty: Sequence[Record], places: Sequence[Pa
         for value in values:
             counts[value or "not recorded"] = counts.get(value or "not recorded", 0) + 1
         for value, count in counts.items():
-            lines.append(f"- {title}: {value}" + (f" ({count} of {len(runs)} runs)" if len(counts) > 1 else ""))
-    lines += [f"- Left out, no step was logged: `{run.folder}`" for run in empty]
-    lines += ["", "<details><summary>Every run</summary>", "", _row(["folder", "outcome", "started (UTC)", "torchrun"])]
-    lines.append(_row(["---"] * 4))
+            lines.append(f"- {title}: {plain(value)}" + (f" ({count} of {len(runs)} runs)" if len(counts) > 1 else ""))
+    lines += [f"- Left out, no step was logged: {code(str(run.folder))}" for run in empty]
+    lines += ["", "<details><summary>Every run</summary>", "", row(["folder", "outcome", "started (UTC)", "torchrun"])]
+    lines.append(row(["---"] * 4))
     for run in runs:
         words = run.outcome + (", diverged" if run.diverged else "")
         torchrun = run.run.get("torchrun")
-        cells = [f"`{run.folder}`", words, str(run.run.get("started", "-")), f"`{torchrun}`" if torchrun else "-"]
-        lines.append(_row(cells))
+        cells = [code(str(run.folder)), plain(words), plain(str(run.run.get("started", "-")))]
+        cells.append(code(torchrun) if torchrun else "-")
+        lines.append(row(cells))
     return [*lines, "", "</details>"]
 
 
@@ -353,10 +358,6 @@ def _bytes(size: int | None) -> str | None:
 def _megabytes(arm: Arm) -> str | None:
     most = max((run.peak_bytes or 0 for run in arm.runs), default=0)
     return f"{most / 1e6:,.0f}" if most else None
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |"
 
 
 def shown_command(argv: Sequence[str]) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import run_folder
+from megatron_muon.experiment.comparable import MEASURE
 from megatron_muon.experiment.records import read_record
 from megatron_muon.experiment.summary import strict
 from megatron_muon.experiment.sweep_grid import Point, Task
@@ -87,7 +88,7 @@ class PointResult:
         diverged: how many have diverged.
         final: what points are compared by.
         figures: spreads by name of the column.
-        best: whether it is the best of its optimizer.
+        best: whether it is the best of its optimizer, on its data.
     """
 
     point: Point
@@ -138,7 +139,7 @@ def final_column(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def by_point(points: Sequence[Point], rows: Sequence[Mapping[str, Any]]) -> list[PointResult]:
-    """The points in their order, the best of each optimizer marked."""
+    """The points in their order, the best of each optimizer marked, on each data where there are several."""
     column = final_column(rows)
     results = []
     for point in points:
@@ -157,14 +158,12 @@ def by_point(points: Sequence[Point], rows: Sequence[Mapping[str, Any]]) -> list
                 figures=figures,
             )
         )
-    best: dict[str | None, PointResult] = {}
+    best: dict[tuple[str | None, ...], PointResult] = {}
     for result in results:
-        kind = result.point.value("optimizer")
+        kind = _kind(result.point)
         if result.counts and (kind not in best or _loss(result) < _loss(best[kind])):
             best[kind] = result
-    return [
-        result if best.get(result.point.value("optimizer")) is not result else _marked(result) for result in results
-    ]
+    return [result if best.get(_kind(result.point)) is not result else _marked(result) for result in results]
 
 
 def at_the_edge(results: Sequence[PointResult]) -> list[str]:
@@ -172,6 +171,8 @@ def at_the_edge(results: Sequence[PointResult]) -> list[str]:
     notes = []
     for best in (result for result in results if result.best):
         for key, value in best.point.settings:
+            if key in MEASURE:  # which is best on other data is another question
+                continue
             others = {name: text for name, text in best.point.settings if name != key}
             beside = [
                 text
@@ -261,6 +262,11 @@ def table(points: Sequence[Point], rows: Sequence[Mapping[str, Any]]) -> Any:
     for result in results:
         page.add_row(*(Text(cell(result)) for _, cell in shown), style="bold" if result.best else None)
     return page
+
+
+def _kind(point: Point) -> tuple[str | None, ...]:
+    """What points must agree in for one to be the best of them."""
+    return tuple(point.value(key) for key in ("optimizer", *MEASURE))
 
 
 def _marked(result: PointResult) -> PointResult:

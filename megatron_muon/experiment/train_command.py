@@ -31,10 +31,10 @@ config.yaml, run.json, train.log, tensorboard/ and summary.json.
 EXAMPLES = """\
 examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
-  megatron-muon train --config configs/quickstart.yaml --nproc 2 --set lr=0.004 --set optimizer=adam --out runs/adam
+  megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
   megatron-muon train --config configs/quickstart.yaml --resume
-  megatron-muon train --resume --out runs/adam
+  megatron-muon train --resume --out runs/first
   on each of two machines, with R its number, 0 or 1:
     megatron-muon train --config my.yaml --nproc 8 --nnodes 2 --node-rank R --rdzv-endpoint node0:29500 --out runs/my
 

@@ -34,17 +34,21 @@ def make_run(
     every: int = 10,
     outcome: str = "finished",
     flags: Mapping[str, str] | None = None,
+    args: Mapping[str, str] | None = None,
+    run: Mapping[str, object] | None = None,
+    load: float | None = None,
     validation: bool = True,
     summary: bool = True,
 ) -> Path:
-    """Write a run of `steps` steps with a validation after every few."""
+    """Write a run of `steps` steps with a validation after every few; `args` are Megatron's, `run` adds to run.json."""
     from torch.utils.tensorboard import SummaryWriter
 
     folder.mkdir(parents=True)
-    args = {"seq_length": SEQ_LENGTH, "optimizer": optimizer, "lr": lr, "seed": seed, "train_iters": steps}
+    of_megatron = {"seq_length": SEQ_LENGTH, "optimizer": optimizer, "lr": lr, "seed": seed, "train_iters": steps}
+    of_megatron |= {"global_batch_size": BATCH, **(args or {})}
     began = 1000.0
     with SummaryWriter(log_dir=str(folder / "tensorboard")) as writer:
-        for name, value in args.items():
+        for name, value in of_megatron.items():
             writer.add_text(name, str(value), global_step=0, walltime=began)
         for step in range(1, steps + 1):
             now = began + step * STEP_S
@@ -70,8 +74,13 @@ def make_run(
         diverged = not math.isfinite(last)
         text = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
         (folder / "summary.json").write_text(json.dumps({**text, "tokens_per_second": 5120.0}))
-        machine = {"processor": "P", "cores": 2, "system": "Linux x86_64"}
-        run = {"command": "megatron-muon sweep ...", "machine": machine, "versions": {"python": "3.12.1"}}
-        run |= {"commit": "abc", "dirty": False, "nodes": 1, "ranks": 2, "torchrun": "torchrun x", "device": "cpu"}
-        (folder / "run.json").write_text(json.dumps(run))
+        machine = {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load}
+        record: dict[str, object] = {
+            "command": "megatron-muon sweep ...",
+            "machine": machine,
+            "versions": {"python": "3.12.1"},
+        }
+        record |= {"commit": "abc", "dirty": False, "nodes": 1, "ranks": 2, "torchrun": "torchrun x", "device": "cpu"}
+        record |= run or {}
+        (folder / "run.json").write_text(json.dumps(record))
     return folder

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
+from megatron_muon.experiment import report_page
 from megatron_muon.experiment.events import read_events
 from megatron_muon.experiment.records import read_record, state_bytes
 from megatron_muon.experiment.report import best_arms, compare, find_runs, reach, read_arms, shown_arms, step_parts
@@ -153,6 +154,158 @@ def test_not_reached_is_said(tmp_path):
     text = (tmp_path / "page" / "report.md").read_text()
     assert "**Muon did not come to AdamW's final validation loss of" in text
     assert "| not reached |" in text
+
+
+# What may be concluded
+
+
+def page_of(tmp_path):
+    """The page, without pictures, and the figures of a report on the runs below `tmp_path / "runs"`."""
+    arms, empty = read_arms(find_runs([tmp_path / "runs"]))
+    none = report_page.Pictures((), None, None, None)
+    text = report_page.page(arms, empty, none, places=[tmp_path / "runs"], command="megatron-muon report")
+    return text, json.loads(json.dumps(report_page.figures(arms), allow_nan=False))
+
+
+@pytest.mark.parametrize(
+    ("key", "adam", "muon"),
+    [("data_path", "['data/stdlib']", "['data/mine']"), ("split", "98,2,0", "90,10,0"), ("seq_length", "64", "128")],
+)
+def test_runs_that_were_not_trained_on_the_same_are_not_compared(tmp_path, key, adam, muon):
+    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", args={key: adam})
+    make_run(tmp_path / "runs" / "muon", falling(0.1), args={key: muon})
+    text, found = page_of(tmp_path)
+    assert "**These runs are not compared: they were not trained on the same.**" in text
+    assert f"|  | {key} |" in text
+    assert f"| `{muon.strip("[']")}` |" in text
+    for conclusion in ("of the steps", "Side by side", "| best |"):
+        assert conclusion not in text
+    assert found["comparisons"] == []
+    assert found["not_comparable"].keys() == {key}
+    assert not any(arm["best"] for arm in found["settings"])
+
+
+@pytest.mark.parametrize("args", [{"global_batch_size": "16"}, {"num_layers": "8"}])
+def test_steps_that_cost_something_else_are_not_compared(tmp_path, args):
+    for folder, optimizer, given in (
+        ("adam", "adam", {"num_layers": "4"}),
+        ("muon", "muon", {"num_layers": "4", **args}),
+    ):
+        make_run(tmp_path / "runs" / folder, falling(0.05), optimizer=optimizer, args=given)
+    text, found = page_of(tmp_path)
+    assert "**Muon and AdamW are not compared: their steps are not of the same size.**" in text
+    assert "of the steps" not in text
+    assert "not reached" not in text
+    assert [arm["best"] for arm in found["settings"]] == [True, True]
+    assert found["comparisons"][0]["steps_ratio"] is None
+
+
+def test_one_corpus_by_two_paths_is_compared(tmp_path):
+    for folder, optimizer, path in (
+        ("adam", "adam", "['data/a', '0.5']"),
+        ("muon", "muon", "['/home/me/data/a', '0.5']"),
+    ):
+        args, run = {"data_path": path}, {"directory": "/home/me"}
+        make_run(tmp_path / "runs" / folder, falling(0.05), optimizer=optimizer, args=args, run=run)
+    assert "of the steps**" in page_of(tmp_path)[0]
+
+
+def test_the_best_of_one_rate_is_not_called_its_best(tmp_path):
+    for lr in ("1e-3", "2e-3", "4e-3"):
+        make_run(tmp_path / "runs" / f"adam-{lr}", falling(0.03 if lr == "2e-3" else 0.02), optimizer="adam", lr=lr)
+    make_run(tmp_path / "runs" / "muon-8e-3", falling(0.05), lr="8e-3")
+    text, _ = page_of(tmp_path)
+    assert "## Side by side\n" in text
+    assert "Muon has one learning rate here; others may do better." in text
+    make_run(tmp_path / "runs" / "muon-4e-3", falling(0.04), lr="4e-3")
+    text, _ = page_of(tmp_path)
+    assert "## Side by side, each at its best\n" in text
+    assert "Muon's learning rate is the most of those tried; a larger one may do better." in text
+    assert "AdamW's learning rate" not in text
+
+
+def test_a_first_validation_is_a_bound(tmp_path):
+    for seed in (1, 2):
+        make_run(tmp_path / "runs" / f"adam-{seed}", falling(0.02), optimizer="adam", seed=seed)
+        make_run(tmp_path / "runs" / f"muon-{seed}", falling(0.2), seed=seed)
+    text, found = page_of(tmp_path)
+    assert "in at most 0.25 of the steps**: at or before step 10 instead of 40, its first validation" in text
+    assert "in at most 0.25 of the time" in text
+    assert "Each seed by itself: at most 0.25 to 0.25 of the steps" in text
+    assert "| at or before 10 |" in text
+    assert "| at most 0.250 |" in text
+    assert found["comparisons"][0]["steps_are_a_bound"]
+
+
+def test_a_baseline_that_was_there_before_is_told(tmp_path):
+    """Its loss may rise at the end: its last step is not where it first came to its last loss."""
+    make_run(tmp_path / "runs" / "adam", lambda step: 3.0 + abs(step - 30) / 10, optimizer="adam")
+    make_run(tmp_path / "runs" / "muon", falling(0.05))
+    text, found = page_of(tmp_path)
+    assert "AdamW itself first came to it at step 20." in text
+    assert found["comparisons"][0]["baseline_first_there"] == pytest.approx(20)
+    assert "| steps to AdamW's final validation loss | 20 |" in text
+
+
+@pytest.mark.parametrize(
+    ("of_muon", "says"),
+    [
+        ({"load": 2.0}, "(which says little: the machine's load before them was 2.0 and 0.1 on 2 cores)"),
+        ({"load": 0.3}, None),
+        ({"load": None}, None),
+        ({"load": 0.1, "run": {"ranks": 4}}, "(which says little: they ran on other machines or numbers of processes)"),
+    ],
+)
+def test_times_are_told_with_what_they_were_taken_under(tmp_path, of_muon, says):
+    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", load=0.1)
+    make_run(tmp_path / "runs" / "muon", falling(0.1), **of_muon)
+    text, found = page_of(tmp_path)
+    assert ("says little" in text) == (says is not None)
+    assert says is None or says in text
+    assert (found["comparisons"][0]["other_circumstances"] is None) == (says is None)
+    assert "| load of the machine before a run | 0.1 |" in text
+
+
+def test_seeds_that_differ_are_told(tmp_path):
+    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", seed=1)
+    make_run(tmp_path / "runs" / "muon", falling(0.1), seed=2)
+    assert "The seeds differ (AdamW 1; Muon 2)" in page_of(tmp_path)[0]
+
+
+def test_what_was_not_validated_is_not_said_to_have_missed_a_loss(tmp_path):
+    make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam")
+    make_run(tmp_path / "runs" / "muon", falling(0.1), validation=False)
+    assert "did not come to" not in page_of(tmp_path)[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["a`b", "a``b`", "`", "two\n\n# lines", "<script>x", "a|b", "[a](b)", "$\\frac$", "_a", "bell\x07"]
+)
+def test_no_name_breaks_out_of_the_page(tmp_path, name):
+    """Read by a Markdown parser: no heading, link or tag that the page has not by itself, and the name as it is."""
+    from markdown_it import MarkdownIt
+
+    make_run(tmp_path / "runs" / name, falling(0.1), run={"commit": name, "command": f"train {name}"})
+    text, _ = page_of(tmp_path)
+    tokens = MarkdownIt("commonmark").enable("table").parse(text)
+    inline = [child for token in tokens for child in token.children or ()]
+    tags = [token.content for token in (*tokens, *inline) if token.type in ("html_block", "html_inline")]
+    assert [tag.strip() for tag in tags] == ["<details><summary>Every run</summary>", "</details>"]
+    assert not any(token.type == "link_open" for token in inline)
+    headings = [tokens[at + 1].content for at, token in enumerate(tokens) if token.type == "heading_open"]
+    assert headings == ["Muon", "Loss", "All settings", "How it was made"]
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
+    assert shown in {token.content for token in inline if token.type == "code_inline"}
+    command = next(token.content for token in tokens if token.type == "code_block")
+    assert f"train {shown}".partition("\\n")[0] in command
+
+
+def test_a_dollar_sign_is_drawn_as_one(tmp_path):
+    """Matplotlib takes what stands between two for mathematics, and fails where it is none."""
+    for name in ("a", "b"):
+        make_run(tmp_path / "runs" / name, falling(0.1), flags={"--data-path": f"'$$\\{name}rac$$'"})
+    assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
+    assert "data_path=$\\arac$" in (tmp_path / "page" / "report.md").read_text("utf-8")
 
 
 def test_no_runs_are_a_users_error(tmp_path):

@@ -329,6 +329,22 @@ def test_the_best_rate_at_an_edge_is_told(swept):
     ]
 
 
+def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
+    """Their losses are of something else: the lower one is not the better one."""
+    points = parse_grids([["seq_length=64,128", "lr=1e-3,2e-3"]])
+    for task in tasks_of(points, 1, tmp_path):
+        loss = falling({"1e-3": 0.1, "2e-3": 0.2}[task.point.value("lr")])
+        make_run(
+            task.folder, loss if task.point.value("seq_length") == "64" else lambda step, loss=loss: loss(step) - 1
+        )
+    results = by_point(points, [row(task) for task in tasks_of(points, 1, tmp_path)])
+    assert [result.point.name for result in results if result.best] == [
+        "seq_length=64,lr=2e-3",
+        "seq_length=128,lr=2e-3",
+    ]
+    assert [note.partition(": ")[2][:12] for note in at_the_edge(results)] == ["lr=2e-3 is t", "lr=2e-3 is t"]
+
+
 def test_a_spread_leaves_out_what_is_no_number():
     assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
     assert Spread.of([2.0]).shown(".1f") == "2.0"

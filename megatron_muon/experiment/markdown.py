@@ -1,0 +1,34 @@
+"""Text of others within Markdown: no backtick, line break or tag in a folder's name breaks out of its place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and bytes that are no text, as Python writes them."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def code(text: str) -> str:
+    """A code span, fenced by more backticks than the text has in a row."""
+    text = printable(text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if text.startswith("`") or text.endswith("`") else ""
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def plain(text: str) -> str:
+    """Text that is no code: marks of Markdown and HTML are escaped."""
+    return re.sub(r"[\\`*\[\]<>&]|(?<!\w)_|_(?!\w)", r"\\\g<0>", printable(text))
+
+
+def indented(text: str) -> str:
+    """A block of code; a line break within, as in a quoted argument, stays within."""
+    return "\n".join(f"    {printable(line)}" for line in text.splitlines())
+
+
+def row(cells: Sequence[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |"
