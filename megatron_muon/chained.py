@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.errors import OffloadError
+from megatron_muon.mcore.replicated_muon import ReplicatedMuon
 from megatron_muon.metrics import Sampler
 from megatron_muon.optim.sharded_muon import MOMENTUM, ShardedMuon
 
@@ -96,6 +97,23 @@ class MuonChainedOptimizer(ChainedOptimizer):
             timers("params-all-gather").stop()
         self._look_for_failures()
         return True
+
+    def skipped_updates(self) -> dict[str, int]:
+        """Muon's updates that were not finite since the last call, by matrix; these matrices kept their weights.
+
+        Collective; waits for the device.
+        """
+        mine: dict[str, int] = {}
+        for member in self.chained_optimizers:
+            if not member.is_stub_optimizer and isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
+                mine |= member.optimizer.skipped_updates()
+        found = torch.tensor([bool(mine)], dtype=torch.int32, device=self.get_parameters()[0].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if not found.item():
+            return {}
+        everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
 
     def _look_for_failures(self) -> None:
         """Tell every rank what kept one of them from reading or writing momentum. Collective with files alone."""

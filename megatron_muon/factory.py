@@ -8,7 +8,6 @@ parameters use the dp_cp group, experts the expt_dp group.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -149,7 +148,7 @@ def _muon(
     replicated = model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
     adaptive = config.optimizer == "adaptive_muon"
     if replicated and not config.muon_share_replicated and not adaptive:
-        return _replicated(config, groups, pg_collection)
+        return _replicated(config, groups, pg_collection, names)
     matrices = [parameter for member in groups for parameter in member["params"]]
     group = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     over_tp = not replicated and config.muon_tp_mode != "blockwise"
@@ -170,6 +169,7 @@ def _muon(
         matmul_precision=config.muon_fp32_matmul_prec,
         method=config.muon_ns,
         scaled=not adaptive,
+        device=matrices[0].device,
     )
     shapes = [matrix.shape for matrix in layout.matrices]
     held = held_shards(layout, group.rank(), replicated=replicated)
@@ -216,11 +216,11 @@ def _muon(
         batch = orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
         return batch if neurons is None else NormalizedBatch(batch, indices, neurons.normalize)
 
-    def update(index: int, matrix: torch.Tensor) -> torch.Tensor:
-        whole_update = orthogonalizer(matrix, splits[index])
+    def update(index: int, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        whole_update, finite = orthogonalizer(matrix, splits[index])
         if neurons is not None:
             neurons.normalize(index, whole_update)
-        return whole_update
+        return whole_update, finite
 
     def exchange(_: Sequence[torch.Tensor]) -> Exchange:
         if replicated and not config.muon_share_replicated:
@@ -311,7 +311,10 @@ def _second_moment(
 
 
 def _replicated(
-    config: MuonOptimizerConfig, groups: list[dict[str, Any]], pg_collection: ProcessGroupCollection
+    config: MuonOptimizerConfig,
+    groups: list[dict[str, Any]],
+    pg_collection: ProcessGroupCollection,
+    names: dict[torch.Tensor, str],
 ) -> ReplicatedMuon:
     """Plain Muon: every rank orthogonalises all matrices."""
     for parameter in (parameter for member in groups for parameter in member["params"]):
@@ -332,6 +335,7 @@ def _replicated(
         extra_scale_factor=config.muon_extra_scale_factor,
         pg_collection=pg_collection,
         tp_mode=config.muon_tp_mode,
+        names=names,
     )
     muon.initialize_state()
     return muon
@@ -360,11 +364,16 @@ def _planned_exchange(
     )
     if plan.oversized and group.rank() == 0:
         largest = max(plan.oversized, key=lambda index: layout.matrices[index].numel)
-        warnings.warn(
-            f"--muon-exchange-buffer-mb {config.muon_exchange_buffer_mb:g} is too small for {len(plan.oversized)} of "
-            f"{len(shapes)} matrices, the largest {layout.matrices[largest].name}; each travels in a wave of its own",
-            stacklevel=2,
+        print(
+            f"megatron-muon: {len(plan.oversized)} of {len(shapes)} matrices do not fit --muon-exchange-buffer-mb "
+            f"{config.muon_exchange_buffer_mb:g}; waves are as large as {layout.matrices[largest].name} needs, "
+            f"{plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
+            flush=True,
         )
+    owned = [index for index, owner in enumerate(plan.owners) if owner == group.rank()]
+    kinds = orthogonalizer.warm_up(block for index in owned for block in splits[index].block_shapes(shapes[index][1]))
+    if kinds and group.rank() == 0:
+        print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
     return kind(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
 

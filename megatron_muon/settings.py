@@ -16,7 +16,14 @@ from megatron_muon.errors import UserError
 from megatron_muon.mcore.fsdp_patches import is_mended
 from megatron_muon.mcore.fused import BlockSettings
 from megatron_muon.mcore.offload_flags import check_offload
-from megatron_muon.mcore.refusals import check_adaptive, check_blocks, check_dump, check_share, refuse_layer_wise
+from megatron_muon.mcore.refusals import (
+    check_adaptive,
+    check_blocks,
+    check_dump,
+    check_iteration,
+    check_share,
+    refuse_layer_wise,
+)
 from megatron_muon.numbers import check_numbers
 
 
@@ -97,6 +104,7 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         UserError: names the value and the remedy.
     """
     check_numbers(config)
+    check_iteration(config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec)
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(

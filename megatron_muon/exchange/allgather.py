@@ -14,8 +14,8 @@ import torch.distributed as dist
 from megatron_muon.exchange.steps import Advance, Apply, part
 from megatron_muon.sharding import Layout, Matrix
 
-Orthogonalize = Callable[[int, torch.Tensor], torch.Tensor]
-"""`(matrix index, whole matrix (rows, cols) fp32) -> scaled update (rows, cols) fp32`."""
+Orthogonalize = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""`(matrix index, whole matrix (rows, cols) fp32) -> scaled update (rows, cols) fp32, whether finite (1,) bool`."""
 
 
 class AllGatherExchange:
@@ -47,9 +47,9 @@ class AllGatherExchange:
         for index, matrix in enumerate(self.layout.matrices):
             shard = matrix.shard_of(self._rank)
             own = advance([index])[0] if shard else torch.empty(0, device=self._device)
-            whole_update = self.orthogonalize(index, self._gather(matrix, own))
+            whole_update, finite = self.orthogonalize(index, self._gather(matrix, own))
             if shard is not None:
-                apply([index], [part(whole_update, shard)])
+                apply([index], [part(whole_update, shard)], finite)
 
     def _gather(self, matrix: Matrix, own: torch.Tensor) -> torch.Tensor:
         """The whole matrix `(rows, cols)`, from shards of any size.

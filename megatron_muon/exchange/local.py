@@ -37,4 +37,4 @@ class LocalExchange:
         """One step, part by part."""
         for indices, batch in self._parts:
             torch._foreach_copy_(batch.allocate(self._like, torch.float32), advance(indices))
-            apply(indices, batch.orthogonalize())
+            apply(indices, *batch.orthogonalize())

@@ -184,9 +184,9 @@ class NormalizedBatch:
         """Room for each whole matrix."""
         return self._batch.allocate(like, dtype)
 
-    def orthogonalize(self) -> list[torch.Tensor]:
-        """The normalised and scaled update of each matrix, in its place."""
-        updates = self._batch.orthogonalize()
+    def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The normalised and scaled update of each matrix, in its place; which are finite."""
+        updates, finite = self._batch.orthogonalize()
         for index, update in zip(self._indices, updates, strict=True):
             self._normalize(index, update)
-        return updates
+        return updates, finite

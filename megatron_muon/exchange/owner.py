@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_muon.exchange.steps import Advance, Apply, part
+from megatron_muon.exchange.steps import Advance, Apply, FiniteMarks, part
 from megatron_muon.sharding import Layout, Shard
 from megatron_muon.sharding.plan import Plan
 
@@ -27,8 +27,8 @@ class Batch(Protocol):
     def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
         """Room for each whole matrix `(rows, cols)`, of `dtype`, on the device of `like`."""
 
-    def orthogonalize(self) -> list[torch.Tensor]:
-        """The scaled update of each matrix, `(rows, cols)`, in its place."""
+    def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The scaled update of each matrix, `(rows, cols)`, in its place; which are finite, `(matrices,)` bool."""
 
 
 class BatchMaker(Protocol):
@@ -51,6 +51,8 @@ class _Route:
         gathered: shards of owned matrices that arrive.
         spread: shards of owned matrices whose updates this rank sends to their holders.
         returned: matrices of which update rows arrive.
+        own_places, spread_places: for each of `own`, and each shard of `spread`, its matrix's place in `owned`.
+        spread_marks, returned_marks: which updates of `spread` and `returned` are finite.
     """
 
     owned: tuple[int, ...]
@@ -61,6 +63,10 @@ class _Route:
     gathered: _Parcels
     spread: _Parcels
     returned: _Parcels
+    own_places: torch.Tensor
+    spread_places: torch.Tensor
+    spread_marks: FiniteMarks
+    returned_marks: FiniteMarks
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,10 @@ class _Parcels:
     def numel(self) -> int:
         """Elements in all."""
         return sum(self.counts)
+
+    def marks(self, device: torch.device) -> FiniteMarks:
+        """Marks of their updates in a buffer."""
+        return FiniteMarks([shard.numel for _, shard in self.items], device)
 
     def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """A buffer as the rectangles, one after the other: views."""
@@ -137,7 +147,7 @@ class OwnerExchange:
         self.wire_dtype = wire_dtype
         self._rank = group.rank()
         self._nothing = torch.empty(0, dtype=wire_dtype, device=device)
-        self._routes = [_route(plan, wave, self._rank, batches) for wave in plan.waves]
+        self._routes = [_route(plan, wave, self._rank, batches, device) for wave in plan.waves]
         self._shards = {
             index: shard
             for index, matrix in enumerate(plan.layout.matrices)
@@ -160,9 +170,9 @@ class OwnerExchange:
             current = arriving
             arriving = self._gather(self._routes[k + 1], advance) if k + 1 < len(self._routes) else None
             self._fill_gap(fillers, advance, apply)
-            results = self._orthogonalize(route, advance, current.wait())
-            leaving = self._send_back(route, results)
-            self._keep(route, results, apply)
+            results, finite = self._orthogonalize(route, advance, current.wait())
+            leaving = self._send_back(route, results, finite)
+            self._keep(route, results, finite, apply)
             if returning is not None:
                 self._receive(*returning, apply)
             returning = (route, leaving)
@@ -180,10 +190,12 @@ class OwnerExchange:
             advance(route.idle)  # a replica sends the rows; here only the momentum counts
         return self._all_to_all(send, route.sent, route.gathered)
 
-    def _orthogonalize(self, route: _Route, advance: Advance, arrived: torch.Tensor) -> list[torch.Tensor]:
+    def _orthogonalize(
+        self, route: _Route, advance: Advance, arrived: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Assemble this rank's matrices of a wave from what arrived and its own rows, and orthogonalise them."""
         if not route.owned:
-            return []
+            return [], self._nothing.bool()
         matrices = route.batch.allocate(self._nothing, self.wire_dtype)
         if route.own:
             torch._foreach_copy_(self._own_parts(route, matrices), advance(route.own))
@@ -191,23 +203,25 @@ class OwnerExchange:
             torch._foreach_copy_(_parts(route, matrices, route.gathered), route.gathered.pieces(arrived))
         return route.batch.orthogonalize()
 
-    def _send_back(self, route: _Route, results: list[torch.Tensor]) -> _InFlight:
+    def _send_back(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor) -> _InFlight:
         """Send the update rows of other ranks to their holders."""
         send = self._nothing.new_empty(route.spread.numel)
         if route.spread.items:
             torch._foreach_copy_(route.spread.pieces(send), _parts(route, results, route.spread))
+            route.spread_marks.write(send, finite[route.spread_places])
         return self._all_to_all(send, route.spread, route.returned)
 
-    def _keep(self, route: _Route, results: list[torch.Tensor], apply: Apply) -> None:
+    def _keep(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor, apply: Apply) -> None:
         """Apply this rank's own rows of the updates that it computed."""
         if route.own:
-            apply(route.own, self._own_parts(route, results))
+            apply(route.own, self._own_parts(route, results), finite[route.own_places])
 
     def _receive(self, route: _Route, leaving: _InFlight, apply: Apply) -> None:
         """Apply the update rows that came back."""
         received = leaving.wait()
         if route.returned.items:
-            apply(route.returned.indices, route.returned.pieces(received))
+            finite = route.returned_marks.read(received)
+            apply(route.returned.indices, route.returned.pieces(received), finite)
 
     def _fill_gap(self, fillers: Iterator[tuple[tuple[int, ...], Batch]], advance: Advance, apply: Apply) -> bool:
         """Orthogonalise the next part of the matrices that lie whole on this rank; False where none is left."""
@@ -215,7 +229,7 @@ class OwnerExchange:
         if batch is None:
             return False
         torch._foreach_copy_(batch.allocate(self._nothing, self.wire_dtype), advance(indices))
-        apply(indices, batch.orthogonalize())
+        apply(indices, *batch.orthogonalize())
         return True
 
     def _own_parts(self, route: _Route, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -237,7 +251,7 @@ def _parts(route: _Route, matrices: Sequence[torch.Tensor], parcels: _Parcels) -
     return [part(places[index], shard) for index, shard in parcels.items]
 
 
-def _route(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker) -> _Route:
+def _route(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker, device: torch.device) -> _Route:
     """This rank's part in a wave."""
     matrices, owners, world_size = plan.layout.matrices, plan.owners, plan.layout.world_size
     sent, gathered, spread, returned = (_Collector(world_size) for _ in range(4))
@@ -259,15 +273,22 @@ def _route(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker) -> _
                 else:
                     idle.append(index)
     owned = tuple(index for index in wave if owners[index] == rank)
+    own = tuple(index for index in owned if matrices[index].shard_of(rank) is not None)
+    place = {index: number for number, index in enumerate(owned)}
+    leaving, arriving = spread.parcels(), returned.parcels()
     return _Route(
         owned=owned,
-        own=tuple(index for index in owned if matrices[index].shard_of(rank) is not None),
+        own=own,
         batch=batches(owned),
         sent=sent.parcels(),
         idle=tuple(idle),
         gathered=gathered.parcels(),
-        spread=spread.parcels(),
-        returned=returned.parcels(),
+        spread=leaving,
+        returned=arriving,
+        own_places=torch.tensor([place[index] for index in own], dtype=torch.int64, device=device),
+        spread_places=torch.tensor([place[index] for index in leaving.indices], dtype=torch.int64, device=device),
+        spread_marks=leaving.marks(device),
+        returned_marks=arriving.marks(device),
     )
 
 

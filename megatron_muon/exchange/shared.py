@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.exchange.owner import Batch, BatchMaker
-from megatron_muon.exchange.steps import Advance, Apply
+from megatron_muon.exchange.steps import Advance, Apply, FiniteMarks
 from megatron_muon.sharding import Layout, Plan
 
 
@@ -30,12 +30,14 @@ class _Parcel:
         indices: the matrices, one after the other.
         numel: elements in all.
         batch: the matrices as a batch, on their owner.
+        marks: which updates are finite.
     """
 
     owner: int
     indices: tuple[int, ...]
     numel: int
     batch: Batch | None
+    marks: FiniteMarks
 
 
 @dataclass
@@ -78,7 +80,7 @@ class SharedExchange:
         self.wire_dtype = wire_dtype
         self._rank = group.rank()
         self._nothing = torch.empty(0, dtype=wire_dtype, device=device)
-        self._waves = [_parcels(plan, wave, self._rank, batches) for wave in _waves(plan)]
+        self._waves = [_parcels(plan, wave, self._rank, batches, device) for wave in _waves(plan)]
         # A wave that is worked on fills a third of the buffer; the rest is for what is under way.
         self._most_under_way = 2 * plan.wave_bytes // wire_dtype.itemsize
 
@@ -109,7 +111,9 @@ class SharedExchange:
         assert parcel.batch is not None
         torch._foreach_copy_(parcel.batch.allocate(self._nothing, self.wire_dtype), advance(parcel.indices))
         updates = self._nothing.new_empty(parcel.numel)
-        torch._foreach_copy_(self._pieces(parcel, updates), parcel.batch.orthogonalize())
+        results, finite = parcel.batch.orthogonalize()
+        torch._foreach_copy_(self._pieces(parcel, updates), results)
+        parcel.marks.write(updates, finite)
         return updates
 
     def _broadcast(self, parcel: _Parcel, updates: torch.Tensor) -> _InFlight:
@@ -123,7 +127,8 @@ class SharedExchange:
         """Apply the updates of a parcel once they are there; the owner applies what it sent."""
         if flight.work is not None:
             flight.work.wait()
-        apply(flight.parcel.indices, self._pieces(flight.parcel, flight.updates))
+        finite = flight.parcel.marks.read(flight.updates)
+        apply(flight.parcel.indices, self._pieces(flight.parcel, flight.updates), finite)
 
     def _pieces(self, parcel: _Parcel, buffer: torch.Tensor) -> list[torch.Tensor]:
         """A buffer as the matrices of a parcel, one after the other: views."""
@@ -138,7 +143,9 @@ def _waves(plan: Plan) -> list[tuple[int, ...]]:
     return [*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)]
 
 
-def _parcels(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker) -> tuple[_Parcel, ...]:
+def _parcels(
+    plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker, device: torch.device
+) -> tuple[_Parcel, ...]:
     """A wave as the parcels of its owners, in the order of their ranks."""
     owned: dict[int, list[int]] = {}
     for index in wave:
@@ -149,6 +156,7 @@ def _parcels(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker) ->
             indices=tuple(indices),
             numel=sum(plan.layout.matrices[index].numel for index in indices),
             batch=batches(indices) if owner == rank else None,
+            marks=FiniteMarks([plan.layout.matrices[index].numel for index in indices], device),
         )
         for owner, indices in sorted(owned.items())
     )

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.optim.blocks import RowSplit
-from megatron_muon.optim.newton_schulz import gram_runs, in_halves
 from megatron_muon.optim.orthogonalize import Orthogonalizer
 from megatron_muon.phases import synchronize
 from megatron_muon.sharding import Plan
-from megatron_muon.sharding.cost import GRAM
+from megatron_muon.sharding.cost import KERNEL, Iteration, gram_runs, product_counts
 
 WINDOW_S = 0.04
 """How long each product is repeated in a probe. Every rank goes on until the last has finished: with more ranks than
@@ -50,18 +49,17 @@ class Product:
         return 2 * self.batch * self.m * self.k * self.n
 
 
-def products(
-    block: Block, *, method: str, steps: int, dtype: torch.dtype, device: torch.device, batch: int = 1
-) -> Counter[Product]:
+def products(block: Block, iteration: Iteration, *, batch: int = 1) -> Counter[Product]:
     """How many products of each kind one Newton-Schulz run of `batch` blocks takes.
 
-    They are `X X^T`, those between small square matrices, and square times X, as `newton_schulz.operations` counts
-    them, except that where symmetric products are formed in halves only what is computed counts.
+    Where symmetric products are formed in halves, only what is computed counts.
     """
     small, large = min(block), max(block)
+    counts = product_counts(iteration.method_for(*block), gram_runs(iteration.steps, half=iteration.half))
+    square, symmetric = iteration.products.shares(*block)
 
-    def symmetric(inner: int, *, transposed: bool) -> Counter[Product]:
-        if not in_halves(small, device):
+    def kinds(inner: int, *, transposed: bool, share: float) -> Counter[Product]:
+        if share == 1.0 or iteration.products is KERNEL:  # the probe has no symmetric kernel
             return Counter({Product(batch, small, inner, small, transposed): 1})
         half = small // 2
         return Counter(
@@ -71,16 +69,14 @@ def products(
             }
         )
 
-    squaring, square = symmetric(large, transposed=True), symmetric(small, transposed=False)
-    wide = Counter({Product(batch, small, small, large, False): 1})
-    if method == GRAM:
-        runs = len(gram_runs(steps, dtype))
-        counts = [(squaring, runs), (square, 4 * steps - 3 * runs), (wide, runs)]
-    else:
-        counts = [(squaring, steps), (square, steps), (wide, steps)]
     total: Counter[Product] = Counter()
-    for kinds, count in counts:
-        for product, times in kinds.items():
+    for made, count in (
+        (kinds(large, transposed=True, share=square), counts.gram),
+        (kinds(small, transposed=False, share=square), counts.square),
+        (kinds(small, transposed=False, share=symmetric), counts.symmetric),
+        (Counter({Product(batch, small, small, large, False): 1}), counts.wide),
+    ):
+        for product, times in made.items():
             total[product] += times * count
     return total
 
@@ -106,7 +102,7 @@ class Floor:
     ) -> None:
         self._group = group
         self._device = device
-        self._work = _work(plan, splits, orthogonalizer, device)
+        self._work = _work(plan, splits, orthogonalizer)
         self._operands = {product: _operands(product, orthogonalizer.dtype, device) for product in self._work}
         itemsize = orthogonalizer.dtype.itemsize
         travels = _travels(plan, itemsize)
@@ -166,9 +162,7 @@ class Floor:
         return time.perf_counter() - start
 
 
-def _work(
-    plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer, device: torch.device
-) -> dict[Product, float]:
+def _work(plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer) -> dict[Product, float]:
     """How often each batch of products runs in a step, over all ranks; batches as large as an owner's in a wave."""
     blocks: Counter[Block] = Counter()
     stacks: dict[Block, list[int]] = {}
@@ -186,15 +180,7 @@ def _work(
     work: dict[Product, float] = Counter()  # type: ignore[assignment]
     for shape, count in blocks.items():
         batch = statistics.median_low(stacks[shape])
-        iteration = products(
-            shape,
-            method=orthogonalizer.method_for(*shape),
-            steps=orthogonalizer.num_steps,
-            dtype=orthogonalizer.dtype,
-            device=device,
-            batch=batch,
-        )
-        for product, times in iteration.items():
+        for product, times in products(shape, orthogonalizer.iteration, batch=batch).items():
             work[product] += times * count / batch
     return work
 

@@ -104,7 +104,7 @@ def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> tuple[Layout, t
 def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> Problem:
     """Weights and gradients from a seed for each matrix: whole matrices are the same for any number of ranks."""
     layout, splits = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
-    orthogonalizer = Orthogonalizer(matmul_precision="medium" if spec.ns_dtype == "bf16" else "highest")
+    orthogonalizer = Orthogonalizer(matmul_precision="medium" if spec.ns_dtype == "bf16" else "highest", device=device)
     plan = make_plan(
         layout,
         [orthogonalizer.flops(m.shape, split) for m, split in zip(layout.matrices, splits, strict=True)],
@@ -156,11 +156,12 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
 
     def exchange(_: Sequence[torch.Tensor]) -> Exchange:
         orthogonalizer, splits = problem.orthogonalizer, problem.splits
+        is_finite = torch.ones(1, dtype=torch.bool, device=problem.device)
         if method == "allgather":
             return AllGatherExchange(
                 problem.layout,
                 problem.group,
-                lambda index, matrix: upstream_update(matrix, splits[index], orthogonalizer),
+                lambda index, matrix: (upstream_update(matrix, splits[index], orthogonalizer), is_finite),
                 device=problem.device,
             )
         if method == "allgather-tuned":

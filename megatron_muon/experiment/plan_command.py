@@ -8,8 +8,8 @@ Megatron and no torch.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.experiment import plan_flags
 from megatron_muon.experiment.plan_flags import Flags
 from megatron_muon.numbers import check_number
-from megatron_muon.sharding.cost import gram_flops, standard_flops
+from megatron_muon.sharding.cost import Iteration, check_stable, runs_in_half
 from megatron_muon.sharding.estimate import HARDWARE, GroupEstimate, Hardware, estimate
 from megatron_muon.sharding.layout import BlockedLayout
 from megatron_muon.sharding.layout_file import read_layout
@@ -59,14 +59,14 @@ class Settings:
         exchange_dtype: "fp32" or "bf16", what travels.
         ns: "auto", "standard" or "gram".
         ns_dtype: "fp32" or "bf16", what Newton-Schulz starts from.
-        ns_steps: `--muon-num-ns-steps`.
+        iteration: which iteration a block gets and what it costs on the machine.
     """
 
     buffer_mb: float
     exchange_dtype: str
     ns: str
     ns_dtype: str
-    ns_steps: int
+    iteration: Iteration
 
     @property
     def element_bytes(self) -> int:
@@ -125,8 +125,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plans, writes the figures as JSON where asked, and prints them."""
     flags, groups, world_size, parallel = _groups(args)
-    settings = _settings(args, flags)
     hardware = HARDWARE[args.hardware]
+    settings = _settings(args, flags, hardware)
     plans = [plan_group(group, settings, hardware) for group in groups]
     figures = report(plans, world_size, settings, hardware, parallel)
     if args.json is not None:
@@ -198,7 +198,7 @@ def report(
             "exchange_dtype": settings.exchange_dtype,
             "ns": settings.ns,
             "ns_dtype": settings.ns_dtype,
-            "ns_steps": settings.ns_steps,
+            "ns_steps": settings.iteration.steps,
         },
         "groups": [_group_report(item) for item in plans],
     }
@@ -252,20 +252,10 @@ def _spread(item: GroupPlan, world_size: int, parallel: ParallelSizes | None) ->
 
 
 def _flops(blocked: BlockedLayout, settings: Settings) -> list[float]:
-    """The cost of each matrix over its blocks, as optim.orthogonalize counts."""
-    known: dict[tuple[int, int], int] = {}
-
-    def of(shape: tuple[int, int]) -> int:
-        if shape not in known:
-            steps = settings.ns_steps
-            # As newton_schulz.gram_runs: a run has three steps at most.
-            gram = gram_flops(*shape, steps, math.ceil(steps / 3) - 1)
-            standard = standard_flops(*shape, steps)
-            known[shape] = {"auto": min(gram, standard), "gram": gram, "standard": standard}[settings.ns]
-        return known[shape]
-
+    """The cost of each matrix over its blocks, by the rule that training follows."""
+    of = functools.cache(settings.iteration.flops)
     return [
-        float(sum(of(shape) for shape in blocked.block_shapes(index))) for index in range(len(blocked.layout.matrices))
+        float(sum(of(*shape) for shape in blocked.block_shapes(index))) for index in range(len(blocked.layout.matrices))
     ]
 
 
@@ -300,11 +290,11 @@ def _groups(args: argparse.Namespace) -> tuple[Flags | None, list[Group], int, P
     return flags, groups, args.world_size, parallel
 
 
-def _settings(args: argparse.Namespace, flags: Flags | None) -> Settings:
+def _settings(args: argparse.Namespace, flags: Flags | None, hardware: Hardware) -> Settings:
     """The command line's settings, else the config's, else training's defaults."""
     flags = flags or Flags(Path("-"), {})
     precision = flags.text("--muon-fp32-matmul-prec", "medium")
-    ns_dtype = args.ns_dtype or ("bf16" if precision in ("medium", "low") else "fp32")
+    ns_dtype = args.ns_dtype or ("bf16" if runs_in_half(precision) else "fp32")
     exchange = args.exchange_dtype or flags.text("--muon-exchange-dtype", "auto")
     ns = args.ns or flags.text("--muon-ns", "auto")
     if exchange not in ("auto", "fp32", "bf16"):
@@ -319,12 +309,14 @@ def _settings(args: argparse.Namespace, flags: Flags | None) -> Settings:
         except ValueError:
             raise UserError(f"{flags.path}: --muon-exchange-buffer-mb must be a number, found {text!r}") from None
     check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
+    steps, half = flags.number("--muon-num-ns-steps", 5), ns_dtype == "bf16"
+    check_stable(flags.text("--muon-coefficient-type", "quintic"), steps, half=half)
     return Settings(
         buffer_mb=buffer,
         exchange_dtype=ns_dtype if exchange == "auto" else exchange,
         ns=ns,
         ns_dtype=ns_dtype,
-        ns_steps=flags.number("--muon-num-ns-steps", 5),
+        iteration=Iteration(steps=steps, half=half, method=ns, products=hardware.products(half=half)),
     )
 
 
@@ -371,8 +363,13 @@ def notes(figures: dict[str, Any]) -> list[str]:
         lines.append(f"{group['name']}, uneven: {why}")
     if figures["oversized"]:
         lines.append(
-            f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; they travel one an owner and "
-            "wave, and decide the extra memory"
+            f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; waves are as large as the largest "
+            "of them needs, and so is the extra memory"
+        )
+    if figures["exchange_bytes"]["max_per_rank"] and not HARDWARE[figures["hardware"]].processor:
+        lines.append(
+            "not counted: NCCL's point-to-point buffers, which the first all-to-all allocates (on 8 H100 memory in use "
+            "went from 1.06 to 4.34 GB, NVIDIA/nccl#1685)"
         )
     return lines
 

@@ -22,6 +22,7 @@ from megatron_muon.mcore.refusals import (
     check_async_save,
     check_blocks,
     check_dump,
+    check_iteration,
     check_share,
     refuse_layer_wise,
 )
@@ -417,6 +418,7 @@ def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> N
             f"--megatron-fsdp-main-params-dtype {args.megatron_fsdp_main_params_dtype} is not supported with "
             f"--optimizer {args.optimizer}, whose momentum and main weights are fp32; leave it out"
         )
+    check_iteration(args.muon_coefficient_type, args.muon_num_ns_steps, args.muon_fp32_matmul_prec)
     _refuse_unheeded(args)
     plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
     check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)

@@ -7,13 +7,16 @@ and Weights & Biases, under `muon/`.
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from megatron_muon.patching import Patches
+
+_SHOWN_MATRICES = 5
 
 
 class Stopwatch:
@@ -63,6 +66,8 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     from megatron.training import get_args, print_rank_last
     from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+    from megatron_muon.chained import MuonChainedOptimizer
+
     steps, of_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
     made: list[Any] = []
     logged: list[int] = []
@@ -96,6 +101,8 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
                 if (wandb := get_wandb_writer()) is not None:
                     wandb.log(values, iteration)
             if iteration % settings.log_interval == 0 and steps.calls:
+                if made and isinstance(made[0], MuonChainedOptimizer) and (skipped := made[0].skipped_updates()):
+                    print_rank_last(skipped_line(skipped))
                 count, seconds = steps.calls, steps.take()
                 per_step = seconds / count
                 batch = getattr(settings, "global_batch_size", 0)
@@ -129,6 +136,16 @@ def _report_state(optimizer: Any) -> None:
         report = adam_report(optimizer)
         if dist.get_rank() == 0:
             print(report, flush=True)
+
+
+def skipped_line(skipped: Mapping[str, int]) -> str:
+    """The warning of updates that were not finite, by matrix."""
+    shown = ", ".join(f"{name} ({count})" for name, count in itertools.islice(skipped.items(), _SHOWN_MATRICES))
+    more = f" and {len(skipped) - _SHOWN_MATRICES} more" if len(skipped) > _SHOWN_MATRICES else ""
+    return (
+        f"megatron-muon: warning: {sum(skipped.values())} updates were not finite; these matrices kept their weights: "
+        f"{shown}{more}. Their momentum may stay as it is: resume from an earlier checkpoint"
+    )
 
 
 def progress_line(*, tokens_per_s: float, optimizer_share: float, seconds_left: float) -> str:

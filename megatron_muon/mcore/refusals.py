@@ -8,6 +8,16 @@ from __future__ import annotations
 from typing import NoReturn
 
 from megatron_muon.errors import UserError
+from megatron_muon.sharding.cost import check_stable, runs_in_half
+
+
+def check_iteration(coefficient_type: str, steps: int, matmul_precision: str) -> None:
+    """Check that Newton-Schulz is proven to give updates near orthogonal, under every strategy.
+
+    Raises:
+        UserError: names the value and the remedy.
+    """
+    check_stable(coefficient_type, steps, half=runs_in_half(matmul_precision))
 
 
 def check_share(strategy: str, *, exchange: str, tensor_parallel: int, tp_mode: str) -> None:

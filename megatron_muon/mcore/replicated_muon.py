@@ -32,7 +32,42 @@ def has_blocks(parameter: torch.Tensor) -> bool:
 
 
 class ReplicatedMuon(TensorParallelMuon):
-    """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors."""
+    """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors.
+
+    A matrix whose update is not finite keeps its weights, as with ShardedMuon.
+
+    Args:
+        names: a name for each parameter, for messages.
+        settings: those of TensorParallelMuon.
+    """
+
+    def __init__(self, *args: Any, names: dict[torch.Tensor, str], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._names = names
+        self._finite = torch.tensor(True)
+        self._decay = 0.0
+        self._skipped: dict[torch.Tensor, torch.Tensor] = {}
+
+    def skipped_updates(self) -> dict[str, int]:
+        """As `ShardedMuon.skipped_updates`."""
+        counts = {self._names[parameter]: int(count) for parameter, count in self._skipped.items()}
+        self._skipped.clear()
+        return {name: count for name, count in counts.items() if count}
+
+    def _apply_weight_decay_inplace(self, p: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float) -> None:
+        """Leave decoupled decay to `pre_weight_update_fn_inplace`, where the update is known."""
+        if self.weight_decay_method == "decoupled":
+            self._decay = -weight_decay * lr
+        else:
+            super()._apply_weight_decay_inplace(p, grad, lr, weight_decay)
+
+    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
+        """Decay the weights where the update is finite, and count where it is not."""
+        rows = local_rows(p)
+        if self._decay:
+            rows.add_(torch.where(self._finite, rows, 0.0), alpha=self._decay)
+        skipped = (~self._finite).int()
+        self._skipped[p] = self._skipped[p] + skipped if p in self._skipped else skipped
 
     def initialize_state(self) -> None:
         """Give every parameter its momentum of zeros, also those that never get a gradient."""
@@ -51,6 +86,8 @@ class ReplicatedMuon(TensorParallelMuon):
             if tp_group.size() > 1:
                 dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
         update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
+        self._finite = update.sum().isfinite()
+        update = torch.where(self._finite, update, 0.0)
         if isinstance(grad, DTensor):
             return DTensor.from_local(
                 update.view(grad._local_tensor.shape),
@@ -60,4 +97,4 @@ class ReplicatedMuon(TensorParallelMuon):
                 shape=grad.shape,
                 stride=grad.stride(),
             )
-        return update.view(grad.shape)  # type: ignore[no-any-return]
+        return update.view(grad.shape)

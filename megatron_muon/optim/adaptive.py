@@ -88,7 +88,7 @@ class AdaMuon(AdaptiveMuon):
     def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter.detach(), dtype=torch.float32)
 
-    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
+    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
         normalized = list(updates)
         for group, parameters, places in self._by_group(indices):
             rows = [updates[place].float() for place in places]
@@ -100,7 +100,7 @@ class AdaMuon(AdaptiveMuon):
             torch._foreach_mul_(rows, [self._scales[indices[place]] for place in places])
             for place, update in zip(places, rows, strict=True):
                 normalized[place] = update
-        super()._apply(indices, normalized)
+        super()._apply(indices, normalized, finite)
 
 
 class NorMuon(AdaptiveMuon):

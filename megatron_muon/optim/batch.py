@@ -13,9 +13,13 @@ import torch
 
 from megatron_muon.optim.blocks import RowSplit
 
-OrthogonalizeStack = Callable[[torch.Tensor, Sequence[tuple[int, int]]], None]
-"""Puts scaled updates in the place of a stack `(batch, m, n)` with m <= n, fp32 or bf16, given the shapes that its
-blocks have in their matrices."""
+OrthogonalizeStack = Callable[[torch.Tensor, float], torch.Tensor]
+"""Puts updates times a scale in the place of a stack `(batch, m, n)` with m <= n, fp32 or bf16, zero where one is not
+finite; returns which are finite, `(batch,)` bool."""
+
+
+_Kind = tuple[int, int, float]
+"""What blocks of a stack have in common: smaller side, larger side, scale of the update."""
 
 
 class BlockBatch:
@@ -25,19 +29,26 @@ class BlockBatch:
         shapes: `(rows, cols)` of each matrix.
         splits: how the rows of each matrix make blocks.
         orthogonalize: works on one stack, in place.
+        scale: the scale of a block of `(rows, cols)`.
     """
 
     def __init__(
-        self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], orthogonalize: OrthogonalizeStack
+        self,
+        shapes: Sequence[tuple[int, int]],
+        splits: Sequence[RowSplit],
+        orthogonalize: OrthogonalizeStack,
+        scale: Callable[[tuple[int, int]], float],
     ) -> None:
         self._shapes = tuple(shapes)
         self._splits = tuple(splits)
         self._orthogonalize = orthogonalize
-        self._members: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        self._members: dict[_Kind, list[tuple[int, int]]] = {}
         for index, (split, (_, cols)) in enumerate(zip(splits, shapes, strict=True)):
             for block, (rows, _) in enumerate(split.block_shapes(cols)):
-                self._members.setdefault((min(rows, cols), max(rows, cols)), []).append((index, block))
-        self._stacks: dict[tuple[int, int], torch.Tensor] = {}
+                kind = (min(rows, cols), max(rows, cols), scale((rows, cols)))
+                self._members.setdefault(kind, []).append((index, block))
+        self._stacks: dict[_Kind, torch.Tensor] = {}
+        self._matrix_of_block: torch.Tensor | None = None
         self._matrices: list[torch.Tensor] = []
 
     def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -46,42 +57,57 @@ class BlockBatch:
         A matrix of one block is a view of its stack, transposed where it is tall.
         """
         self._stacks = {
-            shape: like.new_empty((len(members), *shape), dtype=dtype) for shape, members in self._members.items()
+            kind: like.new_empty((len(members), *kind[:2]), dtype=dtype) for kind, members in self._members.items()
         }
         self._matrices = [
             like.new_empty(shape, dtype=dtype) if len(split.parts) > 1 else like
             for shape, split in zip(self._shapes, self._splits, strict=True)
         ]
-        for shape, members in self._members.items():
+        for kind, members in self._members.items():
             for place, (index, _) in enumerate(members):
                 if len(self._splits[index].parts) == 1:
-                    self._matrices[index] = _upright(self._stacks[shape][place], self._shapes[index])
+                    self._matrices[index] = _upright(self._stacks[kind][place], self._shapes[index])
         return list(self._matrices)
 
-    def orthogonalize(self) -> list[torch.Tensor]:
-        """The scaled update of each matrix, `(rows, cols)`, in the memory from `allocate`."""
+    def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The scaled updates.
+
+        Returns:
+            The update of each matrix, `(rows, cols)`, in the memory from `allocate`; and which of them are finite,
+            `(matrices,)` bool. A matrix with a block whose update is not finite has an update of zeros.
+        """
         stacks, matrices = self._stacks, self._matrices
         self._stacks, self._matrices = {}, []
+        if not matrices:
+            return [], torch.empty(0, dtype=torch.bool)
         self._copy_blocks(stacks, matrices, back=False)
-        for shape, members in self._members.items():
-            self._orthogonalize(stacks[shape], [self._block_shape(index, block) for index, block in members])
+        finite = self._of_matrices(torch.cat([self._orthogonalize(stack, kind[2]) for kind, stack in stacks.items()]))
         self._copy_blocks(stacks, matrices, back=True)
-        return matrices
+        for matrix, keep, split in zip(matrices, finite, self._splits, strict=True):
+            if len(split.parts) > 1:
+                matrix.mul_(keep)
+        return matrices, finite
 
-    def _copy_blocks(
-        self, stacks: dict[tuple[int, int], torch.Tensor], matrices: list[torch.Tensor], *, back: bool
-    ) -> None:
+    def _of_matrices(self, finite: torch.Tensor) -> torch.Tensor:
+        """Which matrices have finite blocks alone, from the blocks in the order of the stacks."""
+        if self._matrix_of_block is None:
+            indices = [index for members in self._members.values() for index, _ in members]
+            self._matrix_of_block = torch.tensor(indices, device=finite.device)
+        failed = torch.zeros(len(self._shapes), dtype=torch.int32, device=finite.device)
+        return failed.index_add_(0, self._matrix_of_block, (~finite).int()) == 0
+
+    def _copy_blocks(self, stacks: dict[_Kind, torch.Tensor], matrices: list[torch.Tensor], *, back: bool) -> None:
         """Copy the blocks of matrices that have several into their stacks, or back into their matrices."""
         parts = [
             split.views(matrix) if len(split.parts) > 1 else []
             for split, matrix in zip(self._splits, matrices, strict=True)
         ]
         in_stacks, in_matrices = [], []
-        for shape, members in self._members.items():
+        for kind, members in self._members.items():
             for place, (index, block) in enumerate(members):
                 if parts[index]:
                     view = parts[index][block]
-                    in_stacks.append(_upright(stacks[shape][place], self._block_shape(index, block)).view(view.shape))
+                    in_stacks.append(_upright(stacks[kind][place], self._block_shape(index, block)).view(view.shape))
                     in_matrices.append(view)
         if in_stacks:
             targets, sources = (in_matrices, in_stacks) if back else (in_stacks, in_matrices)

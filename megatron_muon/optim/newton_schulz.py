@@ -1,8 +1,13 @@
 """Newton-Schulz iterations on stacks of wide blocks.
 
-The standard iteration is emerging-optimizers'. The Gram iteration does the same polynomial steps on the small Gram
-matrix and touches the wide matrix twice in a run instead of twice in a step; coefficients are emerging-optimizers' too.
-This module knows nothing of matrices, splits or ranks.
+Both iterations take the polynomial steps X <- a X + b (X X^T) X + c (X X^T)^2 X with emerging-optimizers' coefficients.
+The standard one takes them on X; the Gram iteration takes them on the small Gram matrix and touches the wide matrix
+twice in a run instead of twice in a step. Which blocks get which is decided in `sharding.cost`. This module knows
+nothing of matrices, splits or ranks.
+
+The division by the norm is part of the first step: ||X||^2 is the trace of X X^T, which the step needs anyway, and the
+factor goes into the small matrices. So X is rounded once, where it came into the iteration's dtype, and no pass over it
+only scales it.
 """
 
 from __future__ import annotations
@@ -12,49 +17,15 @@ from collections.abc import Sequence
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.sharding.cost import GRAM, STANDARD, gram_flops, standard_flops
+from megatron_muon.sharding.cost import DENSE, HALVES, KERNEL, Products, gram_runs
 
-AUTO = "auto"
-METHODS = (AUTO, STANDARD, GRAM)
-
-HALVES_FROM = 384
-"""Rows from which `in_halves` pays on a processor."""
+Coefficients = Sequence[tuple[float, float, float]]
 
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
 
 
-def choose_method(rows: int, cols: int, *, method: str = AUTO, steps: int = 5, dtype: torch.dtype) -> str:
-    """The iteration for blocks of `(rows, cols)`: "standard" or "gram".
-
-    "auto" takes the Gram iteration where it needs fewer operations: with five steps, from a ratio of sides of 1.5. Its
-    error against the polar factor is that of the standard iteration to within the rounding of the dtype
-    (tests/unit/test_newton_schulz.py).
-    """
-    if method != AUTO:
-        return method
-    return min((STANDARD, GRAM), key=lambda choice: operations(rows, cols, method=choice, steps=steps, dtype=dtype))
-
-
-def operations(rows: int, cols: int, *, method: str, steps: int, dtype: torch.dtype) -> int:
-    """Floating-point operations of `method`, "standard" or "gram", on a block of `(rows, cols)`."""
-    if method == STANDARD:
-        return standard_flops(rows, cols, steps)
-    return gram_flops(rows, cols, steps, restarts=len(gram_runs(steps, dtype)) - 1)
-
-
-def gram_runs(steps: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """How many steps each run of the Gram iteration takes before it starts again from the matrix.
-
-    Squaring loses small singular values in half precision, and what is lost comes back amplified by every step. Runs of
-    two steps in bf16 stay within 0.003 of the standard iteration's error (relative to the polar factor's norm, over
-    condition numbers of 1 to 1e8); runs of three were off by up to 0.045. In fp32 three are safe.
-    """
-    longest = 2 if dtype.itemsize < 4 else 3
-    return tuple(min(longest, steps - done) for done in range(0, steps, longest))
-
-
 def coefficients(coefficient_type: str, steps: int) -> list[tuple[float, float, float]]:
-    """The polynomial coefficients `(a, b, c)` of each step of X <- a X + b (X X^T) X + c (X X^T)^2 X.
+    """The polynomial coefficients `(a, b, c)` of each step.
 
     Raises:
         ValueError: a set that emerging-optimizers does not have.
@@ -66,77 +37,101 @@ def coefficients(coefficient_type: str, steps: int) -> list[tuple[float, float, 
     return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))
 
 
-def standard(stack: torch.Tensor, *, coefficient_type: str, steps: int, dtype: torch.dtype) -> torch.Tensor:
+def standard(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
     """The standard iteration.
 
     Args:
-        stack: `(batch, m, n)` fp32 with m <= n; not modified.
-        coefficient_type: coefficient set of emerging-optimizers.
-        steps: number of steps.
-        dtype: torch.float32 or torch.bfloat16, what the products run in.
+        x: `(batch, m, n)` with m <= n, fp32 or bf16, what the products run in; not modified. Its largest magnitude must
+            be near 1, so that squares neither overflow nor vanish; its norm may be any.
+        steps: coefficients of each step. A factor on the last step's scales the result.
 
     Returns:
-        `(batch, m, n)` of `dtype`, orthogonalised.
+        `(batch, m, n)` of the same dtype, orthogonalised. A block with an element that is not finite becomes NaN.
     """
-    x = _normalized(stack, dtype)
-    if _has_symmetric_kernel(x):
-        step = muon_utils.newton_schulz_step_tsyrk
-        blocks = []
-        for block in x:
-            for a, b, c in coefficients(coefficient_type, steps):
-                block = step(block, a, b, c)
-            blocks.append(block)
-        return torch.stack(blocks)
-    for a, b, c in coefficients(coefficient_type, steps):
+    first, *others = steps
+    r, inverse_norm = _normalized(_square(x))
+    z = _symmetric(r, r, r, beta=first[1], alpha=first[2])
+    x = _with_diagonal(z, first[0], inverse_norm) @ x
+    for a, b, c in others:
         r = _square(x)
         z = _symmetric(r, r, r, beta=b, alpha=c)
         x = torch.baddbmm(x, z, x, beta=a)
     return x
 
 
-def gram(stack: torch.Tensor, *, coefficient_type: str, steps: int, dtype: torch.dtype) -> torch.Tensor:
+def gram(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
     """The Gram iteration with restarts; arguments and result as `standard`.
 
     With R = X X^T a step is X <- Z X and R <- Z R Z for Z = a I + b R + c R^2. All Z are polynomials in R and commute,
     so a run accumulates Q <- Z Q and applies it once, and every product but the last is symmetric. Source:
     https://github.com/Dao-AILab/gram-newton-schulz.
     """
-    x = _normalized(stack, dtype)
-    remaining: Sequence[tuple[float, float, float]] = coefficients(coefficient_type, steps)
-    for length in gram_runs(steps, dtype):
+    remaining = list(steps)
+    inverse_norm: torch.Tensor | None = None
+    for number, length in enumerate(gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
         run, remaining = remaining[:length], remaining[length:]
         r = _square(x)  # (batch, m, m)
+        if number == 0:
+            r, inverse_norm = _normalized(r)
         q: torch.Tensor | None = None
-        for number, (a, b, c) in enumerate(run):
+        for step, (a, b, c) in enumerate(run):
             z = _symmetric(r, r, r, beta=b, alpha=c)  # Z without its a I
             if q is None:
-                q = z.clone()
-                q.diagonal(dim1=-2, dim2=-1).add_(a)
+                q = _with_diagonal(z.clone(), a, inverse_norm if number == 0 else None)
             else:
                 q = _symmetric(q, z, q, beta=a)
-            if number + 1 < len(run):
-                zr = _symmetric(r, z, r, beta=a)
-                r = _symmetric(zr, zr, z, beta=a)
+            if step + 1 < len(run):
+                r = _symmetric(r, z, r, beta=a)
+                r = _symmetric(r, r, z, beta=a)
         assert q is not None
         x = q @ x
     return x
 
 
-def in_halves(rows: int, device: torch.device) -> bool:
-    """Whether symmetric products of `rows` rows are formed from three of their four quarters.
+def products_on(device: torch.device, dtype: torch.dtype) -> Products:
+    """How `device` forms symmetric products in `dtype`.
 
-    A processor then does 3/4 of their operations. Measured with torch 2.13 on an AVX-512 processor, one core: the whole
-    iteration takes 0.85 to 0.93 of the time from 512 rows on, in fp32 and bf16, and at 256 rows in bf16 it takes 1.1
-    times as long, because the parts become too small.
+    emerging-optimizers' kernel wants bf16, Triton's tensor descriptors (3.4), and a GPU that has them in hardware.
     """
-    return device.type == "cpu" and rows >= HALVES_FROM
+    if device.type == "cpu":
+        return HALVES
+    kernel = (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and muon_utils.triton_kernels.HAS_TRITON_340
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return KERNEL if kernel else DENSE
+
+
+def _normalized(r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Gram matrix `(batch, m, m)` of each block over its norm, and one over the norm, `(batch, 1, 1)` fp32.
+
+    A block of zeros stays zero; the trace of one with an element that is not finite is not finite, nor is the result.
+    """
+    square = r.diagonal(dim1=-2, dim2=-1).float().sum(dim=-1)[:, None, None]
+    inverse = torch.where(square == 0, 0.0, square.reciprocal())
+    return torch.mul(r, inverse, out=torch.empty_like(r)), inverse.sqrt()
+
+
+def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None) -> torch.Tensor:
+    """factor * (z + a I), rounded once, `(batch, m, m)`, in the memory of `z`."""
+    diagonal = z.diagonal(dim1=-2, dim2=-1).float() + a
+    if factor is not None:
+        diagonal *= factor[:, 0]
+        torch.mul(z, factor, out=z)
+    z.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return z
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
     """X X^T of each `(m, n)` block, `(batch, m, m)`."""
-    batch, m = x.shape[:2]
-    if not in_halves(m, x.device):
+    batch, m, n = x.shape
+    products = products_on(x.device, x.dtype)
+    if products.shares(m, n)[0] == 1.0:
         return x @ x.mT
+    if products is KERNEL:
+        return torch.stack([muon_utils.triton_kernels.tsyrk_ex(block) for block in x])
     half = m // 2
     out = x.new_empty(batch, m, m)
     for block, result in zip(x, out, strict=True):
@@ -150,7 +145,12 @@ def _symmetric(
 ) -> torch.Tensor:
     """beta * base + alpha * left @ right, all `(batch, m, m)` and symmetric, the product too."""
     m = base.shape[-1]
-    if not in_halves(m, base.device):
+    products = products_on(base.device, base.dtype)
+    square, symmetric = products.shares(m, m)
+    if products is KERNEL and square < 1.0 and left is right:
+        tsyrk = muon_utils.triton_kernels.tsyrk_ex
+        return torch.stack([tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, base, strict=True)])
+    if symmetric == 1.0:
         return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
     half = m // 2
     out = torch.empty_like(base)
@@ -166,25 +166,3 @@ def _mirrored(x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     x[:, :half, half:].copy_(x[:, half:, :half].mT)
     return x
-
-
-def _normalized(stack: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Each block over its Frobenius norm, computed in fp32, as `dtype`: its singular values are at most 1."""
-    norm: torch.Tensor = torch.linalg.vector_norm(stack, dim=(-2, -1), keepdim=True)
-    return stack.div(norm.clamp_min(1e-7)).to(dtype)
-
-
-def _has_symmetric_kernel(x: torch.Tensor) -> bool:
-    """Whether emerging-optimizers' symmetric-product kernel takes these blocks.
-
-    It wants bf16, Triton's tensor descriptors (3.4) with rows of whole 16-byte lines, and a GPU that has them in
-    hardware.
-    """
-    return bool(
-        x.is_cuda
-        and x.dtype == torch.bfloat16
-        and muon_utils.triton_kernels.HAS_TRITON_340
-        and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        and x.shape[-1] % 8 == 0
-        and x.shape[-2] % 8 == 0
-    )

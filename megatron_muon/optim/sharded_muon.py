@@ -2,8 +2,8 @@
 
 Each rank keeps the momentum of its own rows; an exchange makes matrices whole for orthogonalisation and brings the
 update's rows back. The exchange sets the pace: it asks for rows wave by wave, and hands updates over as they come, so
-that memory is bounded by its buffer. The phases for a wave are: decay, momentum, look-ahead, exchange (which
-orthogonalises), apply. Gradient reduction, clipping and installing weights belong to the chained optimizer.
+that memory is bounded by its buffer. The phases for a wave are: momentum, look-ahead, exchange (which orthogonalises),
+decay, apply. Gradient reduction, clipping and installing weights belong to the chained optimizer.
 """
 
 from __future__ import annotations
@@ -97,6 +97,8 @@ class ShardedMuon(torch.optim.Optimizer):
         self._momentum: Momentum = self.store or _StateMomentum(self)
         self.orthogonalizer: Orthogonalizer | None = None
         """What the exchange orthogonalises with, for metrics."""
+        self._skipped: torch.Tensor | None = None
+        self._places: dict[tuple[int, ...], torch.Tensor] = {}
         self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self.exchange = exchange(self._matrices)
 
@@ -149,6 +151,25 @@ class ShardedMuon(torch.optim.Optimizer):
                 self.store.write(index, local_rows(state[parameter]))
         self.store.go_on_from(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
 
+    def skipped_updates(self) -> dict[str, int]:
+        """Updates that were not finite since the last call, by matrix, of those of which this rank holds rows.
+
+        Waits for the device.
+        """
+        if self._skipped is None:
+            return {}
+        counts = self._skipped.tolist()
+        self._skipped.zero_()
+        return {self._names[self._matrices[index]]: count for index, count in enumerate(counts) if count}
+
+    def _count_skipped(self, indices: Sequence[int], finite: torch.Tensor) -> None:
+        key = tuple(indices)
+        if key not in self._places:
+            self._places[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
+        if self._skipped is None:
+            self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
+        self._skipped.index_add_(0, self._places[key], (~finite).int())
+
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
@@ -168,7 +189,7 @@ class ShardedMuon(torch.optim.Optimizer):
             yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
 
     def _advance(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Decay, momentum and look-ahead: this rank's rows of what is orthogonalised of each matrix, fp32.
+        """Momentum and look-ahead: this rank's rows of what is orthogonalised of each matrix, fp32.
 
         Without Nesterov they may be the momentum itself, which the caller must not change.
         """
@@ -177,7 +198,7 @@ class ShardedMuon(torch.optim.Optimizer):
             momentum = self._momentum.lend(part)
             of_part: list[torch.Tensor] = [torch.empty(0)] * len(part)
             for group, parameters, places in self._by_group(part):
-                gradients = self._decay(group, parameters)
+                gradients = self._gradients(group, parameters)
                 rows = [momentum[place] for place in places]
                 torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
                 if self.nesterov:
@@ -190,25 +211,29 @@ class ShardedMuon(torch.optim.Optimizer):
             ahead += of_part
         return ahead
 
-    def _decay(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of the gradients, fp32; shrinks the weights, or adds the decay to the gradients."""
+    def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
         gradients = [local_rows(parameter.grad).float() for parameter in parameters]  # type: ignore[arg-type]
-        if group["weight_decay"]:
+        if group["weight_decay"] and not self.decoupled_weight_decay:
             weights = [local_rows(parameter) for parameter in parameters]
-            if self.decoupled_weight_decay:
-                # Written as emerging-optimizers does, so that no_shard agrees to the last bit.
-                torch._foreach_add_(weights, weights, alpha=-group["weight_decay"] * group["lr"])
-            else:
-                gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+            gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
         if self._compute_device is not None:
             gradients = [rows.to(self._compute_device) for rows in gradients]
         return gradients
 
-    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
-        """weight <- weight - lr * update, on this rank's rows."""
+    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        """weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
+
+        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay.
+        """
+        self._count_skipped(indices, finite)
         for group, parameters, places in self._by_group(indices):
             weights = [local_rows(parameter) for parameter in parameters]
             rows = [updates[place] for place in places]
+            if group["weight_decay"] and self.decoupled_weight_decay:
+                shares = finite.to(weights[0]).unbind()
+                decay = -group["weight_decay"] * group["lr"]
+                torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=decay)
             if self._compute_device is not None:
                 rows = [update.to(weights[0].device) for update in rows]
             self._subtract(weights, rows, rate=group["lr"])

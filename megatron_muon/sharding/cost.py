@@ -1,37 +1,171 @@
-"""What orthogonalising a block costs, in floating-point operations.
+"""Which Newton-Schulz iteration a block gets, and what it costs in floating-point operations.
 
-Plain arithmetic on shapes, for owners' loads and for estimates. Counts are those of dense products (2 m n k for an
-`(m, k) @ (k, n)`); normalisation and elementwise work are left out, they are linear in the elements.
+Training, `plan`, the estimates and the floor of `bench step` all ask here. Plain arithmetic on shapes, without torch. A
+product of `(m, k) @ (k, n)` counts 2 m n k operations; normalisation and elementwise work are linear in the elements
+and are left out.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from megatron_muon.errors import UserError
+
 STANDARD = "standard"
 GRAM = "gram"
+AUTO = "auto"
+METHODS = (AUTO, STANDARD, GRAM)
+
+MOST_STEPS = 12
+FEWEST_STEPS = {"simple": 1, "quintic": 1, "polar_express": 5, "cans": 5, "aol": 1, "deepseekv4": 1}
+"""Coefficient sets of emerging-optimizers and the fewest steps with which they are stable, up to `MOST_STEPS`.
+
+Stable means: for both iterations, ratios of sides of 1 to 8, condition numbers of 1 to 1e8, in fp32 and bf16, no
+singular value of the result exceeds 1.3 (tests/unit/test_singular_values.py). polar_express and cans are made for five
+steps and more: with fewer, singular values go up to 2."""
+FP32_SETS = ("cans",)
+"""Sets that are stable in fp32 alone. After five steps of cans in bf16 a singular value can be 600, after seven inf."""
 
 
-def standard_flops(rows: int, cols: int, steps: int = 5) -> int:
-    """Operations of the standard Newton-Schulz iteration on an `(rows, cols)` block.
+@dataclass(frozen=True)
+class Products:
+    """How a device forms products whose result is symmetric.
 
-    With n the smaller and m the larger side, a step forms X X^T (2 n^2 m), its square (2 n^3) and the product with X
-    (2 n^2 m). Source: https://kellerjordan.github.io/posts/muon, "Runtime analysis".
+    Attributes:
+        square: operations of X X^T as a share of the dense product's.
+        symmetric: operations of a product of two different symmetric matrices that commute, likewise.
+        from_rows: blocks with fewer rows get dense products.
+        multiple_of: both sides of a block must be multiples of this, else it gets dense products.
     """
-    n, m = min(rows, cols), max(rows, cols)
-    return steps * (4 * n * n * m + 2 * n**3)
+
+    square: float = 1.0
+    symmetric: float = 1.0
+    from_rows: int = 1
+    multiple_of: int = 1
+
+    def shares(self, rows: int, cols: int) -> tuple[float, float]:
+        """`square` and `symmetric` for a block of `(rows, cols)`."""
+        small = min(rows, cols)
+        if small < self.from_rows or rows % self.multiple_of or cols % self.multiple_of:
+            return 1.0, 1.0
+        return self.square, self.symmetric
 
 
-def gram_flops(rows: int, cols: int, steps: int = 5, restarts: int = 1) -> int:
-    """Operations of the Gram iteration on an `(rows, cols)` block: n x n products between as few wide ones as possible.
+DENSE = Products()
+HALVES = Products(square=0.75, symmetric=0.75, from_rows=384)
+"""A processor forms three of the four quarters of a symmetric product.
 
-    Each of the `restarts + 1` runs forms the Gram matrix and applies its result (4 n^2 m); a step costs the polynomial
-    (2 n^3) and updates of the accumulated factor and of the Gram matrix (2 n^3 and 4 n^3). The first step of a run has
-    no factor to update and the last no Gram matrix. Source: https://github.com/Dao-AILab/gram-newton-schulz.
+Measured with torch 2.13 on an AVX-512 processor, one core: the whole iteration takes 0.85 to 0.93 of the time from 512
+rows on, in fp32 and bf16, and at 256 rows in bf16 it takes 1.1 times as long, because the parts become too small."""
+KERNEL = Products(square=0.5, from_rows=1024, multiple_of=8)
+"""emerging-optimizers' symmetric kernel on a GPU of compute capability 9 or higher, in bf16.
+
+It takes one block at a time, as A A^T; below 1,024 rows a batch of dense products is fewer launches than it saves
+operations (read from launch times, not measured on a GPU)."""
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Settings that decide which iteration a block gets and what it costs.
+
+    Attributes:
+        steps: Newton-Schulz steps.
+        half: the products run in bf16, not in fp32.
+        method: "standard", "gram", or "auto" for the one with fewer operations.
+        products: how the device forms symmetric products.
     """
-    n, m = min(rows, cols), max(rows, cols)
-    runs = restarts + 1
-    return runs * 4 * n * n * m + steps * 8 * n**3 - runs * 6 * n**3
+
+    steps: int = 5
+    half: bool = True
+    method: str = AUTO
+    products: Products = DENSE
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
+
+    def method_for(self, rows: int, cols: int) -> str:
+        """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
+        if self.method != AUTO:
+            return self.method
+        return min((STANDARD, GRAM), key=lambda method: self._flops(rows, cols, method))
+
+    def flops(self, rows: int, cols: int) -> int:
+        """Operations of the iteration that a block of `(rows, cols)` gets."""
+        return self._flops(rows, cols, self.method_for(rows, cols))
+
+    def _flops(self, rows: int, cols: int, method: str) -> int:
+        n, m = min(rows, cols), max(rows, cols)
+        square, symmetric = self.products.shares(rows, cols)
+        counts = product_counts(method, gram_runs(self.steps, half=self.half))
+        return round(
+            counts.gram * square * 2 * n * n * m
+            + (counts.square * square + counts.symmetric * symmetric) * 2 * n**3
+            + counts.wide * 2 * n * n * m
+        )
 
 
-def flops(rows: int, cols: int, *, method: str = STANDARD, steps: int = 5) -> int:
-    """Operations of `method`, "standard" or "gram", on an `(rows, cols)` block."""
-    return gram_flops(rows, cols, steps) if method == GRAM else standard_flops(rows, cols, steps)
+@dataclass(frozen=True)
+class ProductCounts:
+    """Products of an iteration on a block of `(n, m)`, n <= m.
+
+    Attributes:
+        gram: X X^T.
+        square: squares of symmetric `(n, n)` matrices.
+        symmetric: products of two different symmetric `(n, n)` matrices.
+        wide: `(n, n) @ (n, m)`.
+    """
+
+    gram: int
+    square: int
+    symmetric: int
+    wide: int
+
+
+def product_counts(method: str, runs: tuple[int, ...]) -> ProductCounts:
+    """The products of `method`, "standard" or "gram", with steps in `runs` (see `gram_runs`).
+
+    A standard step forms X X^T, its square and the product with X. Source: https://kellerjordan.github.io/posts/muon,
+    "Runtime analysis". A run of the Gram iteration forms X X^T and applies its result to X once; each of its steps
+    squares, all but the first update the accumulated factor, and all but the last update the Gram matrix, by two
+    products. Source: https://github.com/Dao-AILab/gram-newton-schulz.
+    """
+    steps = sum(runs)
+    if method == STANDARD:
+        return ProductCounts(gram=steps, square=steps, symmetric=0, wide=steps)
+    return ProductCounts(gram=len(runs), square=steps, symmetric=3 * (steps - len(runs)), wide=len(runs))
+
+
+def gram_runs(steps: int, *, half: bool) -> tuple[int, ...]:
+    """How many steps each run of the Gram iteration takes before it starts again from the matrix.
+
+    Squaring loses small singular values in half precision, and what is lost comes back amplified by every step. Runs of
+    two steps in bf16 stay within 0.003 of the standard iteration's error (relative to the polar factor's norm, over
+    condition numbers of 1 to 1e8); runs of three were off by up to 0.045. In fp32 three are safe.
+    """
+    longest = 2 if half else 3
+    return tuple(min(longest, steps - done) for done in range(0, steps, longest))
+
+
+def runs_in_half(matmul_precision: str) -> bool:
+    """Whether `--muon-fp32-matmul-prec` has the products run in bf16, and not in fp32."""
+    return matmul_precision in ("medium", "low")
+
+
+def check_stable(coefficient_type: str, steps: int, *, half: bool) -> None:
+    """Refuse iterations whose result may be far from orthogonal.
+
+    Raises:
+        UserError: names the value and the remedy.
+    """
+    if half and coefficient_type in FP32_SETS:
+        raise UserError(
+            f"--muon-coefficient-type {coefficient_type} is not stable in bf16; use --muon-fp32-matmul-prec high or "
+            "highest with it, or another set, such as quintic"
+        )
+    fewest = FEWEST_STEPS.get(coefficient_type, 1)
+    if not fewest <= steps <= MOST_STEPS:
+        raise UserError(
+            f"--muon-num-ns-steps {steps} is out of range: --muon-coefficient-type {coefficient_type} takes {fewest} "
+            f"to {MOST_STEPS} steps; 5 is usual"
+        )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_muon.sharding.cost import DENSE, HALVES, KERNEL, Products
 from megatron_muon.sharding.layout import Matrix
 from megatron_muon.sharding.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes
 
@@ -37,6 +38,8 @@ class Hardware:
         node_gb_per_s: 10^9 bytes per second that a rank receives, and sends at the same time, within a node.
         network_gb_per_s: the same between nodes.
         source: where the figures come from.
+        processor: Newton-Schulz runs on a CPU.
+        symmetric_kernel: a GPU that runs the symmetric kernel, as `optim.newton_schulz.products_on` finds it.
     """
 
     name: str
@@ -46,11 +49,20 @@ class Hardware:
     node_gb_per_s: float
     network_gb_per_s: float
     source: str
+    processor: bool = False
+    symmetric_kernel: bool = True
+
+    def products(self, *, half: bool) -> Products:
+        """How it forms symmetric products, in bf16 where `half`, else in fp32."""
+        if self.processor:
+            return HALVES
+        return KERNEL if self.symmetric_kernel and half else DENSE
 
 
 def _from_data_sheet(
-    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str
-) -> Hardware:
+    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str,
+    *, symmetric_kernel: bool = True,
+) -> Hardware:  # fmt: skip
     return Hardware(
         name=name,
         bf16_tflops=bf16 * PRODUCT_SHARE,
@@ -59,6 +71,7 @@ def _from_data_sheet(
         node_gb_per_s=node * LINK_SHARE,
         network_gb_per_s=network * LINK_SHARE,
         source=f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links",
+        symmetric_kernel=symmetric_kernel,
     )
 
 
@@ -76,6 +89,7 @@ HARDWARE = {
         _from_data_sheet(
             "a100-sxm", 312, 19.5, 8, 300, 25,
             "NVIDIA A100 data sheet (SXM, dense), NVLink 600 GB/s both ways, one 200 Gb/s adapter a GPU (DGX A100)",
+            symmetric_kernel=False,
         ),
         _from_data_sheet(
             "gb300", 2500, 80, 72, 900, 100,
@@ -84,6 +98,7 @@ HARDWARE = {
         Hardware(
             "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
             "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
+            processor=True,
         ),
     )
 }  # fmt: skip

@@ -17,8 +17,8 @@ import numpy as np
 from megatron_muon.sharding.layout import Layout, Matrix
 
 UPDATE_BYTES = 4
-"""Room for each element that an owner iterates over, beside the assembled matrix: more than the iteration's temporaries
-take, which are in the wire's dtype or, on a processor, of a few blocks at a time."""
+"""Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
+iteration take. For square blocks on a processor they take up to 14 bytes an element, of a few blocks at a time."""
 
 MIN_WAVES = 3
 """So many waves that one can arrive and one can leave while one is worked on."""
@@ -34,7 +34,7 @@ class Plan:
         whole: for each rank, the matrices that lie whole on it and that it owns: they need no wire.
         waves: matrix indices that travel together, in the order of the step.
         loads: cost owned by each rank, in the unit of the given costs.
-        oversized: matrices that fill more than a wave's buffer by themselves; an owner has one in a wave.
+        oversized: matrices that fill more than a wave's buffer by themselves.
         wave_bytes: what a wave, or a part of the matrices that need no wire, may fill on a rank.
     """
 
@@ -198,27 +198,20 @@ def _waves(
     that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a buffer, or
     where it has its share of all bytes.
 
-    Matrices larger than a buffer go first, one of each owner at a time: alone in a wave, a matrix would leave every
-    other rank idle. Such a wave fills what the largest matrix and its rows take, whatever the number of layers.
+    Where a matrix is larger than the buffer, every wave may fill what the largest one and its rows take, whatever the
+    number of layers: that memory is needed anyway, and alone in a wave a matrix would leave every other rank idle.
     """
     footprint = {index: _footprint(layout.matrices[index], owners[index], element_bytes) for index in travelling}
     oversized = tuple(index for index in travelling if any(size > wave_bytes for _, size in footprint[index]))
-    large = set(oversized)
     peak = np.zeros(layout.world_size, dtype=np.int64)
     for index in travelling:
-        if index not in large:
-            ranks, sizes = _columns(footprint[index])
-            peak[ranks] += sizes
-    rest = [index for index in travelling if index not in large]
-    room, least = (
-        max((_round_bytes(layout.matrices[index], element_bytes) for index in part), default=0)
-        for part in (oversized, rest)
-    )
-    # A share smaller than the largest matrix would put every matrix into a wave of its own.
-    limit = min(wave_bytes, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), least))
-    waves = _cut(_interleave(oversized, owners, costs, layout), footprint, owners, room, layout, one_each=True)
-    waves += _cut(_interleave(rest, owners, costs, layout), footprint, owners, limit, layout, one_each=False)
-    return tuple(waves), oversized
+        ranks, sizes = _columns(footprint[index])
+        peak[ranks] += sizes
+    # A limit smaller than the largest matrix would put every matrix into a wave of its own.
+    least = max((_round_bytes(layout.matrices[index], element_bytes) for index in travelling), default=0)
+    room = max(wave_bytes, least) if oversized else wave_bytes
+    limit = min(room, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), least))
+    return _cut(_interleave(travelling, owners, costs, layout), footprint, limit, layout), oversized
 
 
 def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[float], layout: Layout) -> list[int]:
@@ -238,32 +231,23 @@ def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[f
 
 
 def _cut(
-    sequence: Sequence[int],
-    footprint: Mapping[int, list[tuple[int, int]]],
-    owners: Sequence[int],
-    limit: int,
-    layout: Layout,
-    *,
-    one_each: bool,
-) -> list[tuple[int, ...]]:
-    """Cut the sequence where a rank's buffer would overflow and, with `one_each`, where an owner comes again."""
+    sequence: Sequence[int], footprint: Mapping[int, list[tuple[int, int]]], limit: int, layout: Layout
+) -> tuple[tuple[int, ...], ...]:
+    """Cut the sequence where a rank's buffer would overflow."""
     waves: list[tuple[int, ...]] = []
     current: list[int] = []
-    busy: set[int] = set()
     filled = np.zeros(layout.world_size, dtype=np.int64)
     for index in sequence:
         ranks, sizes = _columns(footprint[index])
-        if current and ((filled[ranks] + sizes).max() > limit or (one_each and owners[index] in busy)):
+        if current and (filled[ranks] + sizes).max() > limit:
             waves.append(tuple(current))
             current = []
-            busy = set()
             filled[:] = 0
         current.append(index)
-        busy.add(owners[index])
         filled[ranks] += sizes
     if current:
         waves.append(tuple(current))
-    return waves
+    return tuple(waves)
 
 
 def _columns(parts: list[tuple[int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

@@ -402,18 +402,22 @@ def sabotaged(how: str) -> Iterator[None]:
         orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
         matrices, rank = self.layout.matrices, self.group.rank()
         held = [index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None]
-        apply(held, [orthogonalizer(rows, whole(len(rows))) for rows in advance(held)])
+        apply(
+            held,
+            [orthogonalizer(rows, whole(len(rows)))[0] for rows in advance(held)],
+            torch.ones(len(held), dtype=torch.bool),
+        )
 
     orthogonalize = BlockBatch.orthogonalize
 
     def skip_a_stack(self: Any) -> Any:
         kept, left_out = self._orthogonalize, []
 
-        def all_but_the_first(stack: Any, shapes: Any) -> Any:
-            if not left_out:
-                left_out.append(shapes)
-            else:
-                kept(stack, shapes)
+        def all_but_the_first(stack: Any, scale: float) -> Any:
+            if left_out:
+                return kept(stack, scale)
+            left_out.append(stack)
+            return torch.ones(len(stack), dtype=torch.bool)
 
         self._orthogonalize = all_but_the_first
         try:

@@ -80,7 +80,9 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
                 time.sleep(0.05)
             return [rows(index) for index in indices]
 
-        def apply(indices: Any, parts: Any) -> None:
+        def apply(indices: Any, parts: Any, finite: Any) -> None:
+            assert finite.shape == (len(parts),)
+            assert bool(finite.all())
             for index, update in zip(indices, parts, strict=True):
                 assert index not in done, "an update is applied twice"
                 done[index] = update.clone()

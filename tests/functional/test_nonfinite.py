@@ -77,3 +77,57 @@ def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None
             assert update.norm() > 1e-3
             # Clipping multiplies by a factor that rounds, so the input's last bits differ.
             torch.testing.assert_close(found[name], update, rtol=1e-3, atol=1e-6, msg=f"{name}, clip {clip}")
+
+
+def one_bad_momentum(rank: int, world_size: int, *, case: Case, victim: str) -> Any:
+    """In a worker: a step after one element of a matrix's momentum has become NaN on the rank that holds its end."""
+    trainer = Trainer(case)
+    trainer.step()
+    for name, state in trainer.states().items():
+        if name == victim and (rows := state["momentum_buffer"]._local_tensor).numel():
+            last = trainer._place(name)[0].stop == trainer.shapes[name][0]
+            if last:
+                rows.view(-1)[-1] = float("nan")
+    before = trainer.whole()
+    updated = trainer.step()[0]
+    after = trainer.whole()
+    counted = trainer.optimizer.skipped_updates()
+    same = [name for name in before if torch.equal(before[name], after[name])]
+    finite = all(weight.isfinite().all() for weight in after.values())
+    return updated, same, finite, counted, trainer.optimizer.skipped_updates()
+
+
+QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
+
+
+@pytest.mark.parametrize("victim", [QKV, "decoder.layers.0.mlp.linear_fc2.weight"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(strategy="no_shard", layers=1),
+        Case(strategy="no_shard", layers=1, optimizer={"muon_share_replicated": True}),
+        Case(strategy="optim_grads_params", layers=1),
+        Case(strategy="optim", layers=1, optimizer={"muon_exchange": "allgather"}),
+        Case(strategy="optim_grads_params", layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
+        Case(
+            strategy="optim_grads_params",
+            layers=1,
+            optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
+        ),
+        Case(
+            strategy="optim_grads_params",
+            layers=1,
+            optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "adamuon"},
+        ),
+    ],
+    ids=lambda case: f"{case.strategy} {case.optimizer}",
+)
+def test_a_matrix_whose_update_is_not_finite_keeps_its_weights(ranks: Pool, case: Case, victim: str) -> None:
+    """Gradients alone were checked: an iteration that ran away made weights NaN. Its other blocks keep theirs too."""
+    assert case.settings["weight_decay"] > 0.0, "decay would change the weights"
+    for updated, same, finite, counted, later in ranks(2, one_bad_momentum, case=case, victim=victim):
+        assert updated is True
+        assert same == [victim]
+        assert finite
+        assert counted == {f"module.{victim}": 1} or counted == {victim: 1}
+        assert later == {}

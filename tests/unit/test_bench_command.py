@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
 from megatron_muon import cli
@@ -20,7 +19,7 @@ from megatron_muon.experiment import bench_command, bench_launch, bench_train, p
 from megatron_muon.experiment.bench_floor import products
 from megatron_muon.experiment.bench_peers import NS_METHODS
 from megatron_muon.experiment.bench_step import gpt_layout
-from megatron_muon.optim import newton_schulz as ns
+from megatron_muon.sharding.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 
 STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
@@ -178,25 +177,15 @@ def test_train_flags_take_back_what_is_not_training():
     assert flags[flags.index("--optimizer") + 1] == "adam"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("method", [ns.STANDARD, ns.GRAM])
-@pytest.mark.parametrize("block", [(64, 64), (64, 256), (256, 64)])
+@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("method", [STANDARD, GRAM])
+@pytest.mark.parametrize("block", [(64, 64), (64, 256), (256, 64), (512, 1024)])
 @pytest.mark.parametrize("steps", [3, 5, 6])
-def test_floors_products_do_the_operations_that_are_counted(method, dtype, block, steps):
-    done = products(block, method=method, steps=steps, dtype=dtype, device=torch.device("cpu"), batch=3)
-    flops = sum(product.flops * count for product, count in done.items())
-    assert flops == 3 * ns.operations(*block, method=method, steps=steps, dtype=dtype)
-
-
-def test_the_floor_counts_three_quarters_of_a_symmetric_product_formed_in_halves():
-    dense, halved = (
-        products((512, 1024), method=ns.STANDARD, steps=5, dtype=torch.bfloat16, device=torch.device(device))
-        for device in ("cuda", "cpu")
-    )
-    flops = [sum(product.flops * count for product, count in done.items()) for done in (dense, halved)]
-    wide, square = 2 * 512 * 512 * 1024, 2 * 512**3
-    assert flops[0] == ns.operations(512, 1024, method=ns.STANDARD, steps=5, dtype=torch.bfloat16)
-    assert flops[0] - flops[1] == 5 * (wide + square) // 4
+@pytest.mark.parametrize("kind", [DENSE, HALVES])
+def test_floors_products_do_the_operations_that_are_counted(kind, method, half, block, steps):
+    iteration = Iteration(steps=steps, half=half, method=method, products=kind)
+    done = products(block, iteration, batch=3)
+    assert sum(product.flops * count for product, count in done.items()) == 3 * iteration.flops(*block)
 
 
 def test_layout_of_more_ranks_than_rows():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,13 @@ from typing import Any
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.experiment import plan_flags
-from megatron_muon.sharding import Layout, row_sharded
+from megatron_muon.experiment import plan_command, plan_flags
+from megatron_muon.optim import newton_schulz
+from megatron_muon.optim.blocks import RowSplit, whole
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.sharding import Layout, make_plan, row_sharded
+from megatron_muon.sharding.cost import DENSE, HALVES, KERNEL, Iteration, Products
+from megatron_muon.sharding.estimate import HARDWARE
 from megatron_muon.sharding.layout_file import write_layout
 from megatron_muon.sharding.model_layout import model_layouts
 
@@ -216,3 +222,39 @@ def test_a_plan_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
         "sys.exit(code or any(name.split('.')[0] in ('torch', 'megatron') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 64), ("moe-large", 64), ("quickstart", 4)])
+@pytest.mark.parametrize(("hardware", "products"), [("cpu-2core", HALVES), ("h100-sxm", KERNEL), ("a100-sxm", DENSE)])
+def test_a_plan_names_the_owners_that_training_would(
+    monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, hardware: str, products: Products
+) -> None:
+    """Plans counted Gram runs of three steps where bf16 trains with two: for llama3-8b 32 of 128 owners differed."""
+    parser = argparse.ArgumentParser()
+    plan_command.configure(parser)
+    argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--world-size", str(world_size), "--hardware", hardware]
+    args = parser.parse_args(argv)
+    flags, groups, _, _ = plan_command._groups(args)
+    settings = plan_command._settings(args, flags, HARDWARE[hardware])
+    monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
+    orthogonalizer = Orthogonalizer()
+    other = Iteration(half=False, products=products)
+    for group in groups:
+        planned = plan_command.plan_group(group, settings, HARDWARE[hardware]).plan
+        layout, blocks = group.blocked.layout, group.blocked.block_shapes
+        splits = [
+            whole(matrix.shape[0]) if block is None else RowSplit(*block)
+            for matrix, block in zip(layout.matrices, group.blocked.blocks, strict=True)
+        ]
+        costs = [orthogonalizer.flops(m.shape, split) for m, split in zip(layout.matrices, splits, strict=True)]
+        trained = make_plan(layout, costs, buffer_bytes=256 * 2**20, element_bytes=2)
+        assert planned.owners == trained.owners
+        assert planned.waves == trained.waves
+        if name == "llama3-8b" and products is DENSE:
+            wrong = [sum(other.flops(*block) for block in blocks(index)) for index in range(len(layout.matrices))]
+            assert make_plan(layout, wrong, buffer_bytes=256 * 2**20, element_bytes=2).owners != trained.owners
+
+
+def test_unstable_iterations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, muon_coefficient_type="cans")
+    assert "cans is not stable in bf16" in message(capsys, "--config", path, "--world-size", 2)

@@ -37,9 +37,9 @@ class WholeMatrices:
         held = [index for index, rows in enumerate(self.rows) if rows]
         inputs = advance(held)
         before = [rows.clone() for rows in inputs]
-        updates = [self.orthogonalize(rows, whole(len(rows))) for rows in inputs]
+        updates = [self.orthogonalize(rows, whole(len(rows)))[0] for rows in inputs]
         assert all(torch.equal(rows, old) for rows, old in zip(inputs, before, strict=True))
-        apply(held[::-1], updates[::-1])
+        apply(held[::-1], updates[::-1], torch.ones(len(held), dtype=torch.bool))
 
 
 def parameters() -> list[torch.nn.Parameter]:

@@ -66,7 +66,8 @@ def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[tuple[int, int]], 
         advanced.extend(indices)
         return [torch.ones(shapes[i]) for i in indices]
 
-    def apply(indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
+    def apply(indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        assert finite.tolist() == [True] * len(indices)
         assert set(indices) <= set(advanced)
         applied.extend(indices)
         for index, update in zip(indices, updates, strict=True):
