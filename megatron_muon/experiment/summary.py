@@ -221,7 +221,8 @@ def rows(summary: RunSummary) -> list[tuple[str, str]]:
         lines.append(
             (
                 "speed",
-                f"{summary.tokens_per_second:,.0f} tokens/s, {summary.step_seconds * 1e3:,.0f} ms per step",
+                f"{summary.tokens_per_second:,.0f} tokens/s, {summary.step_seconds * 1e3:,.0f} ms per step"
+                + (", slow first steps included" if summary.iterations <= WARMUP_STEPS else ""),
             )
         )
     else:

@@ -193,7 +193,9 @@ def test_a_loss_has_risen_only_where_noise_cannot_explain_it(tmp_path, writer_cl
 
 def test_a_short_run_says_how_many_losses_its_mean_is_of(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 4))
-    assert dict(rows(summarize(tmp_path)))["loss"].endswith("in 3 iterations (mean of the last 3)")
+    shown = dict(rows(summarize(tmp_path)))
+    assert shown["loss"].endswith("in 3 iterations (mean of the last 3)")
+    assert shown["speed"].endswith("ms per step, slow first steps included")
 
 
 def test_a_resumed_run_is_one_run(tmp_path, writer_class):
