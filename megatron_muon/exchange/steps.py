@@ -16,7 +16,7 @@ from megatron_muon.sharding.layout import Shard
 Advance = Callable[[Sequence[int]], list[torch.Tensor]]
 """Takes the matrices with the given indices one step on, up to orthogonalisation: this rank's rectangle
 `(rows, cols)` fp32 of what is orthogonalised of each. Asked for every matrix of which this rank holds some, once in a
-step."""
+step. They are read by what is enqueued before the next call."""
 
 Apply = Callable[[Sequence[int], Sequence[torch.Tensor], torch.Tensor], None]
 """Takes this rank's rectangle `(rows, cols)`, of any floating dtype, of the scaled update of each given matrix, and

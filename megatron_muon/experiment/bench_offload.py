@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_muon.experiment.bench_launch import StepSpec
 from megatron_muon.offload.files import Header, MomentumFile, header_bytes
-from megatron_muon.offload.ring import aligned
+from megatron_muon.offload.ring import transfer_memory
 from megatron_muon.offload.run import OffloadRun, held_shards
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.sharding import Layout
@@ -81,7 +81,7 @@ class DiskProbe:
         except OSError:
             self._file.close()
             raise
-        self._buffer = aligned(_BLOCK, device=torch.device("cpu"))
+        self._buffer = transfer_memory(_BLOCK)
         self._group = group
         self.write_rates: list[float] = []
         self.read_rates: list[float] = []

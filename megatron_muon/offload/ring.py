@@ -5,8 +5,12 @@ Whoever takes first usually gives back first, so that a circle wastes little and
 
 from __future__ import annotations
 
+import mmap
+import os
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -32,13 +36,11 @@ class Ring:
     """Memory for staging.
 
     Args:
-        size: bytes, rounded up to whole pages.
-        device: where it lies. Host memory of a machine with a GPU is locked, for transfers beside computation.
-        pinned: lock it.
+        memory: whole pages at an address of whole pages.
     """
 
-    def __init__(self, size: int, *, device: torch.device, pinned: bool = False) -> None:
-        self.memory = aligned(in_pages(size), device=device, pinned=pinned)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
         self._taken: deque[Piece] = deque()  # oldest first
 
     @property
@@ -77,16 +79,42 @@ class Ring:
             self._taken.pop()
 
 
-def aligned(size: int, *, device: torch.device, pinned: bool = False) -> torch.Tensor:
-    """`size` zero bytes at an address of whole pages, locked in memory where `pinned`.
-
-    torch's own pinned allocator rounds up to powers of two, which can double what a large store takes.
-    """
+def aligned(size: int, *, device: torch.device) -> torch.Tensor:
+    """`size` zero bytes at an address of whole pages."""
     memory = torch.zeros(size + PAGE, dtype=torch.uint8, device=device)
     start = -memory.data_ptr() % PAGE
-    memory = memory[start : start + size]
-    if pinned and size:
-        status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)
-        if int(status) != 0:
-            raise RuntimeError(f"cannot lock {size:,} bytes of host memory for transfers: CUDA error {int(status)}")
+    return memory[start : start + size]
+
+
+def transfer_memory(size: int) -> torch.Tensor:
+    """`size` zero bytes of host memory, whole pages, for direct I/O and for transfers to a GPU.
+
+    Forked children do not get it: a fork in the middle of direct I/O, or with memory locked, may give this process new
+    pages while the transfer goes on with the old ones (see "NOTES" in open(2)). torch's own pinned allocator rounds up
+    to powers of two, which can double what a large store takes.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = mmap.mmap(-1, in_pages(size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)
+    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+
+def lock(memory: torch.Tensor) -> torch.Tensor:
+    """Lock host memory, so that transfers to a GPU go on beside computation; `unlock` before it is given back."""
+    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
+    if int(status) != 0:
+        raise RuntimeError(
+            f"cannot lock {memory.numel():,} bytes of host memory for transfers: CUDA error {int(status)}"
+        )
     return memory
+
+
+def unlock(locked: list[torch.Tensor], streams: Sequence[Any], process: int) -> None:
+    """Unlock memory once the transfers on `streams` are done; in a forked child, which does not have it, do nothing."""
+    if os.getpid() != process:
+        return
+    for stream in streams:
+        stream.synchronize()
+    while locked:
+        torch.cuda.cudart().cudaHostUnregister(locked.pop().data_ptr())

@@ -12,7 +12,9 @@ be saved, and `failure` tells what happened.
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,10 +26,11 @@ import torch
 
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.files import MomentumFile, in_pages, temporary_memory
-from megatron_muon.offload.ring import Piece, Ring, aligned
+from megatron_muon.offload.prepare_stream import PrepareStream
+from megatron_muon.offload.ring import Piece, Ring, aligned, lock, transfer_memory, unlock
 
 DEVICE, HOST, DISK = "device", "host", "disk"
-_THREADS = 2
+_THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
 _PARTS = 3
 """Parts of a ring: one is read, one is worked on, one is written back."""
 
@@ -162,7 +165,11 @@ class RecordStore:
         self._keys = [matrix_key(shard.name) for shard in shards]
         self._at_hand: dict[int, torch.Tensor] = {}  # records that the arithmetic sees where they lie
         self._in_host: dict[int, torch.Tensor] = {}  # records in host memory beside a GPU
-        self._hosted = torch.empty(0, dtype=torch.uint8)
+        self._streams: tuple[Any, ...] = ()
+        if self._on_gpu:
+            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # to the device, and back
+        self._locked: list[torch.Tensor] = []
+        self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
         self._make_resident()
         self._moving = [i for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
         self.staged = bool(self._moving)
@@ -175,11 +182,17 @@ class RecordStore:
             size = max(min(in_pages(staging_bytes), everything), _PARTS * largest)
             self._part_bytes = size // _PARTS
             if files:
-                self._host_ring = Ring(size, device=torch.device("cpu"), pinned=self._on_gpu)
+                self._host_ring = Ring(self._transfer_memory(size))
             if self._on_gpu:
-                self._device_ring = Ring(size, device=device)
-                self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # to the device, and back
-            self._threads = ThreadPoolExecutor(_THREADS, "momentum", initializer=self._start_thread)
+                self._device_ring = Ring(aligned(size, device=device))
+                for stream in self._streams:
+                    stream.wait_stream(torch.cuda.current_stream(device))  # which fills the ring with zeros
+            self._readers, self._writers = (
+                ThreadPoolExecutor(_THREADS, f"momentum {what}", initializer=self._start_thread)
+                for what in ("in", "out")
+            )
+        self.prepare_stream = PrepareStream(device) if self.staged and self._on_gpu else None
+        """Runs the steps where rows are prepared beside the products of a GPU."""
         self._staged: dict[int, _Staged] = {}
         self._leaving: deque[tuple[_Staged, Future[None]]] = deque()
         self._lent: list[torch.Tensor] = []
@@ -245,7 +258,7 @@ class RecordStore:
             self._encode(index, values, self._at_hand[index] if staged is None else staged.record)
             if staged is not None:
                 computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
-                self._leaving.append((staged, self._threads.submit(self._return, staged, computed)))
+                self._leaving.append((staged, self._writers.submit(self._return, staged, computed)))
         self._lent = []
         self._stage_ahead()
 
@@ -266,7 +279,7 @@ class RecordStore:
         shard = self.shards[index]
         record = self._at_hand.get(index, self._in_host.get(index))
         if record is None:
-            record = aligned(in_pages(self._sizes[index]), device=torch.device("cpu"))
+            record = transfer_memory(in_pages(self._sizes[index]))
             self._read(index, record)
         values = self.codec.decode(record[: self._sizes[index]], shard.rows, shard.cols)
         return values.clone() if index in self._at_hand else values
@@ -281,7 +294,7 @@ class RecordStore:
         if at_hand is not None:
             self._encode(index, values.to(at_hand.device, torch.float32), at_hand)
             return
-        record = aligned(in_pages(self._sizes[index]), device=torch.device("cpu"))
+        record = transfer_memory(in_pages(self._sizes[index]))
         self._encode(index, values.to("cpu", torch.float32), record[: self._sizes[index]])
         self._write(index, record)
 
@@ -313,7 +326,9 @@ class RecordStore:
     def close(self) -> None:
         """Nothing is read or written any more. The store is of no use afterwards; its files are as they were."""
         if self.staged:
-            self._threads.shutdown(wait=True, cancel_futures=True)
+            for threads in (self._readers, self._writers):
+                threads.shutdown(wait=True, cancel_futures=True)
+        self._unlock()
 
     def _make_resident(self) -> None:
         """Zeros for every record that does not come from a file."""
@@ -323,9 +338,15 @@ class RecordStore:
                 self._at_hand[i] = aligned(self._sizes[i], device=self._device)
         if self._on_gpu and in_host:
             sizes = [in_pages(self._sizes[i]) for i in in_host]
-            self._hosted = aligned(sum(sizes), device=torch.device("cpu"), pinned=True)
-            for i, record in zip(in_host, self._hosted.split(sizes), strict=True):
+            for i, record in zip(in_host, self._transfer_memory(sum(sizes)).split(sizes), strict=True):
                 self._in_host[i] = record[: self._sizes[i]]
+
+    def _transfer_memory(self, size: int) -> torch.Tensor:
+        """Host memory for direct I/O, and locked for transfers where there is a GPU."""
+        memory = transfer_memory(size)
+        if self._on_gpu:
+            self._locked.append(lock(memory))
+        return memory
 
     def _start_thread(self) -> None:
         if self._on_gpu:
@@ -370,7 +391,7 @@ class RecordStore:
         memory = device.memory if device is not None else host.memory if host is not None else None
         assert memory is not None
         source = host.memory if host is not None else self._in_host[index]
-        ready = self._threads.submit(self._bring, index, source, device)
+        ready = self._readers.submit(self._bring, index, source, device)
         staged = _Staged(index, host, device, memory[: self._sizes[index]], ready)
         self._staged[index] = staged
         return staged

@@ -118,7 +118,10 @@ class ShardedMuon(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Muon takes no closure")
         self._require_gradients()
-        self.exchange.run(self._advance, self._apply)
+        if self.store is not None and self.store.prepare_stream is not None:
+            self.store.prepare_stream.run(self.exchange.run, self._advance, self._apply)
+        else:
+            self.exchange.run(self._advance, self._apply)
         self._momentum.end_step()
         for group in self.param_groups:
             if STEPS in group:

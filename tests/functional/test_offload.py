@@ -151,15 +151,13 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
 
     The stand-in's streams do their work at once, so this shows what is copied where, not that it waits.
     """
-    from megatron_muon.offload import ring, store
+    from megatron_muon.offload import store
     from megatron_muon.offload.codecs import codec_of
     from megatron_muon.offload.files import Header, MomentumFile, header_bytes
+    from tests.unit.streams import Driver
 
-    def not_pinned(size: int, *, device: torch.device, pinned: bool = False) -> torch.Tensor:
-        return ring.aligned(size, device=device)  # nothing here can lock memory for a GPU
-
-    store.aligned, made = not_pinned, ring.Ring.__init__
-    ring.Ring.__init__ = lambda self, size, *, device, pinned=False: made(self, size, device=device)
+    driver = Driver()  # nothing here can lock memory for a GPU
+    torch.cuda.cudart = lambda: driver
     codec = codec_of(dtype)
     shards = [store.Held(f"w{index}", 0, 8 + index, 0, 16) for index in range(12)]
     files = {}
@@ -179,7 +177,9 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
             kept.take_back(part)
         kept.end_step()
     found = {"values": [kept.read(index).unique().tolist() for index in range(len(shards))], **kept.bytes}
+    found["locked"] = sum(driver.registered.values())
     kept.close()
+    assert driver.registered == {}
     for file, _ in files.values():
         file.close()
     return found
@@ -192,6 +192,7 @@ def test_momentum_streams_through_the_device(ranks: Pool, tmp_path: Path, place:
     assert found["values"] == [[3.0]] * 12
     assert found["device"] == 3 * 4096  # the ring alone
     assert found[place] > 0
+    assert found["locked"] == found["host"]
 
 
 def anonymous_bytes() -> int:

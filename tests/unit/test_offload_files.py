@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.errors import UserError
 from megatron_muon.offload.files import PAGE, Header, MomentumFile, read_header, require_writable
-from megatron_muon.offload.ring import aligned
+from megatron_muon.offload.ring import transfer_memory
 
 HEADER = Header("0a1b2c3d", 7, 3, "dense0", "fp32", "host", 42, (("layers.0.weight", 0, 2, 0, 4, 8192, 32),), 3 * PAGE)
 
@@ -42,10 +42,10 @@ def test_a_file_says_what_it_is(file: MomentumFile) -> None:
 
 
 def test_records_and_a_header_do_not_meet(file: MomentumFile) -> None:
-    record = aligned(PAGE, device=torch.device("cpu"))
+    record = transfer_memory(PAGE)
     record.copy_(torch.arange(PAGE) % 251)
     file.write(2 * PAGE, record)
-    again = aligned(PAGE, device=torch.device("cpu"))
+    again = transfer_memory(PAGE)
     file.read(2 * PAGE, again)
     assert torch.equal(record, again)
     assert read_header(file.path) == HEADER
@@ -54,7 +54,7 @@ def test_records_and_a_header_do_not_meet(file: MomentumFile) -> None:
 def test_a_file_that_was_cut_short(file: MomentumFile) -> None:
     os.truncate(file.path, 2 * PAGE)
     with pytest.raises(OSError, match="ends before this record"):
-        file.read(2 * PAGE, aligned(PAGE, device=torch.device("cpu")))
+        file.read(2 * PAGE, transfer_memory(PAGE))
 
 
 def test_closed_it_is_gone_or_kept_under_its_last_iteration(file: MomentumFile, tmp_path: Path) -> None:

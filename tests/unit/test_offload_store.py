@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,26 @@ def test_memory_is_the_rings(benches: Any) -> None:
     bench = benches([8] * 30, staging_pages=9)
     assert bench.store.bytes == {DEVICE: 0, HOST: 9 * PAGE, DISK: 60 * PAGE}
     assert max(len(part) for part in bench.store.parts(list(range(30)))) == 1
+
+
+def test_reads_do_not_wait_for_writes(benches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Story: beside a GPU a write waits for arithmetic; two of them took all threads, and the step stood still."""
+    bench = benches([8] * 6, staging_pages=24)
+    go_on, gave_up, write = threading.Event(), [], os.pwritev
+
+    def slow(*arguments: Any) -> int:
+        if not go_on.wait(5):
+            gave_up.append(arguments)
+        return write(*arguments)
+
+    monkeypatch.setattr(os, "pwritev", slow)
+    for index in range(6):
+        bench.store.lend([index])
+        bench.store.take_back([index])
+    assert not gave_up
+    go_on.set()
+    bench.store.end_step()
+    bench.check()
 
 
 class Disk:

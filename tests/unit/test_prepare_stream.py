@@ -1,0 +1,246 @@
+"""Preparation beside a GPU's products, with its streams on paper: what waits for what, and what does not.
+
+It shows the order that the program asks for. How fast a GPU is with it was not measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.exchange import OwnerExchange
+from megatron_muon.exchange import owner as owner_module
+from megatron_muon.offload import store as store_module
+from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.files import PAGE, Header, MomentumFile, header_bytes
+from megatron_muon.offload.run import held_shards
+from megatron_muon.offload.store import DISK, HOST, Held, RecordStore
+from megatron_muon.optim.blocks import whole
+from megatron_muon.optim.orthogonalize import Orthogonalizer
+from megatron_muon.optim.sharded_muon import ShardedMuon
+from megatron_muon.sharding import Layout, evenly_sharded, make_plan
+from tests.unit.streams import Event, Gpu, Stream
+from tests.unit.test_shared_exchange import Group
+
+SHAPES = [(16, 32)] * 12 + [(1, 48)] * 2  # the last two lie whole on rank 0
+STEPS = 3
+
+
+class Network:
+    """A collective on a stream of its own, as NCCL's; what others would send is zero."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.stream = Stream(gpu, "network")
+
+    def all_to_all_single(self, receive: torch.Tensor, send: torch.Tensor, *_: Any, **__: Any) -> Any:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            send.clone()
+            receive.zero_()
+        return Work(self.stream.record_event())
+
+
+class Work:
+    def __init__(self, done: Event) -> None:
+        self.wait = lambda: torch.cuda.current_stream().wait_event(done)
+
+
+class Trial:
+    """Rank 0 of two trains: real store, optimizer and exchange."""
+
+    def __init__(self, gpu: Gpu, folder: Path, *, place: str, nesterov: bool = True) -> None:
+        self.gpu = gpu
+        self.behind: list[bool] = []  # whether a record's copy back lies behind the products that were enqueued last
+        self.order: list[str] = []
+        self._last_products = 0
+        layout = Layout(2, tuple(evenly_sharded(f"w{i}", shape, 2) for i, shape in enumerate(SHAPES)))
+        plan = make_plan(layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, element_bytes=4)
+        assert len(plan.waves) >= 3
+        orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)
+
+        def batches(indices: Sequence[int]) -> Any:
+            batch = orthogonalizer.batch([SHAPES[i] for i in indices], [whole(SHAPES[i][0]) for i in indices])
+            orthogonalize = batch.orthogonalize
+
+            def noted() -> Any:
+                result = orthogonalize()
+                if indices:
+                    self._last_products = gpu.products.clock["products"]
+                    self.order.append("products")
+                return result
+
+            batch.orthogonalize = noted
+            return batch
+
+        held = held_shards(layout, 0)
+        generator = torch.Generator().manual_seed(1)
+        self.weights = [torch.randn(shard.rows, shard.cols, generator=generator) for shard in held]
+        self.muon = ShardedMuon(
+            [{"params": [torch.nn.Parameter(weight) for weight in self.weights]}],
+            lambda _: OwnerExchange(plan, Group(2, 0), batches, device=torch.device("cpu")),  # type: ignore[arg-type]
+            lr=0.1,
+            momentum=0.9,
+            nesterov=nesterov,
+            weight_decay=0.1,
+            decoupled_weight_decay=True,
+            names={weight: f"w{i}" for i, weight in enumerate(self.weights)},
+            store=lambda _: self._store(held, folder, place),
+        )
+        self.store = self.muon.store
+        assert self.store is not None
+        self.store.take_back = self._noting(self.store.take_back)  # type: ignore[method-assign]
+
+    def _store(self, held: Any, folder: Path, place: str) -> RecordStore:
+        sizes = [4 * shard.numel for shard in held]
+        header = Header("run", 0, 0, "dense0", "fp32", "host", os.getpid(), (), 0)
+        front = header_bytes(header)
+        self.file = MomentumFile(folder, Header(**{**vars(header), "size": front + PAGE * len(sizes)}))
+        self.file.take_space()
+        files = {i: (self.file, front + PAGE * i) for i, size in enumerate(sizes) if size and place == DISK}
+        return RecordStore(
+            held,
+            [place] * len(held),
+            codec_of("fp32"),
+            device=torch.device("cuda", 0),
+            staging_bytes=3 * PAGE,  # a record a part
+            files=files,
+        )
+
+    def _noting(self, take_back: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
+        def noted(indices: Sequence[int]) -> None:
+            self.order.append("rows")
+            if self._last_products:
+                self.behind.append(torch.cuda.current_stream().clock.get("products", 0) >= self._last_products)
+            take_back(indices)
+
+        return noted
+
+    def train(self) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(2)
+        for _ in range(STEPS):
+            for parameter in self.muon.param_groups[0]["params"]:
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            self._last_products = 0
+            self.order.append("step")
+            self.muon.step()
+        return self.weights
+
+    def close(self) -> None:
+        assert self.store is not None
+        self.store.close()
+        self.file.close()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    aligned = store_module.aligned
+    monkeypatch.setattr(store_module, "aligned", lambda size, *, device: aligned(size, device=torch.device("cpu")))
+    gpu = Gpu(monkeypatch)
+    monkeypatch.setattr(owner_module.dist, "all_to_all_single", Network(gpu).all_to_all_single)
+    with gpu:
+        yield gpu
+
+
+@pytest.fixture
+def trial(gpu: Gpu, tmp_path: Path) -> Iterator[Callable[..., Trial]]:
+    made: list[Trial] = []
+
+    def make(**settings: Any) -> Trial:
+        folder = tmp_path / str(len(made))
+        folder.mkdir()
+        made.append(Trial(gpu, folder, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert gpu.driver.registered == {}, "memory that is still locked"
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("place", [HOST, DISK])
+def test_rows_are_prepared_beside_products(trial: Callable[..., Trial], place: str, nesterov: bool) -> None:
+    """No access is out of order, no copy back lies behind the products enqueued last, and no bit differs."""
+    beside = trial(place=place, nesterov=nesterov)
+    weights = beside.train()
+    assert beside.behind
+    assert not any(beside.behind)
+    assert beside.gpu.driver.registered
+
+    one_stream = trial(place=place, nesterov=nesterov)
+    one_stream.store.prepare_stream = None  # type: ignore[union-attr]
+    assert all(torch.equal(one, other) for one, other in zip(weights, one_stream.train(), strict=True))
+    assert all(one_stream.behind), "as it was: copies back lie behind products, and with a full ring so does the host"
+    assert beside.order == one_stream.order
+    assert one_stream.order.index("products") < len(one_stream.order) - one_stream.order[::-1].index("rows")
+
+
+def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
+    """And their memory is used again only behind what reads them."""
+    one = trial(place=DISK)
+    prepare_stream = one.store.prepare_stream  # type: ignore[union-attr]
+    assert prepare_stream is not None
+    alive: list[int] = []
+    most: list[int] = []
+    wave = 0
+    advance, apply = one.muon._advance, one.muon._apply
+
+    def watched(indices: Sequence[int]) -> list[torch.Tensor]:
+        assert one.gpu.early == []
+        rows = advance(indices)
+        for values in rows:
+            alive.append(wave)
+            one.gpu.watch_release(values, prepare_stream._stream, lambda of=wave: alive.remove(of))
+        most.append(len(set(alive)))
+        return rows
+
+    def counted(*update: Any) -> None:
+        nonlocal wave
+        apply(*update)
+        wave += 1
+
+    def between_steps() -> None:  # the next one begins with a wait for all that is enqueued
+        one.gpu.early.clear()
+        end_step()
+
+    end_step = one.store.end_step  # type: ignore[union-attr]
+    one.store.end_step = between_steps  # type: ignore[union-attr, method-assign]
+    one.muon._advance, one.muon._apply = watched, counted  # type: ignore[method-assign]
+    one.train()
+    assert max(most) == 2
+    assert alive == []
+
+
+def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
+    """A script of one's own drops its optimizer."""
+    held = [Held("w", 0, 8, 0, 32)]
+    kept: Any = RecordStore(
+        held, [HOST], codec_of("fp32"), device=torch.device("cuda", 0), staging_bytes=PAGE, files={}
+    )
+    assert gpu.driver.registered
+    del kept
+    gc.collect()
+    assert gpu.driver.registered == {}
+
+
+@pytest.mark.parametrize("missing", ["rows", "gradients", "copies in"])
+def test_the_paper_shows_a_missing_wait(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    """Negative control."""
+    one = trial(place=DISK)
+    prepare = one.store.prepare_stream._stream  # type: ignore[union-attr]
+    victim, name = {
+        "rows": (one.gpu.products, "wait_stream"),
+        "gradients": (prepare, "wait_stream"),
+        "copies in": (prepare, "wait_event"),
+    }[missing]
+    monkeypatch.setattr(victim, name, lambda other: None)
+    with pytest.raises(AssertionError, match="does not wait for"):
+        one.train()
