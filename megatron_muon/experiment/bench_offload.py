@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.experiment.bench_launch import StepSpec
+from megatron_muon.offload.directory import boot_id
 from megatron_muon.offload.files import Header, MomentumFile, header_bytes
 from megatron_muon.offload.ring import transfer_memory
 from megatron_muon.offload.run import OffloadRun, held_shards
@@ -69,9 +70,10 @@ class DiskProbe:
             part="probe0",
             dtype="fp32",
             host=socket.gethostname(),
-            pid=0,
+            pid=os.getpid(),
             records=(),
             size=0,
+            boot=boot_id(),
         )
         self._front = header_bytes(header)
         size = self._front + _BLOCKS * _BLOCK

@@ -192,7 +192,7 @@ def test_momentum_streams_through_the_device(ranks: Pool, tmp_path: Path, place:
     assert found["values"] == [[3.0]] * 12
     assert found["device"] == 3 * 4096  # the ring alone
     assert found[place] > 0
-    assert found["locked"] == found["host"]
+    assert found["locked"] >= found["host"]
 
 
 def anonymous_bytes() -> int:
