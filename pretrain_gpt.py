@@ -6,10 +6,9 @@
 Every flag of megatron.training is accepted; --help lists them, this package's own last.
 """
 
-import sys
 from pathlib import Path
 
-from megatron_muon.mcore.launch import main
+from megatron_muon.mcore.launch import run
 
 if __name__ == "__main__":
-    sys.exit(main(root=Path(__file__).parent))
+    run(root=Path(__file__).parent)

@@ -5,10 +5,9 @@
 A run that names no model takes configs/quickstart.yaml of the current folder.
 """
 
-import sys
 from pathlib import Path
 
-from megatron_muon.mcore.launch import main
+from megatron_muon.mcore.launch import run
 
 if __name__ == "__main__":
-    sys.exit(main(root=Path.cwd()))
+    run(root=Path.cwd())

@@ -24,6 +24,7 @@ from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
 
 from megatron_muon.cpu.memory import keep_freed_memory
+from megatron_muon.ending import end_alone
 from megatron_muon.errors import UserError
 from megatron_muon.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.exchange.steps import Exchange
@@ -435,8 +436,9 @@ def main(argv: Sequence[str]) -> int:
         if group.rank() == 0:
             Path(argv[1]).write_text(json.dumps(results), "utf-8")
         dist.barrier(group)
-    finally:
-        dist.destroy_process_group()
+    except Exception:
+        end_alone(1)
+    dist.destroy_process_group()
     return 0
 
 

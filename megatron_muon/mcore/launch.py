@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import NoReturn
 
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.data import ensure_stdlib_corpus
+from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, SaveError, UserError
 from megatron_muon.mcore import config_file
 from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser, build_parser
@@ -164,6 +166,23 @@ def _relative(path: Path) -> Path:
         return path
 
 
+def run(*, root: Path) -> NoReturn:
+    """`main` and the end of the process; of one that failed while other ranks may wait for it at once."""
+    import torch.distributed as dist
+
+    try:
+        status = main(root=root)
+    except SystemExit:
+        raise
+    except BaseException:
+        if not dist.is_initialized():
+            raise
+        end_alone(1)
+    if status and dist.is_initialized():
+        end_alone(status)
+    sys.exit(status)
+
+
 def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     """Train a GPT as the command line says; the exit status.
 
@@ -262,6 +281,7 @@ def _train() -> None:
     args = parse_and_validate_args(
         extra_args_provider=add_muon_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
     )
+    together = False
     try:
         pretrain(
             pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
@@ -269,7 +289,11 @@ def _train() -> None:
             ModelType.encoder_or_decoder,
             forward_step,
         )
+        together = True
+    except SystemExit:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
+        together = True
+        raise
     finally:
         close_runs()
-        if torch.distributed.is_initialized():
+        if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
             torch.distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 """What a run shows beside Megatron's own log: speed, the optimizer's share, time left, and Muon's metrics.
 
 Each of Megatron's iteration lines is followed by one of this package's. Metrics go where Megatron's go, to TensorBoard
-and Weights & Biases, under `muon/`.
+and Weights & Biases, under `muon/`, and so does Muon's learning rate where it is not the one that Megatron logs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,10 +91,15 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
             if made and not reported:
                 reported.append(made[0])
                 _report_state(made[0])
+            rate = muon_rate(made[0].param_groups) if made else None
+            values = {}
+            if rate is not None and iteration % settings.tensorboard_log_interval == 0:
+                values["muon/learning-rate"] = rate
             metrics = getattr(getattr(made[0], "metrics", None), "latest", None) if made else None
             if metrics is not None and logged != [metrics.step]:
                 logged[:] = [metrics.step]
-                values = {f"muon/{name}": value for name, value in metrics.values.items()}
+                values |= {f"muon/{name}": value for name, value in metrics.values.items()}
+            if values:
                 if (writer := get_tensorboard_writer()) is not None:
                     for name, value in values.items():
                         writer.add_scalar(name, value, iteration)
@@ -111,6 +116,7 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
                         tokens_per_s=batch * settings.seq_length / per_step,
                         optimizer_share=of_optimizer.take() / seconds,
                         seconds_left=per_step * max((settings.train_iters or iteration) - iteration, 0),
+                        muon_rate=rate,
                     )
                 )
             return result
@@ -148,7 +154,22 @@ def skipped_line(skipped: Mapping[str, int]) -> str:
     )
 
 
-def progress_line(*, tokens_per_s: float, optimizer_share: float, seconds_left: float) -> str:
+def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
+    """The learning rate of Muon's parameters, where --muon-lr or --muon-min-lr gives them a schedule of their own.
+
+    Args:
+        groups: parameter groups; megatron-core logs the rate of the first that has the run's own schedule.
+    """
+    own = (group for group in groups if "optimizer" not in group and not group.get("default_config", True))
+    return next((group["lr"] for group in own), None)
+
+
+def progress_line(
+    *, tokens_per_s: float, optimizer_share: float, seconds_left: float, muon_rate: float | None = None
+) -> str:
     """The line that follows one of Megatron's."""
     left = datetime.timedelta(seconds=round(seconds_left))
-    return f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {optimizer_share:.1%} of the step, {left} left"
+    rate = "" if muon_rate is None else f"Muon's learning rate {muon_rate:.6E}, "
+    return (
+        f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {optimizer_share:.1%} of the step, {rate}{left} left"
+    )

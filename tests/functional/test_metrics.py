@@ -83,10 +83,18 @@ def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) 
     shown = re.compile(
         r"^megatron-muon: [\d,]+ tokens/s, optimizer \d+\.\d% of the step, \d:\d\d:\d\d left$", re.MULTILINE
     )
-    run = training(*cli.MUON, "--tensorboard-dir", "events", "--muon-metrics-interval", "3").checked()
-    assert len(shown.findall(run.output)) == 3
+    rates = ("--muon-lr", "0.03", "--muon-min-lr", "0.003", "--lr-decay-style", "linear")
+    run = training(*cli.MUON, *rates, "--tensorboard-dir", "events", "--muon-metrics-interval", "3").checked()
+    logged = [
+        float(rate) for rate in re.findall(r"of the step, Muon's learning rate (\S+), \d:\d\d:\d\d left", run.output)
+    ]
+    assert logged == pytest.approx([0.021, 0.012, 0.003])
     assert run.output.rstrip().count("0:00:00 left") >= 1
     scalars = read_events(tmp_path / "events").scalars
+    assert [point.value for point in scalars.pop("muon/learning-rate")] == pytest.approx(
+        [0.0255, 0.021, 0.0165, 0.012, 0.0075, 0.003]
+    )
+    assert [point.value for point in scalars["learning-rate"]][-1] == 0.0
     names = {name for name in scalars if name.startswith("muon/")}
     assert {"muon/update_rms", "muon/orthogonality_error", "muon/momentum_norm", "muon/skipped_steps"} <= names
     assert {f"muon/{part}_ms" for part in ("gather", "newton_schulz", "scatter", "apply", "step")} <= names

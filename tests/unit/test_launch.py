@@ -1,5 +1,9 @@
 """How `pretrain_gpt.py` starts: --help, and a process that no torchrun has started."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 from megatron_muon.errors import UserError
@@ -57,3 +61,68 @@ def test_processes_of_another_launcher_do_not_train_alone(environ, fragments):
     for fragment in fragments:
         assert fragment in str(caught.value)
     assert environ == before
+
+
+FAILS_ALONE = """
+import sys, time
+from pathlib import Path
+import megatron.training
+import megatron.training.argument_utils as utils
+import megatron.training.arguments as arguments
+import torch.distributed as dist
+from megatron_muon.mcore import launch
+from megatron_muon.offload import run as offload
+
+def fails(*_):
+    raise {raised}
+
+launch.prepare = lambda *_, **__: launch.Launch((), None, "cpu", (), (), None, None)
+arguments.parse_and_validate_args = lambda **_: None
+utils.gpt_config_from_args = utils.pretrain_cfg_container_from_args = lambda *_: None
+megatron.training.pretrain = fails
+offload.close_runs = lambda: print("closed")
+initialized = [True]
+dist.is_initialized = lambda: initialized[0]
+
+def destroy():  # as NCCL does while the others are in a collective
+    print("destroying", flush=True)
+    if {alone}:
+        time.sleep(60)
+    initialized[0] = False
+
+dist.destroy_process_group = destroy
+launch._ended_by_signal = lambda: {signal}
+launch.run(root=Path())
+"""
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "shown"),
+    [
+        ("RuntimeError('a rank by itself')", 1, "RuntimeError: a rank by itself"),
+        ("launch.UserError('a wrong flag')", 2, "error: a wrong flag"),
+    ],
+)
+def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, raised, status, shown):
+    """It destroyed the process group first: with NCCL a wait for the others until the watchdog."""
+    file = tmp_path / "status"
+    script = FAILS_ALONE.format(raised=raised, alone=True, signal=False)
+    environ = {**os.environ, **TORCHRUN, "LOCAL_RANK": "0", launch.STATUS_FILE: str(file)}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=55, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert shown in done.stderr
+    assert done.stdout == "closed\n"
+    assert file.read_text() == f"{status}\n"
+
+
+def test_ranks_that_a_signal_ends_together_leave_their_group_as_before():
+    status = launch.EXIT_TEMPFAIL
+    script = FAILS_ALONE.format(raised="SystemExit(0)", alone=False, signal=True)
+    environ = {**os.environ, **TORCHRUN, "LOCAL_RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=55, check=False
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stdout == "closed\ndestroying\n"
