@@ -17,11 +17,15 @@ from megatron_muon.mcore.fsdp_patches import is_mended
 from megatron_muon.mcore.fused import BlockSettings
 from megatron_muon.mcore.offload_flags import check_offload
 from megatron_muon.mcore.refusals import (
+    BUFFER_MB,
     check_adaptive,
     check_blocks,
     check_dump,
+    check_features,
+    check_heeded,
     check_iteration,
     check_share,
+    refuse_adaptive_settings,
     refuse_layer_wise,
 )
 from megatron_muon.numbers import check_numbers
@@ -57,7 +61,7 @@ class MuonOptimizerConfig(OptimizerConfig):
     """
 
     muon_exchange: str = "owner"
-    muon_exchange_buffer_mb: float = 256.0
+    muon_exchange_buffer_mb: float = BUFFER_MB
     muon_exchange_dtype: str = "auto"
     muon_ns: str = "auto"
     muon_lr: float | None = None
@@ -125,21 +129,24 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
             ),
             tp_mode=config.muon_tp_mode,
         )
+    else:
+        refuse_adaptive_settings(config)
     strategy = ddp_config.data_parallel_sharding_strategy
     tensor_parallel = model_chunks[0].config.tensor_model_parallel_size
-    if config.fp16:
-        raise UserError("--fp16 is not supported with --optimizer muon; use --bf16, or leave both out for fp32")
+    model_config = model_chunks[0].config
+    main_params = str(ddp_config.megatron_fsdp_main_params_dtype).removeprefix("torch.")
+    check_features(config, model_config, main_params_dtype={"float32": "fp32"}.get(main_params, main_params))
+    check_heeded(config, strategy, gated=model_config.gated_linear_unit)
+    if config.optimizer == "dist_muon":
+        refuse_layer_wise("--optimizer dist_muon")
     if config.use_layer_wise_distributed_optimizer:
         refuse_layer_wise("use_layer_wise_distributed_optimizer=True")
-    if config.optimizer_cpu_offload:
-        raise UserError("--optimizer-cpu-offload is not supported with --optimizer muon; leave it out")
     if ddp_config.num_distributed_optimizer_instances > 1 and strategy == "no_shard":
         raise UserError(
             f"--num-distributed-optimizer-instances {ddp_config.num_distributed_optimizer_instances} has nothing to "
             "shard with --data-parallel-sharding-strategy no_shard; leave it at 1, or use optim, optim_grads or "
             "optim_grads_params"
         )
-    model_config = model_chunks[0].config
     groups = model_config.num_query_groups
     in_parts = strategy == "no_shard" or config.muon_tp_mode == "blockwise"
     if in_parts and config.muon_split_qkv and groups < tensor_parallel and not model_config.multi_latent_attention:

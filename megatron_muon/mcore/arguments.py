@@ -18,12 +18,17 @@ from megatron_muon.errors import UserError
 from megatron_muon.mcore.offload_flags import add_offload_arguments, check_offload, given_flag
 from megatron_muon.mcore.path_checks import check_load, check_writable, require_data
 from megatron_muon.mcore.refusals import (
+    ADAPTIVE_DEFAULTS,
+    BUFFER_MB,
     check_adaptive,
     check_async_save,
     check_blocks,
     check_dump,
+    check_features,
+    check_heeded,
     check_iteration,
     check_share,
+    refuse_adaptive_settings,
     refuse_layer_wise,
 )
 from megatron_muon.numbers import check_numbers
@@ -42,12 +47,6 @@ MODEL_FLAGS = (
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
-
-ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
-"""Defaults of the fields `adaptive_muon_*` of megatron-core's OptimizerConfig, which have no flags in 0.19."""
-
-BUFFER_MB = 256.0
-"""Default of --muon-exchange-buffer-mb."""
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval."""
@@ -343,10 +342,7 @@ def check_settings(
 
 def _check_adaptive(args: argparse.Namespace) -> None:
     if args.optimizer != "adaptive_muon":
-        for name, default in ADAPTIVE_DEFAULTS.items():
-            if getattr(args, f"adaptive_muon_{name}") != default:
-                flag = f"--adaptive-muon-{name.replace('_', '-')}"
-                raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
+        refuse_adaptive_settings(args)
         return
     if not args.use_megatron_fsdp:
         raise UserError(
@@ -383,43 +379,10 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
 
 
-def _refuse_unheeded(args: argparse.Namespace) -> None:
-    """Refuse Muon's flags that this run's strategy, exchange or model would pass over."""
-    plain = args.data_parallel_sharding_strategy == "no_shard" and not args.muon_share_replicated
-    if plain:
-        why = (
-            "--data-parallel-sharding-strategy no_shard exchanges nothing, and plain Muon is megatron-core's own there"
-        )
-        unheeded = {
-            "--muon-ns": args.muon_ns != "auto" and args.optimizer == "muon",
-            "--muon-exchange": args.muon_exchange != "owner",
-            "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
-        }
-    else:
-        why = "--muon-exchange allgather gathers fp32, matrix by matrix"
-        gathers = args.muon_exchange == "allgather" and not args.muon_share_replicated
-        unheeded = {
-            "--muon-exchange-dtype": gathers and args.muon_exchange_dtype == "bf16",
-            "--muon-exchange-buffer-mb": gathers and args.muon_exchange_buffer_mb != BUFFER_MB,
-        }
-    if flag := next((flag for flag, is_given in unheeded.items() if is_given), None):
-        raise UserError(f"{flag} has no effect here: {why}; leave it out")
-    if args.muon_split_gated_mlp and not args.swiglu:
-        raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
-
-
 def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> None:
-    if args.use_precision_aware_optimizer:
-        raise UserError(
-            f"--use-precision-aware-optimizer is not supported with --optimizer {args.optimizer}; leave it out"
-        )
-    if args.megatron_fsdp_main_params_dtype != "fp32":
-        raise UserError(
-            f"--megatron-fsdp-main-params-dtype {args.megatron_fsdp_main_params_dtype} is not supported with "
-            f"--optimizer {args.optimizer}, whose momentum and main weights are fp32; leave it out"
-        )
+    check_features(args, args, main_params_dtype=args.megatron_fsdp_main_params_dtype)
+    check_heeded(args, args.data_parallel_sharding_strategy, gated=args.swiglu)
     check_iteration(args.muon_coefficient_type, args.muon_num_ns_steps, args.muon_fp32_matmul_prec)
-    _refuse_unheeded(args)
     plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
     check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)
     if args.muon_offload == "nvme":

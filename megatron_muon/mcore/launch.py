@@ -168,17 +168,15 @@ def _relative(path: Path) -> Path:
 
 def run(*, root: Path) -> NoReturn:
     """`main` and the end of the process; of one that failed while other ranks may wait for it at once."""
-    import torch.distributed as dist
-
     try:
         status = main(root=root)
     except SystemExit:
         raise
     except BaseException:
-        if not dist.is_initialized():
+        if not _has_group():
             raise
         end_alone(1)
-    if status and dist.is_initialized():
+    if status and _has_group():
         end_alone(status)
     sys.exit(status)
 
@@ -208,7 +206,7 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
             _help()
             return 0
         launch = prepare(argv, root=root)
-        alone = settle_one_process(os.environ)
+        alone = None if _has_group() else settle_one_process(os.environ)
         if int(os.environ.get("RANK", "0")) == 0:
             for note in (*launch.notes, *([alone] if alone else [])):
                 print(f"megatron-muon: {note}", flush=True)
@@ -225,6 +223,13 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
             return EXIT_TEMPFAIL
         raise
     return 0
+
+
+def _has_group() -> bool:
+    """Whether whoever called has made the process group already."""
+    import torch.distributed as dist
+
+    return dist.is_initialized()
 
 
 def _help() -> None:

@@ -5,7 +5,7 @@ Plain values in, so that the command line can ask before torch is imported.
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megatron_muon.errors import UserError
 from megatron_muon.sharding.cost import check_stable, runs_in_half
@@ -18,6 +18,107 @@ def check_iteration(coefficient_type: str, steps: int, matmul_precision: str) ->
         UserError: names the value and the remedy.
     """
     check_stable(coefficient_type, steps, half=runs_in_half(matmul_precision))
+
+
+ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
+"""Defaults of the fields `adaptive_muon_*` of megatron-core's OptimizerConfig, which have no flags in 0.19."""
+
+BUFFER_MB = 256.0
+"""Default of --muon-exchange-buffer-mb."""
+
+
+def check_features(config: Any, model_config: Any, *, main_params_dtype: str) -> None:
+    """Check what of megatron-core's other features is on and does not work with Muon under Megatron-FSDP.
+
+    Args:
+        config: parsed flags, or an OptimizerConfig.
+        model_config: parsed flags, or a TransformerConfig.
+        main_params_dtype: `--megatron-fsdp-main-params-dtype`.
+
+    Raises:
+        UserError: names the flag and the reason.
+    """
+    if config.fp16:
+        raise UserError(f"--fp16 is not supported with --optimizer {config.optimizer}; use --bf16, or neither for fp32")
+    if config.use_precision_aware_optimizer:
+        raise UserError(
+            f"--use-precision-aware-optimizer is not supported with --optimizer {config.optimizer}; leave it out"
+        )
+    if main_params_dtype != "fp32":
+        raise UserError(
+            f"--megatron-fsdp-main-params-dtype {main_params_dtype} is not supported with --optimizer "
+            f"{config.optimizer}, whose momentum and main weights are fp32; leave it out"
+        )
+    if config.optimizer_cpu_offload:
+        raise UserError(
+            f"--optimizer-cpu-offload is not supported with --optimizer {config.optimizer}; use --muon-offload cpu"
+        )
+    if config.optimizer_cuda_graph:
+        raise UserError(
+            f"--optimizer-cuda-graph is not supported with --optimizer {config.optimizer}: its step reads the gradient "
+            "norm on the host, which ends a capture; leave it out"
+        )
+    scopes = model_config.cuda_graph_modules
+    if "full_iteration" in (model_config.cuda_graph_impl, *(scopes if isinstance(scopes, list) else [scopes])):
+        raise UserError(
+            f"--cuda-graph-impl full_iteration is not supported with --optimizer {config.optimizer}: a replayed "
+            "iteration runs no Python, so Muon cannot see whether gradients are reduced; use local "
+            "or transformer_engine"
+        )
+    for flag, on in (
+        ("--qk-clip", model_config.qk_clip),
+        ("--log-max-attention-logit", model_config.log_max_attention_logit),
+    ):
+        if on:
+            raise UserError(
+                f"{flag} is not supported with --optimizer {config.optimizer}: Megatron-FSDP gathers weights from "
+                "copies of its own and overwrites what is clipped in the model; leave it out"
+            )
+
+
+def check_heeded(config: Any, strategy: str, *, gated: bool) -> None:
+    """Check that strategy, exchange and model pass none of the settings over.
+
+    Args:
+        config: parsed flags, or a MuonOptimizerConfig.
+        strategy: `--data-parallel-sharding-strategy`.
+        gated: the model's MLPs have a gate (`--swiglu`).
+
+    Raises:
+        UserError: names the flag that would have no effect, and why.
+    """
+    if strategy == "no_shard" and not config.muon_share_replicated:
+        why = (
+            "--data-parallel-sharding-strategy no_shard exchanges nothing, and plain Muon is megatron-core's own there"
+        )
+        unheeded = {
+            "--muon-ns": config.muon_ns != "auto" and config.optimizer == "muon",
+            "--muon-exchange": config.muon_exchange != "owner",
+            "--muon-exchange-dtype": config.muon_exchange_dtype != "auto",
+        }
+    else:
+        why = "--muon-exchange allgather gathers fp32, matrix by matrix"
+        gathers = config.muon_exchange == "allgather" and not config.muon_share_replicated
+        unheeded = {
+            "--muon-exchange-dtype": gathers and config.muon_exchange_dtype == "bf16",
+            "--muon-exchange-buffer-mb": gathers and config.muon_exchange_buffer_mb != BUFFER_MB,
+        }
+    if flag := next((flag for flag, is_given in unheeded.items() if is_given), None):
+        raise UserError(f"{flag} has no effect here: {why}; leave it out")
+    if config.muon_split_gated_mlp and not gated:
+        raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
+
+
+def refuse_adaptive_settings(config: Any) -> None:
+    """Refuse settings of adaptive Muon in a run of another optimizer.
+
+    Raises:
+        UserError: names the flag.
+    """
+    for name, default in ADAPTIVE_DEFAULTS.items():
+        if getattr(config, f"adaptive_muon_{name}") != default:
+            flag = f"--adaptive-muon-{name.replace('_', '-')}"
+            raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
 
 
 def check_share(strategy: str, *, exchange: str, tensor_parallel: int, tp_mode: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from megatron_muon.errors import UserError
 from megatron_muon.mcore import arguments, path_checks
 from megatron_muon.mcore.arguments import check_settings, missing_defaults, parse
+from megatron_muon.mcore.refusals import ADAPTIVE_DEFAULTS
 
 
 @pytest.fixture(scope="module")
@@ -445,7 +446,7 @@ def test_adaptive_muon_has_the_defaults_of_megatrons_config(parser):
     from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
     config = OptimizerConfig()
-    for name, default in arguments.ADAPTIVE_DEFAULTS.items():
+    for name, default in ADAPTIVE_DEFAULTS.items():
         assert getattr(config, f"adaptive_muon_{name}") == default
         assert getattr(parse(parser, []), f"adaptive_muon_{name}") == default
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -126,3 +127,12 @@ def test_ranks_that_a_signal_ends_together_leave_their_group_as_before():
     )
     assert done.returncode == status, done.stderr
     assert done.stdout == "closed\ndestroying\n"
+
+
+def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
+    """A caller that made the process group itself has set RANK for it, and no rendezvous."""
+    monkeypatch.setattr(launch, "prepare", lambda *_, **__: launch.Launch((), None, "cpu", (), (), None, None))
+    monkeypatch.setattr(launch, "_has_group", lambda: True)
+    monkeypatch.setattr(launch, "_train", lambda: None)
+    monkeypatch.setenv("RANK", "0")
+    assert launch.main([], root=Path()) == 0

@@ -1,0 +1,119 @@
+"""What the command line refuses with Muon under Megatron-FSDP, a config of a script refuses too, in the same words."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.transformer import TransformerConfig
+
+from megatron_muon import settings
+from megatron_muon.errors import UserError
+from megatron_muon.mcore import arguments
+from megatron_muon.settings import MuonOptimizerConfig, check_supported
+
+
+@pytest.fixture(scope="module")
+def parser():
+    return arguments.build_parser()
+
+
+RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data")
+
+
+def on_the_line(parser, *argv: str, strategy: str) -> None:
+    args = arguments.parse(parser, [*RUN, "--data-parallel-sharding-strategy", strategy, *argv])
+    arguments.check_settings(args, device="cpu", environ={"WORLD_SIZE": "1"})
+
+
+def in_a_script(monkeypatch, *, strategy: str, ddp: dict, model: dict, **optimizer) -> None:
+    monkeypatch.setattr(settings, "is_mended", lambda: True)
+    config = TransformerConfig(num_layers=1, hidden_size=16, num_attention_heads=2)
+    for name, value in model.items():  # as they are when a model has been made with them
+        setattr(config, name, value)
+    sharding = DistributedDataParallelConfig(
+        use_megatron_fsdp=True, data_parallel_sharding_strategy=strategy, use_distributed_optimizer=True
+    )
+    for name, value in ddp.items():
+        setattr(sharding, name, value)
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    chunk = SimpleNamespace(ddp_config=sharding, config=config, parameters=lambda: iter([parameter]))
+    given = MuonOptimizerConfig(lr=0.1)
+    given.optimizer = "muon"
+    for name, value in optimizer.items():
+        setattr(given, name, value)
+    check_supported(given, [chunk])
+
+
+CASES = {
+    "full iteration": (
+        ("--cuda-graph-impl", "full_iteration"),
+        {"model": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}},
+        "--cuda-graph-impl full_iteration is not supported with --optimizer muon: a replayed iteration runs no Python",
+    ),
+    "optimizer graph": (
+        ("--optimizer-cuda-graph",),
+        {"optimizer_cuda_graph": True},
+        "--optimizer-cuda-graph is not supported with --optimizer muon: its step reads the gradient norm on the host",
+    ),
+    "QK clip": (("--qk-clip",), {"model": {"qk_clip": True}}, "--qk-clip is not supported"),
+    "logits": (
+        ("--log-max-attention-logit",),
+        {"model": {"log_max_attention_logit": True}},
+        "--log-max-attention-logit is not supported with --optimizer muon",
+    ),
+    "precision aware": (
+        ("--use-precision-aware-optimizer",),
+        {"use_precision_aware_optimizer": True},
+        "--use-precision-aware-optimizer is not supported with --optimizer muon",
+    ),
+    "main weights": (
+        ("--megatron-fsdp-main-params-dtype", "bf16"),
+        {"ddp": {"megatron_fsdp_main_params_dtype": torch.bfloat16}},
+        "is not supported with --optimizer muon, whose momentum and main weights are fp32",
+    ),
+    "offloaded Adam": (
+        ("--optimizer-cpu-offload",),
+        {"optimizer_cpu_offload": True},
+        "--optimizer-cpu-offload is not supported with --optimizer muon; use --muon-offload cpu",
+    ),
+    "fp16": (("--fp16",), {"fp16": True}, "--fp16 is not supported with --optimizer muon"),
+    "layer-wise": (("--optimizer", "dist_muon"), {"optimizer": "dist_muon"}, "megatron-core's layer-wise Muon"),
+    "no gate": (
+        ("--muon-split-gated-mlp",),
+        {"muon_split_gated_mlp": True},
+        "--muon-split-gated-mlp has no gate to split",
+    ),
+    "adaptive": (
+        ("--adaptive-muon-beta2", "0.5"),
+        {"adaptive_muon_beta2": 0.5},
+        "--adaptive-muon-beta2 needs --optimizer adaptive_muon",
+    ),
+    "gathered in bf16": (
+        ("--muon-exchange", "allgather", "--muon-exchange-dtype", "bf16"),
+        {"muon_exchange": "allgather", "muon_exchange_dtype": "bf16"},
+        "--muon-exchange-dtype has no effect here",
+    ),
+    "nothing to exchange": (
+        ("--muon-exchange", "allgather"),
+        {"muon_exchange": "allgather", "strategy": "no_shard"},
+        "--muon-exchange has no effect here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_script_is_refused_what_the_command_line_refuses(parser, monkeypatch, name):
+    argv, given, message = CASES[name]
+    given = {"strategy": "optim", "ddp": {}, "model": {}, **given}
+    with pytest.raises(UserError, match=message):
+        on_the_line(parser, *argv, strategy=given["strategy"])
+    with pytest.raises(UserError, match=message):
+        in_a_script(monkeypatch, **given)
+
+
+def test_what_is_supported_passes_both(parser, monkeypatch):
+    on_the_line(parser, "--cuda-graph-impl", "local", strategy="optim")
+    in_a_script(monkeypatch, strategy="optim", ddp={}, model={"cuda_graph_impl": "local"})
