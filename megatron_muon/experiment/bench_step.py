@@ -41,6 +41,7 @@ from megatron_muon.experiment.bench_offload import (
     transfer_ms,
 )
 from megatron_muon.experiment.bench_peers import NS_METHODS, DeepSpeedMuon, GatherCounter
+from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer
@@ -397,8 +398,10 @@ def settle_device(wanted: str, ranks: int) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: CUDA was asked for and is not there, or there are fewer GPUs than ranks.
+        UserError: CUDA was asked for and is not there, "auto" finds a GPU that cannot be used, or there are fewer GPUs
+            than ranks.
     """
+    refuse_unusable_gpu(wanted)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_muon.errors import UserError
 from megatron_muon.experiment.findings import NOTE, OK, WRONG, Finding
+from megatron_muon.gpu import unusable_gpu
 from megatron_muon.quiet import quiet_imports
 
 EXAMPLES = """\
@@ -112,6 +113,8 @@ def _device(gpus: int) -> Finding:
         te = importlib.util.find_spec("transformer_engine") is not None
         text = f"{gpus} GPU{'s' * (gpus != 1)}, Transformer Engine {'installed' if te else 'not installed'}"
         return Finding("device", OK, text)
+    if (why := unusable_gpu()) is not None:
+        return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu")
     from megatron_muon.mcore.arguments import cpu_has_bf16
 
     bf16 = "" if cpu_has_bf16() else "; it has no bf16 arithmetic, so Newton-Schulz runs in fp32"

@@ -230,7 +230,8 @@ def rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.optimizer_share is not None:
         lines.append(("optimizer", f"{summary.optimizer_share:.0%} of the step"))
     else:
-        lines.append(("optimizer", "not timed; --timing-log-level 1 --log-timers-to-tensorboard turn it on"))
+        flags = "--timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard"
+        lines.append(("optimizer", f"not timed; {flags} turn it on"))
     lines.append(("training took", _duration(summary.train_seconds)))
     lines.append(("TensorBoard log", summary.tensorboard_dir))
     lines.append(("checkpoint", summary.checkpoint or "none saved"))

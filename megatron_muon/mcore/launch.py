@@ -21,6 +21,7 @@ from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, SaveError, UserError
+from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.mcore import config_file
 from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser, build_parser
 from megatron_muon.mcore.one_process import settle_one_process
@@ -141,13 +142,15 @@ def settle_device(wanted: str) -> str:
     """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
 
     Raises:
-        UserError: CUDA was asked for and is not there.
+        UserError: CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
     """
     import torch
 
     has_cuda = torch.cuda.is_available()
     if wanted == "cuda" and not has_cuda:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
+    if not has_cuda:
+        refuse_unusable_gpu(wanted)
     if wanted == "cpu" or not has_cuda:
         from megatron_muon import cpu
         from megatron_muon.cpu.memory import keep_freed_memory

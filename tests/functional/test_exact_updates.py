@@ -141,6 +141,8 @@ def test_nor_do_waves_and_iterations_matter(ranks: Pool, settings: dict[str, Any
     """One matrix for each wave, with a warning; and either iteration for all blocks."""
     case = Case(strategy="optim_grads_params", ffn=47)
     cases = {e: case.but(optimizer={"muon_exchange": e, **settings}) for e in EXCHANGES}
+    if "muon_exchange_buffer_mb" in settings:  # the all-gather exchange has no waves
+        cases["allgather"] = case.but(optimizer={"muon_exchange": "allgather"})
     seen = ranks(4, run, cases=cases)[0]
     check(seen["owner"], case, atol=tolerance(case))
     assert_same_bits(seen)

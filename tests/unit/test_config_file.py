@@ -290,3 +290,11 @@ def test_the_environment_wins_over_the_file(load):
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_our_own_files_load(path):
     assert load_config(path).argv
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_no_shipped_config_puts_barriers_around_its_timers(path):
+    """Megatron has all ranks wait for each other at every timer of level 1 unless it is told not to."""
+    flags = dict(load_config(path).flags)
+    assert flags.get("--timing-log-level", ("0",)) == ("0",) or "--no-barrier-with-level-1-timing" in flags
+    assert path.stem != "quickstart" or "--timing-log-level" in flags  # there is something to test

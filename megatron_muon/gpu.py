@@ -1,0 +1,51 @@
+"""A GPU that exists and cannot be used: no reason to fall back to the CPU, where other nodes use theirs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_muon.errors import UserError
+
+_DEVICES = Path("/dev")
+
+
+def refuse_unusable_gpu(wanted: str) -> None:
+    """Check that "auto" would not take the CPU on a machine whose GPU cannot be used.
+
+    Args:
+        wanted: `--device`.
+
+    Raises:
+        UserError: names what is wrong with the GPU.
+    """
+    if wanted == "auto" and (why := unusable_gpu()) is not None:
+        raise UserError(
+            f"--device auto: this machine has a GPU that torch cannot use: {why}; mend that, or use --device cpu on "
+            "all nodes"
+        )
+
+
+def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why torch cannot use the NVIDIA GPU of this machine; None where it can, or there is none, or it is hidden.
+
+    Args:
+        environ: an empty CUDA_VISIBLE_DEVICES hides all GPUs on purpose.
+    """
+    import torch
+
+    if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles"):
+        return None
+    files = sorted(_DEVICES.glob("nvidia[0-9]*"))
+    count = 0 if files else torch.cuda._device_count_nvml()
+    if not files and count < 1:
+        return None
+    seen = f"{files[0]} is there" if files else f"the driver counts {count}"
+    if torch.version.cuda is None:
+        return f"{seen}, and torch {torch.__version__} is built for the CPU"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"{seen}, and torch says: {str(error).splitlines()[0].rstrip('.')}"
+    return f"{seen}, and torch {torch.__version__} finds no device; see nvidia-smi"

@@ -1,0 +1,80 @@
+"""A GPU that exists and cannot be used is refused; only a machine without one falls back to the CPU."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from megatron_muon import gpu
+from megatron_muon.errors import UserError
+from megatron_muon.experiment import bench_step, doctor_command
+from megatron_muon.experiment.findings import WRONG
+from megatron_muon.mcore import launch
+
+OLD = "The NVIDIA driver on your system is too old (found version 11040)."
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    """Makes this machine look like another: device files, what NVML counts, which torch, what CUDA says."""
+
+    def make(*, files=0, counted=-1, built="13.0", available=False, says=None):
+        def init():
+            if says is not None:
+                raise RuntimeError(says + "\nPlease update your GPU driver.")
+
+        for number in range(files):
+            (tmp_path / f"nvidia{number}").touch()
+        (tmp_path / "nvidiactl").touch()
+        monkeypatch.setattr(gpu, "_DEVICES", tmp_path)
+        monkeypatch.setattr(torch.version, "cuda", built)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+        monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: counted)
+        monkeypatch.setattr(torch.cuda, "init", init)
+
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return make
+
+
+@pytest.mark.parametrize(
+    ("about", "why"),
+    [
+        (
+            {"files": 2, "says": OLD},
+            r"nvidia0 is there, and torch says: The NVIDIA driver .* too old \(found version 11040\)$",
+        ),
+        ({"files": 1, "built": None}, r"nvidia0 is there, and torch .* is built for the CPU$"),
+        ({"counted": 8, "built": None}, r"the driver counts 8, and torch .* is built for the CPU$"),
+        ({"files": 1}, r"finds no device; see nvidia-smi$"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, why):
+    """One node with an old driver trained on its CPU over gloo, while the others waited over NCCL."""
+    machine(**about)
+    assert re.search(why, gpu.unusable_gpu({}))
+    for settle in (lambda: launch.settle_device("auto"), lambda: bench_step.settle_device("auto", 1)):
+        with pytest.raises(UserError, match=r"^--device auto: .* GPU that torch cannot use: .* --device cpu"):
+            settle()
+    finding = doctor_command._device(0)
+    assert finding.state == WRONG
+    assert "a GPU that torch cannot use" in finding.text
+
+
+@pytest.mark.parametrize("about", [{}, {"counted": 0}, {"files": 2, "available": True}])
+def test_no_gpu_and_a_good_one_are_no_reason(machine, about):
+    machine(**about)
+    assert gpu.unusable_gpu({}) is None
+
+
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_gpus_may_be_hidden_on_purpose(machine, hidden):
+    machine(files=2, says=OLD)
+    assert gpu.unusable_gpu({"CUDA_VISIBLE_DEVICES": hidden}) is None
+
+
+def test_the_cpu_may_be_asked_for_beside_a_gpu(machine):
+    machine(files=2, says=OLD)
+    gpu.refuse_unusable_gpu("cpu")
+    assert bench_step.settle_device("cpu", 1) == torch.device("cpu")
