@@ -17,7 +17,6 @@ from megatron_muon.mcore.fsdp_patches import is_mended
 from megatron_muon.mcore.fused import BlockSettings
 from megatron_muon.mcore.offload_flags import check_offload
 from megatron_muon.mcore.refusals import (
-    BUFFER_MB,
     check_adaptive,
     check_blocks,
     check_dump,
@@ -61,7 +60,7 @@ class MuonOptimizerConfig(OptimizerConfig):
     """
 
     muon_exchange: str = "owner"
-    muon_exchange_buffer_mb: float = BUFFER_MB
+    muon_exchange_buffer_mb: float = 256.0
     muon_exchange_dtype: str = "auto"
     muon_ns: str = "auto"
     muon_lr: float | None = None
