@@ -3,6 +3,7 @@
     SAVE_DIR/latest_checkpointed_iteration.txt     "8"
     SAVE_DIR/iter_0000008/.metadata                written last by torch's distributed checkpointing
     SAVE_DIR/iter_0000008/__0_0.distcp, ...        one file for each rank
+    SAVE_DIR/iter_0000008/checksums.json           of all of these
     SAVE_DIR/iter_0000012.saving/                  a save that has not finished
 
 A checkpoint is written under its name with `.saving` and renamed when every file is there, so a folder without that
@@ -15,10 +16,12 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from megatron_muon.checkpoint import checksums
 from megatron_muon.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -87,7 +90,7 @@ def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
 def problems(folder: Path) -> list[str]:
     """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
 
-    Compares the files with the sizes that the checkpoint's index gives; it reads no tensor.
+    Compares the index with its checksum and the other files with the sizes that the index gives; it reads no tensor.
     """
     from megatron_muon.checkpoint.unpickling import Reader, UntrustedError
 
@@ -95,6 +98,12 @@ def problems(folder: Path) -> list[str]:
         return [f"{folder} does not exist"]
     if not (folder / ".metadata").is_file():
         return [f"{folder} has no .metadata: its save did not finish"]
+    try:
+        sums = checksums.read(folder)
+    except UserError as error:
+        return [str(error)]
+    if sums and (found := checksums.changed(folder, sums, [".metadata"])):
+        return found
     try:
         stored = Reader(folder).read_metadata().storage_data
         ends: dict[str, int] = {}
@@ -107,12 +116,14 @@ def problems(folder: Path) -> list[str]:
     found = []
     for name, end in sorted(ends.items()):
         try:
-            size = (folder / name).stat().st_size
+            status = (folder / name).stat()
         except OSError as error:
             found.append(f"{folder / name} cannot be read ({error.strerror})")
             continue
-        if size < end:
-            found.append(f"{folder / name} is cut short: {size:,} of {end:,} bytes")
+        if stat.S_ISDIR(status.st_mode):
+            found.append(f"{folder / name} cannot be read (Is a directory)")
+        elif status.st_size < end:
+            found.append(f"{folder / name} is cut short: {status.st_size:,} of {end:,} bytes")
     return found
 
 
@@ -127,13 +138,20 @@ def begin(folder: Path) -> Path:
     return aside
 
 
-def finish(folder: Path) -> None:
+def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
     """Give a finished save its name, in place of an earlier one of the same iteration.
+
+    Args:
+        folder: where the checkpoint is to be.
+        sums: the checksums of its files, which are written beside them.
 
     Raises:
         OSError: a file of it is missing or cut short; nothing is renamed then.
     """
     aside = folder.with_name(folder.name + UNFINISHED)
+    if sums is not None:
+        with written_at_once(aside / checksums.NAME) as stream:
+            stream.write(checksums.encode(sums))
     if found := problems(aside):
         raise OSError("; ".join(found))
     replaced = folder.with_name(folder.name + _REPLACED)

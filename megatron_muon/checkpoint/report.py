@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.errors import UserError
 
 _LAYOUT = {
@@ -65,9 +66,15 @@ def report(folder: Path) -> CheckpointReport:
     """Look at one checkpoint."""
     iteration = files.iteration_of(folder)
     problems = files.problems(folder)
+    sums = None if problems else checksums.read(folder)
+    if sums:
+        names = checksums.share(sums, 0, 1)
+        problems = checksums.changed(folder, sums, names, threads=min(8, os.cpu_count() or 1))
     if problems:
         return CheckpointReport(folder, (*problems, files.resume_hint(folder.parent, but=iteration)))
     notes = [f"{left} is a save that did not finish; it may be deleted" for left in files.unfinished(folder.parent)]
+    if sums is None:
+        notes.insert(0, checksums.absent(folder))
     entries = content.read_entries(folder)
     try:
         stored = content.read_objects(folder, entries)

@@ -162,6 +162,12 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
     )
     group.add_argument(
+        "--no-verify-checkpoint",
+        action="store_false",
+        dest="verify_checkpoint",
+        help="with --load: do not compare the checkpoint's files with their checksums, which reads each of them once",
+    )
+    group.add_argument(
         "--muon-metrics-interval",
         type=int,
         default=METRICS_INTERVAL,

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.first_rank import on_first_rank
+from megatron_muon.mcore.first_rank import of_all_ranks, on_first_rank
 from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
@@ -42,6 +42,8 @@ def load_what_is_there(patches: Patches) -> None:
             if rank0:
                 on_first_rank(lambda: files.recover(folder.parent))
                 _require_complete(folder)
+                if dist.is_initialized() and getattr(args, "verify_checkpoint", True):
+                    _require_unchanged(folder)
                 return load(load_dir, args, rank0, *rest, **kwargs)
             asked.update(folder=folder)
             try:
@@ -151,6 +153,23 @@ def _require_complete(folder: Path) -> None:
         raise UserError(f"this checkpoint cannot be loaded: {found[0]}")
 
 
+def _require_unchanged(folder: Path) -> None:
+    """Compare a checkpoint's files with their checksums, each on one rank.
+
+    Raises:
+        UserError: which are not as they were written, and which checkpoint to take instead.
+    """
+    sums = checksums.read(folder)
+    if sums is None:
+        _tell(checksums.absent(folder), kind="")
+        return
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))
+    if found := [line for lines in of_all_ranks(mine) for line in lines]:
+        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+        raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
+
+
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
     """Check that a checkpoint's learning rates, which groups would take on, are those of the run.
 
@@ -202,11 +221,8 @@ def _ask_for_what_is_there(
     weights = state.get("model", {})
     missing.misfits |= {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
     missing.misfits |= content.other_shapes("model.", weights, entries)
-    if dist.is_initialized():  # ranks hold different experts, and must agree
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, missing)
-        for other in everyone:
-            missing.add(other)
+    for other in of_all_ranks(missing):  # ranks hold different experts, and must agree
+        missing.add(other)
     if missing.misfits:
         raise UserError(
             f"{folder} is of another model: {_some(sorted(missing.misfits))}; give this run its model flags"
@@ -232,11 +248,7 @@ def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
     holds = all(name in entries for name in flatten_state_dict({"rng_state": rng_state})[0])
-    if not dist.is_initialized():
-        return holds
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, holds)
-    return all(everyone)
+    return all(of_all_ranks(holds))
 
 
 def _tell_unfinished(save_dir: Path) -> None:
@@ -244,9 +256,9 @@ def _tell_unfinished(save_dir: Path) -> None:
         _tell(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
-def _tell(text: str) -> None:
+def _tell(text: str, *, kind: str = "warning: ") -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron-muon: warning: {text}", flush=True)
+        print(f"megatron-muon: {kind}{text}", flush=True)
 
 
 def _some(names: list[str]) -> str:

@@ -19,8 +19,9 @@ import torch
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.mcore.checkpoint_loading import explain_load_refusals, load_what_is_there
-from megatron_muon.mcore.first_rank import on_first_rank
+from megatron_muon.mcore.first_rank import of_all_ranks, on_first_rank
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
+from megatron_muon.mcore.summed_files import SummedFiles
 from megatron_muon.mcore.trial_save import try_saving_before_training
 from megatron_muon.patching import Patches, versions
 
@@ -102,7 +103,7 @@ def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def save_beside_and_rename(patches: Patches) -> None:
-    """Write a checkpoint beside its place, and rename it when every rank's file is there in full.
+    """Write a checkpoint beside its place, and rename it when every rank's file is there in full, with checksums.
 
     0.19 writes where the checkpoint is to be. A save that is cut off leaves a folder that looks like a checkpoint; one
     that repeats an iteration writes over the files of a checkpoint that `latest` may name.
@@ -119,8 +120,10 @@ def save_beside_and_rename(patches: Patches) -> None:
             try:
                 on_first_rank(lambda: files.begin(folder))
                 storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
+                storage_writer.fs = written = SummedFiles()
                 result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-                on_first_rank(lambda: files.finish(folder))
+                sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
+                on_first_rank(lambda: files.finish(folder, sums))
             except (Exception, CheckpointException) as error:
                 raise SaveError(
                     f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "

@@ -1,10 +1,19 @@
-"""What one rank does for all, with its failure raised on every rank."""
+"""What one rank does for all, with its failure raised on every rank, and what all ranks tell each other."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch.distributed as dist
+
+
+def of_all_ranks[T](value: T) -> list[T]:
+    """The value of each rank, on every rank; this one's alone in a process without others."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[T] = [value] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
 
 
 def on_first_rank(act: Callable[[], object]) -> None:

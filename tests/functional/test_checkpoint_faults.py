@@ -159,6 +159,16 @@ def test_damaged_and_vanished(training: Trainings) -> None:
     assert "the newest complete checkpoint is iteration 4: resume with --load ck --ckpt-step 4" in run.output
     assert training("--load", "ck", "--ckpt-step", "4", "--save", "ck2").checked().iterations[0].number == 5
 
+    shard = here / "ck" / "iter_0000004" / "__1_0.distcp"
+    flipped = bytearray(shard.read_bytes())
+    flipped[len(flipped) // 2] ^= 64
+    shard.write_bytes(flipped)
+    run = training("--load", "ck", "--ckpt-step", "4", "--save", "ck3")
+    assert run.returncode == 2
+    assert "iter_0000004/__1_0.distcp is damaged: its CRC-32 is " in run.output
+    skipped = ("--no-verify-checkpoint", "--load", "ck", "--ckpt-step", "4", "--save", "ck4")
+    assert training(*skipped).checked().iterations[0].number == 5
+
     (here / "ck" / files.TRACKER).write_text("")
     run = training("--load", "ck")
     assert run.returncode == 2

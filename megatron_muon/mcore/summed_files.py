@@ -1,0 +1,66 @@
+"""A file system for torch's checkpoint writer that sums each file while it is written.
+
+The checksum is of what was to be written, so that it tells, too, where memory or a disk wrote something else. A helper
+thread sums a piece while the system writes it; neither holds Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+_SMALL = 1 << 16
+"""Bytes up to which a piece is summed faster than it is handed to a thread."""
+
+
+class SummedFiles(FileSystem):
+    """The file system, with the CRC-32 of each file that was written through it.
+
+    Attributes:
+        sums: checksums by the files' names.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, int] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file to be written from its beginning to its end."""
+        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as pool:
+            summed = _SummedStream(stream, pool)
+            yield summed
+        self.sums[Path(path).name] = summed.crc
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file another name."""
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _SummedStream:
+    """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
+
+    def __init__(self, stream: Any, pool: ThreadPoolExecutor) -> None:
+        self.crc = 0
+        self._stream = stream
+        self._pool = pool
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        piece = memoryview(data).cast("B")
+        if len(piece) <= _SMALL:
+            self.crc = zlib.crc32(piece, self.crc)
+            return int(self._stream.write(piece))
+        summing = self._pool.submit(zlib.crc32, piece, self.crc)
+        try:
+            return int(self._stream.write(piece))
+        finally:
+            self.crc = summing.result()

@@ -1,0 +1,150 @@
+"""Checksums of a checkpoint's files: every flipped bit and every file of another iteration is found.
+
+Story: of 30 flipped bits 22 were loaded without a word, and so was a rank's file of another iteration.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_muon.checkpoint import checksums, files
+from megatron_muon.errors import SaveError, UserError
+from megatron_muon.experiment import doctor_command
+from megatron_muon.mcore import checkpoint_loading, checkpoint_patches
+from megatron_muon.patching import Patches
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+@pytest.fixture
+def patches() -> Iterator[Patches]:
+    made = Patches()
+    checkpoint_patches.save_beside_and_rename(made)
+    yield made
+    made.undo()
+
+
+@pytest.fixture
+def save_dir(tmp_path: Path, patches: Patches) -> Path:
+    """Two checkpoints, the second the latest, of a large and some small tensors and a few objects."""
+    for iteration in (4, 8):
+        torch.manual_seed(iteration)
+        model = {f"w{i}": torch.randn(200, 300 if i else 3) for i in range(4)}
+        state = {"model": model, "iteration": iteration, "args": None}
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(files.iteration_folder(tmp_path, iteration)), no_dist=True)
+    (tmp_path / files.TRACKER).write_text("8")
+    return tmp_path
+
+
+def latest(save_dir: Path) -> Path:
+    return files.iteration_folder(save_dir, 8)
+
+
+def load(save_dir: Path) -> None:
+    """What a run does before it reads anything."""
+    checkpoint_loading._require_complete(latest(save_dir))
+    checkpoint_loading._require_unchanged(latest(save_dir))
+
+
+def found_by_doctor(save_dir: Path) -> list[str]:
+    return [finding.text for finding in doctor_command.checkpoint(save_dir) if finding.state == "wrong"]
+
+
+def test_a_sound_checkpoint(save_dir: Path) -> None:
+    """The checksums are those that any other program finds."""
+    names = {entry.name for entry in latest(save_dir).iterdir()}
+    assert names == {".metadata", "__0_0.distcp", checksums.NAME}
+    sums = json.loads((latest(save_dir) / checksums.NAME).read_text())["crc32"]
+    for name in names - {checksums.NAME}:
+        assert sums[name] == f"{zlib.crc32((latest(save_dir) / name).read_bytes()):08x}"
+    load(save_dir)
+    assert found_by_doctor(save_dir) == []
+
+
+def test_thirty_flipped_bits(save_dir: Path) -> None:
+    """Anywhere in the files, those of the metadata and of the checksums included; all are found, by both."""
+    rng = random.Random(5)
+    paths = sorted(latest(save_dir).iterdir())
+    for flip in range(30):
+        path = paths[flip % len(paths)]
+        whole = path.read_bytes()
+        bit = rng.randrange(len(whole) * 8)
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        with pytest.raises(UserError, match=rf"{path.name} is damaged: .*--ckpt-step 4$"):
+            load(save_dir)
+        (found, remedy) = found_by_doctor(save_dir)
+        assert f"{path.name} is damaged" in found, flip
+        assert "--ckpt-step 4" in remedy
+        path.write_bytes(whole)
+    load(save_dir)
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", checksums.NAME])
+def test_a_file_of_another_iteration(save_dir: Path, name: str) -> None:
+    """It has the right size and is sound in itself."""
+    of_4 = files.iteration_folder(save_dir, 4) / name
+    assert of_4.stat().st_size == (latest(save_dir) / name).stat().st_size
+    shutil.copyfile(of_4, latest(save_dir) / name)
+    accused = ".metadata" if name == checksums.NAME else name
+    with pytest.raises(
+        UserError, match=rf"{accused} is damaged: its CRC-32 is [0-9a-f]{{8}}, and was [0-9a-f]{{8}} when .*-step 4$"
+    ):
+        load(save_dir)
+    assert f"{accused} is damaged" in found_by_doctor(save_dir)[0]
+
+
+def test_one_that_was_written_without_loads_with_a_note(save_dir: Path, capsys) -> None:
+    (latest(save_dir) / checksums.NAME).unlink()
+    load(save_dir)
+    assert "iter_0000008 was written without checksums; what its files hold is not verified" in capsys.readouterr().out
+    notes = [finding.text for finding in doctor_command.checkpoint(save_dir) if finding.state == "note"]
+    assert any("was written without checksums" in note for note in notes)
+
+
+def test_a_file_that_cannot_be_read(save_dir: Path) -> None:
+    """A directory in its place was a file that is cut short."""
+    shard = latest(save_dir) / "__0_0.distcp"
+    shard.unlink()
+    shard.mkdir()
+    with pytest.raises(UserError, match=r"__0_0\.distcp cannot be read \(Is a directory\).*--ckpt-step 4"):
+        load(save_dir)
+    assert "Is a directory" in found_by_doctor(save_dir)[0]
+
+
+def test_ranks_share_the_files() -> None:
+    """Each is read by one rank, which is the one that wrote it where the layout is the same."""
+    sums = dict.fromkeys([".metadata", *(f"__{rank}_0.distcp" for rank in range(12))], 0)
+    for ranks in (1, 5, 12, 20):
+        shares = [checksums.share(sums, rank, ranks) for rank in range(ranks)]
+        assert sorted(name for share in shares for name in share) == sorted(sums.keys() - {".metadata"})
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    assert checksums.share(sums, 11, 12) == ["__11_0.distcp"]
+
+
+def test_a_file_that_changes_before_the_rename_is_not_given_the_name(
+    tmp_path: Path, patches: Patches, monkeypatch
+) -> None:
+    """The index is looked at once more; a save that has gone wrong replaces nothing."""
+    finish = files.finish
+
+    def damage(folder: Path, sums: dict[str, int]) -> None:
+        index = folder.with_name(folder.name + files.UNFINISHED) / ".metadata"
+        index.write_bytes(index.read_bytes() + b"\0")
+        finish(folder, sums)
+
+    monkeypatch.setattr(files, "finish", damage)
+    writer = dcp.FileSystemWriter(latest(tmp_path))
+    with pytest.raises(SaveError, match=r"\.metadata is damaged"):
+        dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    assert files.iterations(tmp_path) == []
