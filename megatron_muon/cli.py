@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
         return end.code if isinstance(end.code, int) else EXIT_FAILURE
     except UserError as error:
-        print(f"megatron-muon: error: {error}", file=sys.stderr)
+        for line in str(error).splitlines():
+            print(f"megatron-muon: error: {line}", file=sys.stderr)
         return EXIT_USAGE
     except RunFailedError as error:
         print(f"megatron-muon: {error}", file=sys.stderr)

@@ -36,3 +36,38 @@ def _first_line(error: BaseException) -> str:
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
     return "a file could not be written in full" if "unexpected pos" in line else line
+
+
+class Reasons:
+    """Collects user errors that do not depend on each other, so that a user is told all of them at once.
+
+    reasons = Reasons()
+    with reasons:
+        check_this()
+    with reasons:
+        check_that()
+    reasons.tell()
+    """
+
+    def __init__(self) -> None:
+        """Nothing is refused yet."""
+        self.lines: list[str] = []
+
+    def __enter__(self) -> None:
+        """Begin a check."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Keep what the check refused; other errors go on."""
+        if not isinstance(error, UserError):
+            return False
+        self.lines += [line for line in str(error).splitlines() if line not in self.lines]
+        return True
+
+    def tell(self) -> None:
+        """Raise what was refused.
+
+        Raises:
+            UserError: the reasons, one a line.
+        """
+        if self.lines:
+            raise UserError("\n".join(self.lines))

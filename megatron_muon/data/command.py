@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_muon.data.corpus import PreparedData, Progress, prepare
 from megatron_muon.data.sources import SourceOptions
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
+from megatron_muon.errors import UserError
 
 _LINE_EVERY_SECONDS = 5.0
 
@@ -50,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
     add("--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories")
     add("--stdlib", action="store_true", help="take the running Python's standard library, about 30 MB")
-    add("--output", type=Path, required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
+    add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     add("--overwrite", action="store_true", help="replace existing output that holds something else")
     add(
         "--suffix",
@@ -95,10 +96,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints what was written and how to train on it."""
+    if args.output.endswith("/"):  # which a Path would not show
+        raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
     with _progress() as progress:
         prepared = prepare(
             args.input,
-            args.output,
+            Path(args.output),
             stdlib=args.stdlib,
             sources=SourceOptions(
                 suffixes=tuple(args.suffix),

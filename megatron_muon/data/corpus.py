@@ -169,7 +169,7 @@ class OutputPaths:
         Raises:
             UserError: The directory cannot be created or written.
         """
-        if not self.prefix.name:
+        if not self.prefix.name or self.prefix.is_dir():
             raise UserError(f"--output {str(self.prefix)!r} is a directory; give a prefix in it, such as data/corpus")
         try:
             self.prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def _settings(options: SourceOptions, spec: TokenizerSpec, append_eod: bool, std
     """Returns everything beside the input's bytes that decides what is written. JSON-comparable."""
     return {
         "tokenizer": [spec.tokenizer_type, spec.model, spec.vocab_size],
-        "tokenizer_digest": _model_digest(spec),
+        "tokenizer_digest": model_digest(spec),
         "append_eod": append_eod,
         "stdlib": f"python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
         if stdlib
@@ -221,7 +221,7 @@ def _settings(options: SourceOptions, spec: TokenizerSpec, append_eod: bool, std
     }
 
 
-def _model_digest(spec: TokenizerSpec) -> str:
+def model_digest(spec: TokenizerSpec) -> str:
     """Returns a digest of a model that is a file or directory: its path may hold another one next time."""
     if spec.model is None or not Path(spec.model).exists():
         return ""
@@ -267,6 +267,7 @@ def _write(
             "input_digest": counts.digest.hexdigest(),
             "documents": written,
             "tokens": tokens,
+            "vocab_size": encoder.vocab_size,
             "skipped": counts.describe(),
             "sizes": {"bin": temporary[0].stat().st_size, "idx": temporary[1].stat().st_size},
         }

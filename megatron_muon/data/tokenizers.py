@@ -8,6 +8,7 @@ does with the same values.
 
 import argparse
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,19 @@ TOKENIZER_TYPES = (
     "TikTokenizer",
 )
 """The byte-level one, and those of megatron-core's `build_tokenizer` that need at most a model."""
+
+_PACKAGES = {
+    "HuggingFaceTokenizer": "transformers",
+    "SFTTokenizer": "transformers",
+    "GPT2BPETokenizer": "transformers",
+    "BertWordPieceLowerCase": "transformers",
+    "BertWordPieceCase": "transformers",
+    "SentencePieceTokenizer": "sentencepiece",
+    "GPTSentencePieceTokenizer": "sentencepiece",
+    "Llama2Tokenizer": "sentencepiece",
+    "TikTokenizer": "tiktoken",
+}
+"""What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
 
 Encode = Callable[[str], npt.NDArray[Any]]
 
@@ -130,15 +144,37 @@ def build(spec: TokenizerSpec) -> Tokenizer:
 
 def _build_megatron(spec: TokenizerSpec) -> Any:
     with quiet_imports():
-        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
         from megatron.training.config import TokenizerConfig
 
     args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
     args.tokenizer_type, args.tokenizer_model = spec.tokenizer_type, spec.model
     args.vocab_size, args.pad_vocab_size = spec.vocab_size, False
+    return build_megatron(args)
+
+
+def build_megatron(args: argparse.Namespace) -> Any:
+    """Builds megatron-core's tokenizer from arguments in the words of its command line.
+
+    Raises:
+        UserError: What `check_spec` refuses, a missing package, or a model that does not load.
+    """
+    with quiet_imports():
+        from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+
+    kind, model = args.tokenizer_type, args.tokenizer_model
+    if kind in TOKENIZER_TYPES:
+        check_spec(TokenizerSpec(kind, model, args.vocab_size))
+    files = args.vocab_file and args.merge_file
+    if kind == "GPT2BPETokenizer" and not files and importlib.util.find_spec("wget") is None:
+        raise UserError(
+            f"--tokenizer-type {kind}, Megatron's default, needs --vocab-file FILE and --merge-file FILE; for data of "
+            "megatron-muon data prepare give the flags that it printed, such as --tokenizer-type NullTokenizer "
+            "--vocab-size N"
+        )
+    if (package := _PACKAGES.get(kind)) and importlib.util.find_spec(package) is None:
+        raise UserError(f"--tokenizer-type {kind} needs the package {package}; type pip install {package}")
     try:
         return build_tokenizer(args)
-    except ImportError as error:
-        raise UserError(f"--tokenizer-type {spec.tokenizer_type} needs a package that is missing: {error}") from error
     except Exception as error:  # each tokenizer library has exceptions of its own
-        raise UserError(f"--tokenizer-type {spec.tokenizer_type} --tokenizer-model {spec.model}: {error}") from error
+        named = "" if model is None else f" --tokenizer-model {model}"
+        raise UserError(f"--tokenizer-type {kind}{named}: {' '.join(str(error).split())}") from error

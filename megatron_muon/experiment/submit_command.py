@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.command_parser import CommandParser
-from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.errors import Reasons, RunFailedError, UserError
 from megatron_muon.experiment.processes import ROOT
 
 SCRIPT = Path("scripts/slurm/pretrain.sbatch")
@@ -101,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.at_once is not None and args.array is None:
         raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
     submission = plan(args, os.environ)
+    check_as_run(args)
     for name, value in submission.settings:
         print(f"{name:<12} {value}")
     print(submission.line, flush=True)
@@ -232,6 +233,34 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
                 "give each line a --save of its own"
             )
     return runs
+
+
+def check_as_run(args: argparse.Namespace) -> None:
+    """Checks every task's run as its ranks would, for the number of ranks and, with GPUs, for CUDA.
+
+    Where the number of ranks is left to what the job finds, its first start says what is wrong.
+
+    Raises:
+        UserError: what the user got wrong, all of it.
+    """
+    ranks = args.gpus_per_node or args.nproc_per_node
+    if ranks is None:
+        return
+    from megatron_muon.experiment.resolve import Request, resolve_each
+
+    tasks = [()] if args.array is None else read_tasks(args.array)
+    device = (("device", "cuda"),) if args.gpus_per_node else ()
+    requests = [
+        Request(str(args.config), device, (*args.flags, *flags), ranks=ranks, nodes=args.nodes, writes=False)
+        for flags in tasks
+    ]
+    reasons = Reasons()
+    for number, answer in enumerate(resolve_each(requests), 1):
+        with reasons:
+            if isinstance(answer, UserError):
+                task = "" if args.array is None else f"{args.array}:{number}: "
+                raise UserError("\n".join(f"{task}{line}" for line in str(answer).splitlines()))
+    reasons.tell()
 
 
 def _checkpoints(run: Any, typed: Sequence[str]) -> str:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon.errors import UserError
+from megatron_muon.errors import Reasons, UserError
 from megatron_muon.mcore.offload_flags import add_offload_arguments, check_offload, given_flag
-from megatron_muon.mcore.path_checks import check_load, check_writable, require_data
+from megatron_muon.mcore.path_checks import check_load, require_data
 from megatron_muon.mcore.refusals import (
     ADAPTIVE_DEFAULTS,
     BUFFER_MB,
@@ -297,6 +297,7 @@ def check_settings(
     environ: Mapping[str, str] = os.environ,
     writes: bool = True,
     check_data: bool = True,
+    elsewhere: bool = False,
 ) -> None:
     """Check what a user can get wrong, before torch.distributed starts.
 
@@ -304,46 +305,63 @@ def check_settings(
         args: the settings.
         device: "cuda" or "cpu".
         environ: has WORLD_SIZE and RANK.
-        writes: whether the folder of --save may be made to see whether it can be written to.
+        writes: whether this is the start of a run, which needs its --load.
         check_data: whether the training data should be there by now.
+        elsewhere: whether the run is for another machine, where Transformer Engine may be.
 
     Raises:
-        UserError: names the value and the remedy.
+        UserError: names the value and the remedy; of several mistakes each in a line of its own.
     """
     check_numbers(args)
-    world_size = int(environ.get("WORLD_SIZE", "1"))
-    check_parallelism(args, world_size)
-    if args.transformer_impl == "transformer_engine" and not has_transformer_engine():
+    reasons = Reasons()
+    with reasons:
+        check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
+    with reasons:
+        _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
+    with reasons:
+        if args.optimizer in MUONS and args.fp16:
+            raise UserError(
+                f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32"
+            )
+    with reasons:
+        if args.optimizer == "dist_muon" and args.use_megatron_fsdp:
+            refuse_layer_wise("--optimizer dist_muon")
+    with reasons:
+        _check_adaptive(args)
+    with reasons:
+        if args.optimizer in MUONS and args.use_megatron_fsdp:
+            _check_muon(args, device=device, first_rank=environ.get("RANK", "0") == "0")
+        else:
+            _refuse_without_muon(args)
+    with reasons:
+        if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise UserError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
+                "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
+            )
+    with reasons:
+        if args.async_save:
+            check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
+    with reasons:
+        if check_data:
+            require_data(args)
+    with reasons:
+        if args.load and writes:
+            check_load(args)
+    with reasons:
+        if args.save and args.save_interval is None:
+            raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
+    reasons.tell()
+
+
+def _check_transformer_engine(args: argparse.Namespace, *, device: str, is_installed: bool) -> None:
+    if args.transformer_impl == "transformer_engine" and not is_installed:
         raise UserError(
             "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
             "pip install 'megatron-muon[te]' on a machine with a GPU, or use --transformer-impl local"
         )
     if args.transformer_impl == "transformer_engine" and device == "cpu":
         raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
-    if args.optimizer in MUONS and args.fp16:
-        raise UserError(f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32")
-    if args.optimizer == "dist_muon" and args.use_megatron_fsdp:
-        refuse_layer_wise("--optimizer dist_muon")
-    _check_adaptive(args)
-    if args.optimizer in MUONS and args.use_megatron_fsdp:
-        _check_muon(args, device=device, first_rank=environ.get("RANK", "0") == "0")
-    else:
-        _refuse_without_muon(args)
-    if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        raise UserError(
-            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
-            "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
-        )
-    if args.async_save:
-        check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
-    if check_data:
-        require_data(args)
-    if args.load and writes:
-        check_load(args)
-    if args.save and writes:
-        check_writable(Path(args.save), "--save")
-    if args.save and args.save_interval is None:
-        raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
 
 
 def _check_adaptive(args: argparse.Namespace) -> None:

@@ -20,11 +20,12 @@ from typing import NoReturn
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.ending import end_alone
-from megatron_muon.errors import OffloadError, SaveError, UserError
+from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
 from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.mcore import config_file
 from megatron_muon.mcore.arguments import MODEL_FLAGS, Parser, build_parser
 from megatron_muon.mcore.one_process import settle_one_process
+from megatron_muon.mcore.path_checks import check_vocabularies, check_writable
 from megatron_muon.mcore.version import check_versions
 from megatron_muon.quiet import quiet_imports
 
@@ -106,9 +107,10 @@ def prepare(
         ]
     in_file = dict(config.flags).get("--device") if config is not None else None
     with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
-        device = settle_device(given.device or (in_file[0] if in_file else "auto"))
+        device = settle_device(given.device or (in_file[0] if in_file else "auto"), on_paper=not writes)
 
-        from megatron_muon.mcore import arguments, gpt, patches  # noqa: F401
+        from megatron_muon import cpu
+        from megatron_muon.mcore import arguments, gpt, patches, validation  # noqa: F401
         from megatron_muon.patching import Patches
 
         parser = arguments.build_parser()
@@ -126,38 +128,62 @@ def prepare(
     is_quickstart = args.data_path == [str(QUICKSTART_CORPUS)]
     if is_quickstart and writes:
         ensure_stdlib_corpus(QUICKSTART_CORPUS)
-    arguments.check_settings(args, device=device, writes=writes, check_data=writes or not is_quickstart)
-    patches.install(
-        Patches(),
-        muon_under_fsdp=args.optimizer in arguments.MUONS and args.use_megatron_fsdp,
-        megatron_fsdp=args.use_megatron_fsdp,
-    )
+    elsewhere = device == "cuda" and cpu.installed()
+    if elsewhere:
+        notes.append(
+            "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
+            "not looked for here, other packages are taken to be those of this machine"
+        )
+    muon_under_fsdp = args.optimizer in arguments.MUONS and args.use_megatron_fsdp
+    reasons = Reasons()
+    with reasons:
+        check_data = not elsewhere and (writes or not is_quickstart)
+        arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
+    with reasons:
+        validated = validation.check(
+            args,
+            parser,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            muon_under_fsdp=muon_under_fsdp,
+            elsewhere=elsewhere,
+            refused=reasons.lines,
+        )
+        check_vocabularies(validated)
+    reasons.tell()
+    if args.save and writes:
+        check_writable(Path(args.save), "--save")
+    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
     sys.argv = [sys.argv[0], *full]
     return Launch(
         argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
     )
 
 
-def settle_device(wanted: str) -> str:
+def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
+
+    Args:
+        wanted: "auto", "cuda" or "cpu".
+        on_paper: nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
 
     Raises:
         UserError: CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
     """
     import torch
 
-    has_cuda = torch.cuda.is_available()
-    if wanted == "cuda" and not has_cuda:
+    from megatron_muon import cpu
+
+    has_cuda = torch.cuda.is_available() and not cpu.installed()
+    if wanted == "cuda" and not has_cuda and not on_paper:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
     if not has_cuda:
         refuse_unusable_gpu(wanted)
     if wanted == "cpu" or not has_cuda:
-        from megatron_muon import cpu
         from megatron_muon.cpu.memory import keep_freed_memory
 
         cpu.install(force=wanted == "cpu")
         keep_freed_memory()
-        return "cpu"
+        return "cuda" if wanted == "cuda" else "cpu"
     return "cuda"
 
 
@@ -272,7 +298,8 @@ def _tell(error: Exception) -> None:
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
-    print(f"pretrain_gpt.py: error: {error}", file=sys.stderr, flush=True)
+    for line in str(error).splitlines():
+        print(f"pretrain_gpt.py: error: {line}", file=sys.stderr, flush=True)
 
 
 def _train() -> None:
@@ -284,11 +311,10 @@ def _train() -> None:
 
     from megatron_muon.mcore.arguments import add_muon_arguments
     from megatron_muon.mcore.gpt import forward_step, train_valid_test_datasets
+    from megatron_muon.mcore.validation import DEFAULTS
     from megatron_muon.offload.run import close_runs
 
-    args = parse_and_validate_args(
-        extra_args_provider=add_muon_arguments, args_defaults={"tokenizer_type": "GPT2BPETokenizer"}
-    )
+    args = parse_and_validate_args(extra_args_provider=add_muon_arguments, args_defaults=DEFAULTS)
     together = False
     try:
         pretrain(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import inspect
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.content import plain
-from megatron_muon.errors import OffloadError, SaveError, UserError
+from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.mcore import checkpoint_patches, checkpoint_trust
 from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
 from megatron_muon.mcore.progress import show_progress
@@ -36,7 +35,6 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         megatron_fsdp: the run has `--use-megatron-fsdp`, with any optimizer.
     """
     use_shipped_dataset_helper(patches)
-    explain_refusals(patches)
     accept_full_precision(patches)
     if muon_under_fsdp:
         accept_muon(patches)
@@ -68,25 +66,6 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
         return compile_helpers
 
     patches.wrap(dataset_utils, "compile_helpers", around)
-
-
-def explain_refusals(patches: Patches) -> None:
-    """Turn the assertions by which megatron-core 0.19 refuses settings into one-line messages."""
-    import megatron.training.arguments as arguments
-
-    def around(validate: Callable[..., Any]) -> Callable[..., Any]:
-        def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-            try:
-                return validate(args, defaults or {})
-            except (AssertionError, ValueError) as refusal:
-                # Many assertions carry no message; the condition that does not hold says it then.
-                line = traceback.extract_tb(refusal.__traceback__)[-1].line
-                reason = str(refusal) or (line or "").removeprefix("assert ")
-                raise UserError(f"megatron-core refuses these settings: {' '.join(reason.split())}") from refusal
-
-        return validate_args
-
-    patches.wrap(arguments, "validate_args", around, takes=["args", "defaults"])
 
 
 def accept_full_precision(patches: Patches) -> None:

@@ -34,6 +34,8 @@ def require_data(args: argparse.Namespace) -> None:
             continue  # the weight of the prefix that follows
         for suffix in (".bin", ".idx"):
             if not Path(prefix + suffix).exists():
+                if prefix.endswith((".bin", ".idx")) and Path(prefix).exists():
+                    raise UserError(f"--data-path {prefix}: leave {prefix[-4:]} out; type --data-path {prefix[:-4]}")
                 raise UserError(
                     f"{prefix}{suffix} does not exist; --data-path takes the prefix of a .bin and an .idx file; type "
                     f"megatron-muon data prepare --input TEXT --output {prefix}"
@@ -41,6 +43,25 @@ def require_data(args: argparse.Namespace) -> None:
     for prefix in args.data_path or ():
         if not _is_number(prefix):
             _check_split(prefix, args.split or "969, 30, 1")
+
+
+def check_vocabularies(args: argparse.Namespace) -> None:
+    """Refuse data that is there and whose token ids are not those of the run's vocabulary.
+
+    Args:
+        args: validated settings, with the padded size of the vocabulary.
+
+    Raises:
+        UserError: names the data, its tokenizer and the run's.
+    """
+    from megatron_muon.data.vocabulary import check_vocabulary
+
+    if args.mock_data or args.skip_train:
+        return
+    given = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
+    for prefix in dict.fromkeys(token for paths in given if paths for token in paths):
+        if not _is_number(prefix) and all(Path(prefix + suffix).exists() for suffix in (".bin", ".idx")):
+            check_vocabulary(prefix, args)
 
 
 def _check_split(prefix: str, split: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 from megatron_muon.errors import UserError
 from megatron_muon.mcore import arguments, path_checks
 from megatron_muon.mcore.arguments import check_settings, missing_defaults, parse
+from megatron_muon.mcore.path_checks import check_writable
 from megatron_muon.mcore.refusals import ADAPTIVE_DEFAULTS
 
 
@@ -298,12 +299,21 @@ def test_the_header_is_read_as_megatron_writes_it(parser, tmp_path):
         check_data(parser, "--data-path", str(prepared.prefix))
 
 
-def test_the_save_directory_is_made_and_tried(parser, tmp_path):
-    check(parser, "--save", str(tmp_path / "new" / "deep"), "--save-interval", "5")
+def test_the_save_directory_is_made_and_tried(tmp_path):
+    check_writable(tmp_path / "new" / "deep", "--save")
     assert list((tmp_path / "new" / "deep").iterdir()) == []
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--save .*file/below: cannot write there \(Not a directory\)"):
-        check(parser, "--save", str(tmp_path / "file" / "below"))
+        check_writable(tmp_path / "file" / "below", "--save")
+
+
+def test_mistakes_that_do_not_depend_on_each_other_are_told_at_once(parser, tmp_path):
+    """Each of Megatron-LM's functional tests had several reasons, of which one was told at a time."""
+    with pytest.raises(UserError) as caught:
+        check(parser, *MUON, "--fp16", "--save", str(tmp_path / "new"), "--tensor-model-parallel-size", "4")
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines] == ["--tensor-model-parallel-size", "--fp16", "--save"]
+    assert not (tmp_path / "new").exists()
 
 
 def test_saving_needs_an_interval(parser, tmp_path):
@@ -312,10 +322,10 @@ def test_saving_needs_an_interval(parser, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_directory_without_write_permission_is_refused(parser, tmp_path):
+def test_a_directory_without_write_permission_is_refused(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(UserError, match="Permission denied"):
-        check(parser, "--save", str(tmp_path / "locked"))
+        check_writable(tmp_path / "locked", "--save")
 
 
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")

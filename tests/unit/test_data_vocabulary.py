@@ -1,0 +1,87 @@
+"""Data of one tokenizer and a run of another: refused before training, with both named."""
+
+import argparse
+
+import numpy as np
+import pytest
+
+from megatron_muon.data import corpus, prepare
+from megatron_muon.data.vocabulary import check_vocabulary
+from megatron_muon.errors import UserError
+from megatron_muon.mcore.path_checks import check_vocabularies, require_data
+
+
+def run(kind: str = "NullTokenizer", rows: int = 384, model: str | None = None, size: int | None = 257):
+    return argparse.Namespace(
+        tokenizer_type=kind, tokenizer_model=model, vocab_size=size, padded_vocab_size=rows, mock_data=False,
+        skip_train=False, data_path=None, train_data_path=None, valid_data_path=None, test_data_path=None,
+        data_args_path=None, per_split_data_args_path=None, split=None,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path):
+    """Bytes with 257 ids, as `data prepare` writes them."""
+    (tmp_path / "text.txt").write_text("some text\n" * 50)
+    return str(prepare([tmp_path / "text.txt"], tmp_path / "text").prefix)
+
+
+def test_the_tokenizer_of_the_data_is_taken(text):
+    check_vocabulary(text, run())
+    check_vocabulary(text, run(size=300))
+
+
+def test_another_tokenizer_is_refused_with_both_named(text):
+    """It ended in `IndexError: index out of range in self` on every rank, or trained on nonsense."""
+    with pytest.raises(UserError, match=r"text was made with ByteLevelTokenizer, this run has HuggingFaceT.* gpt2;"):
+        check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(text):
+    with pytest.raises(UserError, match=r"of 257; .* --vocab-size 200 .* 256 \(padded\); .*--vocab-size 257"):
+        check_vocabulary(text, run(rows=256, size=200))
+
+
+def test_without_a_manifest_the_ids_at_the_beginning_count(text, tmp_path):
+    (tmp_path / "text.prepared.json").unlink()
+    check_vocabulary(text, run("HuggingFaceTokenizer", rows=50304, model="gpt2", size=None))
+    with pytest.raises(UserError, match="holds token id 256, and the model has 128 "):
+        check_vocabulary(text, run(rows=128, size=100))
+    ids = np.fromfile(text + ".bin", dtype=np.uint16)
+    assert ids.max() == 256
+
+
+def test_a_tokenizer_file_in_another_folder_is_the_same(text, tmp_path, monkeypatch):
+    """A relative path and an absolute one, or a folder that was moved."""
+    for folder in ("a", "b", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.model").write_text("other" if folder == "other" else "same")
+    spec = corpus.TokenizerSpec("SentencePieceTokenizer", str(tmp_path / "a" / "t.model"))
+    manifest = {
+        "settings": {
+            "tokenizer": [spec.tokenizer_type, spec.model, None],
+            "tokenizer_digest": corpus.model_digest(spec),
+        },
+        "vocab_size": 32000,
+    }
+    monkeypatch.setattr(corpus.OutputPaths, "read_manifest", lambda self: manifest)
+    for folder in ("a", "b"):
+        check_vocabulary(text, run("Llama2Tokenizer", rows=32000, model=str(tmp_path / folder / "t.model"), size=None))
+    with pytest.raises(UserError, match=r"a/t\.model, this run has .*other/t\.model"):
+        check_vocabulary(text, run("Llama2Tokenizer", rows=32000, model=str(tmp_path / "other" / "t.model"), size=None))
+    with pytest.raises(UserError, match="vocabulary of 32000"):
+        check_vocabulary(text, run("Llama2Tokenizer", rows=31999, model=str(tmp_path / "b" / "t.model"), size=None))
+
+
+def test_every_part_of_a_blend_is_checked(text):
+    settings = run(rows=128, size=100)
+    settings.data_path = ["0.5", "absent", "0.5", text]
+    with pytest.raises(UserError, match="text was made with"):
+        check_vocabularies(settings)
+
+
+def test_a_prefix_with_its_ending_is_told_without_it(text):
+    settings = run()
+    settings.data_path = [text + ".bin"]
+    with pytest.raises(UserError, match=r"--data-path .*text\.bin: leave \.bin out; type --data-path .*text$"):
+        require_data(settings)

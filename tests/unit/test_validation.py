@@ -1,0 +1,138 @@
+"""What megatron-core refuses is told before ranks start, each reason as one line with the flags and values."""
+
+import argparse
+import importlib.util
+
+import pytest
+import torch
+
+from megatron_muon import cpu
+from megatron_muon.errors import Reasons, UserError
+from megatron_muon.mcore import arguments, validation
+
+MODEL = (
+    *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),
+    *("--group-query-attention", "--num-query-groups", "2", "--seq-length", "32", "--max-position-embeddings", "32"),
+    *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2", "--lr", "0.01"),
+    *("--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0", "--mock-data"),
+)
+LAYOUTS = ("", "--tensor-model-parallel-size 4", "--num-experts 4 --expert-model-parallel-size 2")
+MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
+RANKS = 4
+
+CASES = {
+    "ranks and batches": ("--global-batch-size 10", ("--global-batch-size 10", "--micro-batch-size 2", "4 data-")),
+    "micro-batch": ("--micro-batch-size 3", ("--global-batch-size 8", "--micro-batch-size 3", "multiple of 12")),
+    "heads": ("--hidden-size 66", ("--hidden-size 66", "--num-attention-heads 4")),
+    "groups": ("--num-query-groups 3", ("--num-query-groups 3", "--num-attention-heads 4")),
+    "heads over TP": (
+        "--tensor-model-parallel-size 4 --num-attention-heads 6 --hidden-size 96",
+        ("--num-attention-heads 6", "--tensor-model-parallel-size 4"),
+    ),
+    "MLP over TP": ("--tensor-model-parallel-size 4 --ffn-hidden-size 63", ("63 is not divisible by 4", "--ffn-hid")),
+    "sequence": ("--seq-length 64", ("--seq-length 64", "--max-position-embeddings 32")),
+    "rate": ("--lr -1", ("min_lr <= lr", "--lr -1.0")),
+    "least rate": ("--min-lr 0.1", ("--min-lr 0.1", "--lr 0.01")),
+    "warm-up": ("--lr-warmup-iters 5", ("--lr-warmup-iters 5", "--lr-decay-iters 2")),
+    "weight decay": ("--weight-decay -1", ("--start-weight-decay -1.0",)),
+    "tokenizer": ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer needs --tokenizer-model",)),
+    "EP without experts": ("--expert-model-parallel-size 2", ("no --num-experts", "--expert-model-parallel-size 2")),
+    "experts over EP": ("--num-experts 3 --expert-model-parallel-size 2", ("--num-experts 3", "parallel-size 2")),
+    "top k": ("--num-experts 2 --moe-router-topk 3", ("--moe-router-topk 3", "--num-experts 2")),
+    "checkpoint format": ("--ckpt-format torch_dist", ("--ckpt-format torch_dist", "--use-megatron-fsdp")),
+    "dropout": ("--hidden-dropout 2", ("--hidden-dropout 2.0", "between 0 and 1")),
+    "recomputation": ("--recompute-granularity full", ("recompute_method", "no --recompute-method")),
+    "WSD": ("--lr-decay-style WSD", ("no --lr-wsd-decay-iters", "--lr-decay-style WSD")),
+    "two at once": (
+        "--hidden-size 66 --global-batch-size 9",
+        ("--hidden-size 66, --num-attention-heads 4, no --kv-channels\n", "--global-batch-size 9 is not"),
+    ),
+}
+if importlib.util.find_spec("wget") is None:
+    CASES["default tokenizer"] = ("--tokenizer-type GPT2BPETokenizer", ("--vocab-file FILE", "NullTokenizer"))
+
+
+@pytest.fixture(scope="module")
+def parser():
+    """The parser, with the CPU in a GPU's place as on any machine without one."""
+    if not torch.cuda.is_available():
+        cpu.install()
+    yield arguments.build_parser()
+    cpu.uninstall()
+
+
+def parsed(parser: arguments.Parser, more: str) -> argparse.Namespace:
+    argv = [*MODEL, *MUON, *more.split()]
+    return arguments.parse(parser, [*arguments.missing_defaults(parser, argv, device="cpu"), *argv])
+
+
+def check(parser: arguments.Parser, more: str, **settings: object) -> argparse.Namespace:
+    return validation.check(parsed(parser, more), parser, **{"world_size": RANKS, "muon_under_fsdp": True, **settings})
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_refusal_names_flags_and_values(parser, name):
+    """Each of these passed --dry-run and ended in up to 1,200 lines of tracebacks, one for each rank."""
+    more, fragments = CASES[name]
+    with pytest.raises(UserError) as caught:
+        check(parser, more)
+    message = f"{caught.value}\n"
+    for fragment in fragments:
+        assert fragment in message
+    assert message.count("\n") == (2 if name == "two at once" else 1)
+
+
+@pytest.mark.parametrize("more", LAYOUTS)
+def test_what_trains_is_not_refused(parser, more):
+    given = parsed(parser, more)
+    before = dict(vars(given))
+    assert check(parser, more).padded_vocab_size >= 256
+    validation.check(given, parser, world_size=RANKS, muon_under_fsdp=True)
+    assert vars(given) == before
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_number_of_ranks_counts(parser):
+    with pytest.raises(UserError, match=r"--global-batch-size 8 is not a multiple of 6: .* 3 data-parallel ranks"):
+        check(parser, "", world_size=3)
+
+
+def test_the_model_is_built_without_memory(parser):
+    """An 8B model in fp32 would not fit most machines on which a cluster's configuration is checked."""
+    sizes = "--num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336 --num-attention-heads 32 --num-query-groups 8"
+    check(parser, f"{sizes} --vocab-size 128256 --swiglu")
+    with pytest.raises(UserError, match="--ffn-hidden-size 14335"):
+        check(parser, f"{sizes} --vocab-size 128256 --ffn-hidden-size 14335 --tensor-model-parallel-size 2")
+
+
+def test_elsewhere_a_tokenizer_need_not_be_here(parser):
+    check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model", elsewhere=True)
+    with pytest.raises(UserError, match=r"--tokenizer-model no/such.model|needs the package sentencepiece"):
+        check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model")
+
+
+def test_what_is_refused_already_is_not_repeated(parser):
+    ours = ["--ckpt-format torch_dist: ours"]
+    check(parser, "--ckpt-format torch_dist", refused=ours)
+    with pytest.raises(UserError, match="--max-position-embeddings 32"):
+        check(parser, "--seq-length 64", refused=ours)
+
+
+def test_a_refusal_without_words_shows_its_condition(parser):
+    args = parsed(parser, "")
+    with pytest.raises(UserError, match=r"settings: KeyError: 'a bug'$"), validation.explained(args, parser):
+        raise KeyError("a bug")
+    with pytest.raises(UserError, match=r"^ours$"), validation.explained(args, parser):
+        raise UserError("ours")
+
+
+def test_reasons_are_told_at_once():
+    reasons = Reasons()
+    for said in ("first", "second", "first"):
+        with reasons:
+            raise UserError(said)
+    with pytest.raises(KeyError), reasons:
+        raise KeyError("no mistake of the user")
+    with pytest.raises(UserError, match=r"^first\nsecond$"):
+        reasons.tell()
+    Reasons().tell()
