@@ -16,6 +16,15 @@ from megatron_muon.experiment.processes import ROOT
 CONFIG = """\
 MODEL_ARGS:
   --num-layers: 2
+  --hidden-size: 64
+  --num-attention-heads: 4
+  --seq-length: 32
+  --max-position-embeddings: 32
+  --micro-batch-size: 1
+  --train-iters: 100
+  --tokenizer-type: NullTokenizer
+  --vocab-size: 256
+  --mock-data: true
   --lr: 0.01
   --save: ck
   --save-interval: 10
@@ -87,6 +96,18 @@ def test_it_says_that_a_run_is_finished(submit):
     assert finished in submit("--", "--train-iters", "30")[1]
     assert "goes on" not in submit("--", "--train-iters", "20")[1]
     assert "ck: goes on from iteration 30\n" in submit("--", "--train-iters", "31")[1]
+
+
+def test_what_ranks_would_refuse_is_refused_before_the_queue(submit):
+    """For CUDA and the job's ranks, on a login node without a GPU, each task by its line."""
+    Path("runs.txt").write_text("--save a --global-batch-size 8\n--save b --global-batch-size 16 --lr -1 --min-lr 0\n")
+    status, output, errors = submit("--array", "runs.txt", "--gpus-per-node", "4", "--", "--hidden-size", "66")
+    assert (status, output) == (2, "")
+    heads = r"runs\.txt:{}: megatron-core refuses .*--hidden-size 66, --num-attention-heads 4"
+    for number in (1, 2):
+        assert re.search(heads.format(number), errors)
+    assert re.search(r"runs\.txt:2: --lr -1 ", errors)
+    assert errors.count("\n") == 3
 
 
 def test_an_array_has_a_task_for_each_line(submit):
