@@ -148,8 +148,9 @@ def prepare(
             elsewhere=elsewhere,
             refused=reasons.lines,
         )
-        check_vocabularies(validated)
     reasons.tell()
+    if not elsewhere:
+        check_vocabularies(validated)
     if args.save and writes:
         check_writable(Path(args.save), "--save")
     patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
