@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -66,6 +67,7 @@ def test_processes_of_another_launcher_do_not_train_alone(environ, fragments):
 
 FAILS_ALONE = """
 import sys, time
+from types import SimpleNamespace
 from pathlib import Path
 import megatron.training
 import megatron.training.argument_utils as utils
@@ -77,7 +79,7 @@ from megatron_muon.offload import run as offload
 def fails(*_):
     raise {raised}
 
-launch.prepare = lambda *_, **__: launch.Launch((), None, "cpu", (), (), None, None)
+launch.prepare = lambda *_, **__: launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, None)
 arguments.parse_and_validate_args = lambda **_: None
 utils.gpt_config_from_args = utils.pretrain_cfg_container_from_args = lambda *_: None
 megatron.training.pretrain = fails
@@ -131,7 +133,9 @@ def test_ranks_that_a_signal_ends_together_leave_their_group_as_before():
 
 def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
     """A caller that made the process group itself has set RANK for it, and no rendezvous."""
-    monkeypatch.setattr(launch, "prepare", lambda *_, **__: launch.Launch((), None, "cpu", (), (), None, None))
+    monkeypatch.setattr(
+        launch, "prepare", lambda *_, **__: launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, None)
+    )
     monkeypatch.setattr(launch, "_has_group", lambda: True)
     monkeypatch.setattr(launch, "_train", lambda: None)
     monkeypatch.setenv("RANK", "0")
