@@ -188,7 +188,7 @@ class OutputPaths:
             manifest = json.loads(self.manifest.read_text("utf-8"))
             sizes = {"bin": self.bin.stat().st_size, "idx": self.idx.stat().st_size}
             complete = manifest["version"] == MANIFEST_VERSION and manifest["sizes"] == sizes
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return None
         return manifest if complete else None
 

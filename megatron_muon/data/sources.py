@@ -200,7 +200,7 @@ def _read_jsonl(source: Source, key: str, counts: ReadCounts) -> Iterator[tuple[
             place = f"{source.path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:  # broken JSON and broken UTF-8 alike
+            except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 alike, or nested too deeply
                 raise UserError(f"{place}: not a JSON object on one line ({error})") from None
             if not isinstance(record, dict):
                 raise UserError(f"{place}: expected a JSON object, found {type(record).__name__}")

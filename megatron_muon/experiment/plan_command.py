@@ -24,7 +24,7 @@ from megatron_muon.experiment.plan_flags import Flags
 from megatron_muon.numbers import check_number
 from megatron_muon.sharding.cost import Iteration, check_stable, runs_in_half
 from megatron_muon.sharding.estimate import HARDWARE, GroupEstimate, Hardware, estimate
-from megatron_muon.sharding.layout import BlockedLayout
+from megatron_muon.sharding.layout import BlockedLayout, LayoutError, check_ranks
 from megatron_muon.sharding.layout_file import read_layout
 from megatron_muon.sharding.model_layout import ParallelSizes, model_layouts
 from megatron_muon.sharding.plan import Plan, make_plan
@@ -274,6 +274,10 @@ def _groups(args: argparse.Namespace) -> tuple[Flags | None, list[Group], int, P
         return None, [Group("layout", blocked)], blocked.layout.world_size, None
     if args.world_size is None:
         raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
+    try:
+        check_ranks(args.world_size)
+    except LayoutError as error:
+        raise UserError(f"--world-size {args.world_size}: {error}") from None
     flags = plan_flags.read_flags(args.config)
     parallel = plan_flags.parallel_sizes(flags, args.world_size)
     dense, experts = model_layouts(

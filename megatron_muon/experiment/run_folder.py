@@ -143,7 +143,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON file of a run; empty where it is not there or not whole."""
     try:
         read = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return read if isinstance(read, dict) else {}
 

@@ -118,20 +118,41 @@ class Matrix:
         return reached == rows and min(rows, cols) > 0
 
 
+MAX_RANKS = 1 << 20
+"""Most ranks of a group: a plan counts for each of them. No machine has so many."""
+
+MAX_NUMEL = 1 << 40
+"""Most elements of a matrix, so that sums over matrices and bytes stay in 64 bits. None is so large."""
+
+
+def check_ranks(world_size: int) -> None:
+    """Check that a plan can count for each rank.
+
+    Raises:
+        LayoutError: there are more than `MAX_RANKS`.
+    """
+    if world_size > MAX_RANKS:
+        raise LayoutError(f"{world_size:,} ranks are too many; at most {MAX_RANKS:,} can be planned")
+
+
 @dataclass(frozen=True)
 class Layout:
     """All matrices of one process group of `world_size` ranks.
 
     Raises:
-        LayoutError: two matrices share a name, a shard names a rank outside the group, or a matrix is not tiled.
+        LayoutError: more ranks or elements than can be planned, two matrices share a name, a shard names a rank outside
+            the group, or a matrix is not tiled.
     """
 
     world_size: int
     matrices: tuple[Matrix, ...]
 
     def __post_init__(self) -> None:
+        check_ranks(self.world_size)
         seen: set[str] = set()
         for matrix in self.matrices:
+            if matrix.numel > MAX_NUMEL:
+                raise LayoutError(f"{matrix.name}: {matrix.numel:,} elements are too many; at most {MAX_NUMEL:,}")
             if matrix.name in seen:
                 raise LayoutError(f"{matrix.name}: this name stands for two matrices")
             seen.add(matrix.name)

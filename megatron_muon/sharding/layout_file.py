@@ -36,6 +36,10 @@ def read_layout(path: str | Path) -> BlockedLayout:
         raise UserError(f"cannot read layout {str(path)!r}: it is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not valid JSON: {error.msg}, column {error.colno}") from None
+    except RecursionError:
+        raise UserError(f"{path}: not a layout: its lists are nested too deeply") from None
+    except ValueError:  # Python reads no number of more than 4,300 digits
+        raise UserError(f"{path}: not a layout: a number has thousands of digits") from None
     try:
         return _layout(document)
     except (_FormError, LayoutError) as error:
@@ -203,6 +207,8 @@ def _integers(value: Any, place: str, *, names: Sequence[str], least: int | None
 def _integer(value: Any, place: str, *, least: int | None = None) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise _FormError(f"{place} must be a whole number, found {_short(value)}")
+    if abs(value) >= 1 << 63:
+        raise _FormError(f"{place} must fit 64 bits, found {_short(value)}")
     if least is not None and value < least:
         raise _FormError(f"{place} must be at least {least}, found {value}")
     return value

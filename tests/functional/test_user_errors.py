@@ -231,8 +231,8 @@ def test_dry_run_start_and_torchrun_say_the_same(tmp_path):
     ]
     said = [re.findall(r"error: (.*)", run.output) for run in runs]
     assert len(said[0]) == 2, runs[0].tail
-    assert "--global-batch-size 8 is not a multiple of 6: --micro-batch-size 3 times 2" in said[0][0]
-    assert "min_lr <= lr; given: --min-lr 0.0, --lr -1.0" in said[0][1]
+    assert "--lr -1 is out of range" in said[0][0]
+    assert "--global-batch-size 8 is not a multiple of 6: --micro-batch-size 3 times 2" in said[0][1]
     assert said[1] == said[0]
     assert said[2][:2] == said[0], runs[2].tail
     assert [run.returncode for run in runs[:2]] == [2, 2]

@@ -265,6 +265,8 @@ def test_flags_that_the_parser_would_refuse_are_named(load, parser, line, messag
         ("ENV_VARS:\n  A: [1]\n" + model_args("--lr: 1"), r"ENV_VARS A must be a string or a number"),
         ("ENV_VARS:\n  A B: 1\n" + model_args("--lr: 1"), r"'A B' is no name of an environment variable"),
         ("MODEL_ARGS: [\n", r"run\.yaml: not valid YAML"),
+        ("MODEL_ARGS: " + "[" * 20_000 + "]" * 20_000, r"run\.yaml: nested too deeply; a file holds"),
+        ("MODEL_ARGS: " + "{a: " * 20_000 + "1" + "}" * 20_000, r"run\.yaml: nested too deeply; a file holds"),
     ],
 )
 def test_slips_are_named(load, text, message):

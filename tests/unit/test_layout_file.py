@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,27 @@ def test_what_is_wrong_is_named(tmp_path: Path, wrong: Any, message: str) -> Non
     with pytest.raises(UserError, match=message) as caught:
         read_layout(path)
     assert str(caught.value).startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"world_size": 1000000000000, "matrices": []}', "1,000,000,000,000 ranks are too many; at most 1,048,576"),
+        (f'{{"world_size": {10**30}, "matrices": []}}', "world_size must fit 64 bits, found 1000"),
+        (f'{{"world_size": {"9" * 5000}, "matrices": []}}', "a number has thousands of digits"),
+        ("[" * 200_000, "nested too deeply"),
+        (
+            json.dumps({"world_size": 1, "matrices": [{"name": "w", "shape": [1 << 40, 2], "shards": []}]}),
+            "w: 2,199,023,255,552 elements are too many",
+        ),
+    ],
+)
+def test_what_no_machine_has_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    """Each ended in a MemoryError, an OverflowError or a RecursionError with its traceback."""
+    file = tmp_path / "layout.json"
+    file.write_text(text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        read_layout(file)
 
 
 def test_broken_json_has_a_line(tmp_path: Path) -> None:
