@@ -288,9 +288,7 @@ def _sections(path: Path, above: tuple[Path, ...] = ()) -> dict[str, yaml.Node]:
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
-        raise UserError(
-            f"{path}: nested too deeply; a file holds {ENV_KEY} and {ARGS_KEY} with their keys"
-        ) from None
+        raise UserError(f"{path}: nested too deeply; a file holds {ENV_KEY} and {ARGS_KEY} with their keys") from None
     sections = {}
     known = {ENV_KEY, ARGS_KEY, BASE_KEY} | UPSTREAM_TEST_KEYS
     for key, value in _items(path, "the file", root):
