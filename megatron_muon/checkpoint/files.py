@@ -72,11 +72,22 @@ def latest(save_dir: Path) -> int | str | None:
         text = file.read_text("utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); {_repair_hint(file)}") from None
     if text == "release":
         return text
     if not text.isdecimal():
-        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {resume_hint(save_dir)}")
+        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {_repair_hint(file)}")
     return int(text)
+
+
+def _repair_hint(file: Path) -> str:
+    """What to type for a tracker file that names nothing; megatron-core reads it with --ckpt-step, too."""
+    found = newest_complete(file.parent)
+    if found is None:
+        return f"{file.parent} holds no complete checkpoint to resume from"
+    remove = f"rm -r {file} && " if file.is_dir() else ""
+    return f"the newest complete checkpoint is iteration {found}: type {remove}echo {found} > {file}"
 
 
 def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:

@@ -47,7 +47,7 @@ class CheckpointReport:
 
 
 def find(directory: Path) -> Path:
-    """The folder of the checkpoint that `directory` is, or that its tracker names.
+    """The folder of the checkpoint that `directory` is, or that its tracker, or that of a run's folder, names.
 
     Raises:
         UserError: there is none.
@@ -57,6 +57,8 @@ def find(directory: Path) -> Path:
     if (directory / ".metadata").exists() or files.iteration_of(directory) is not None:
         return directory
     named = files.latest(directory)
+    if named is None and (directory / "checkpoints").is_dir():  # a run's folder
+        return find(directory / "checkpoints")
     if named is None:
         raise UserError(f"{directory} has no {files.TRACKER}; {files.resume_hint(directory)}")
     return directory / "release" if isinstance(named, str) else files.iteration_folder(directory, named)

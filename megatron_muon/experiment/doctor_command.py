@@ -24,7 +24,7 @@ from megatron_muon.quiet import quiet_imports
 EXAMPLES = """\
 examples:
   megatron-muon doctor
-  megatron-muon doctor --checkpoint runs/quickstart/checkpoints
+  megatron-muon doctor --checkpoint runs/quickstart
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
   megatron-muon doctor --offload-dir /scratch/momentum --remove
 """
@@ -45,7 +45,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=Path,
         metavar="DIR",
-        help="a run's --save directory, for the checkpoint that it calls the latest, or one of its iter_ folders",
+        help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
+        "folders",
     )
     parser.add_argument(
         "--offload-dir",

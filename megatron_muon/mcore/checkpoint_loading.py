@@ -124,7 +124,8 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     if load_dir is None or args.ckpt_format != "fsdp_dtensor" or args.non_persistent_ckpt_type is not None:
         return None
     save_dir = Path(load_dir)
-    iteration = args.ckpt_step or files.latest(save_dir)
+    named = files.latest(save_dir)  # asked for with --ckpt-step, too: megatron-core reads it and stops at a damaged one
+    iteration = args.ckpt_step or named
     if iteration is None:
         _tell_unfinished(save_dir)
         return None

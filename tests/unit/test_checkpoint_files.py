@@ -71,7 +71,19 @@ def test_nothing_to_resume_from(tmp_path: Path) -> None:
 def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
     """Killed between opening and writing it: 0.19 ended the next run here, with exit status 0."""
     (save_dir / files.TRACKER).write_text(text)
-    with pytest.raises(UserError, match=r"instead of an iteration; the newest complete checkpoint is iteration 8"):
+    with pytest.raises(UserError, match=r"instead of an iteration; .* iteration 8: type echo 8 > "):
+        files.latest(save_dir)
+
+
+def test_a_tracker_that_is_a_directory_or_not_text(save_dir: Path) -> None:
+    """Each was a traceback, or a run that ended at once with status 0."""
+    tracker = save_dir / files.TRACKER
+    tracker.write_bytes(b"\xff\xfe4")
+    with pytest.raises(UserError, match=rf"instead of an iteration; .* iteration 8: type echo 8 > {tracker}$"):
+        files.latest(save_dir)
+    tracker.unlink()
+    tracker.mkdir()
+    with pytest.raises(UserError, match=rf"Is a directory.*type rm -r {tracker} && echo 8 > {tracker}$"):
         files.latest(save_dir)
 
 

@@ -158,6 +158,9 @@ def test_the_folder_that_will_be_loaded(tmp_path):
     assert folder(str(tmp_path), arguments(ckpt_step=4)) == tmp_path / "iter_0000004"
     assert folder(str(tmp_path), arguments(ckpt_format="torch_dist")) is None
     assert folder(None, arguments()) is None
+    (tmp_path / files.TRACKER).write_text("damaged")  # megatron-core reads it all the same, and ended with status 0
+    with pytest.raises(UserError, match="instead of an iteration"):
+        folder(str(tmp_path), arguments(ckpt_step=4))
     (tmp_path / files.TRACKER).write_text("release")
     assert folder(str(tmp_path), arguments()) == Path(tmp_path / "release")
     with pytest.raises(UserError, match=r"iter_0000004 does not exist; .*no complete checkpoint"):

@@ -73,6 +73,16 @@ def test_a_sound_checkpoint(write) -> None:
     assert "missing state" not in found
 
 
+def test_a_runs_folder(write, tmp_path) -> None:
+    """What `train` makes: the checkpoints lie one folder deeper."""
+    (tmp_path / "run").mkdir()
+    for entry in list(write().iterdir()):
+        if entry.name != "run":
+            (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
+            entry.rename(tmp_path / "run" / "checkpoints" / entry.name)
+    assert "iter_0000008 is complete" in findings(tmp_path / "run")["checkpoint"][1]
+
+
 def test_one_of_its_folders(write) -> None:
     folder = write() / "iter_0000004"
     (folder.parent / "iter_0000012.saving").mkdir()
