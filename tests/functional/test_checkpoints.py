@@ -246,7 +246,7 @@ def remove_entries(folder: Path, *parts: str) -> int:
         del metadata.state_dict_metadata[name]
     metadata.storage_data = {key: value for key, value in metadata.storage_data.items() if key.fqn not in gone}
     index.write_bytes(pickle.dumps(metadata))
-    (folder / checksums.NAME).unlink()  # as of a run that wrote none
+    (folder / checksums.NAME).unlink(missing_ok=True)  # as of a run that wrote none
     return len(gone)
 
 
