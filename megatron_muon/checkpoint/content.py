@@ -7,7 +7,7 @@ Works on the index that torch's distributed checkpointing writes (`.metadata`). 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."
 _WEIGHTS = "model."
 _OF_THE_LAYOUT = ("is_expert_parallel",)
+_HALVES = ("_w", "_v")
+
+STEP = "step"
+"""Adam's count of steps: a slot of each parameter's state, or a setting of its group."""
 
 Slots = dict[str, frozenset[str]]
 """The slots of each parameter's optimizer state."""
@@ -58,6 +62,54 @@ def read_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
     objects: dict[str, Any] = {name: None for name in names if isinstance(entries.get(name), BytesStorageMetadata)}
     _load(objects, folder)
     return objects
+
+
+def slot(parameter: str, name: str) -> str:
+    """The entry of a slot of a parameter's optimizer state."""
+    return f"{_STATE}{parameter}.{name}"
+
+
+def setting(parameter: str, name: str) -> str:
+    """The entry of a setting of a parameter's group."""
+    return f"{_META}{parameter}.{name}"
+
+
+def whole_name(parameter: str, known: Container[str]) -> str:
+    """The known parameter that `parameter` is, or is a half of."""
+    return parameter[:-2] if parameter.endswith(_HALVES) and parameter[:-2] in known else parameter
+
+
+def step_counts(folder: Path) -> dict[str, int]:
+    """Adam's count of steps of each parameter by its plain name, in whichever form a checkpoint holds it."""
+    entries = read_entries(folder)
+    known = optimized(entries)
+    names = {
+        **{name: name.removeprefix(_META) for name in entries if name.startswith(_META) and name.endswith(f".{STEP}")},
+        **{
+            name: name.removeprefix(_STATE) for name in entries if name.startswith(_STATE) and name.endswith(f".{STEP}")
+        },
+    }
+    tensors = read_tensors(folder, names)
+    values = {**tensors, **read_objects(folder, [name for name in names if name not in tensors])}
+    return {
+        plain(whole_name(parameter.removesuffix(f".{STEP}"), known)): int(values[name])
+        for name, parameter in names.items()
+    }
+
+
+def wrappers(parameters: Iterable[str]) -> str:
+    """What a model's wrappers put in front of names: `module.` for each of them, one more in bf16 than in fp32."""
+    first = next(iter(parameters), "")
+    return first.removesuffix(plain(first))
+
+
+def rewrapped(entries: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
+    """Entries of optimizer state under other wrappers; weights have the same names in every precision."""
+    renamed = {}
+    for name, entry in entries.items():
+        section = next((part for part in (_STATE, _META) if name.startswith(part + before)), None)
+        renamed[name if section is None else section + after + name.removeprefix(section + before)] = entry
+    return renamed
 
 
 def optimizer_slots(entries: Iterable[str]) -> Slots:
@@ -119,12 +171,17 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
         What is missing, and the parameters that start afresh.
     """
     slots, missing, fresh = optimizer_slots(entries), Missing(), set()
+    known = optimized(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
-        if not state.keys() <= held:
+        whole = whole_name(parameter, known)
+        if STEP in state and setting(whole, STEP) in entries:
+            held |= {STEP}
+        kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
+        if not state.keys() <= held or kinds == ("adam", "lion"):
             fresh.add(parameter)
-            kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
-            lost = missing.replaced if held - state.keys() or kinds == ("muon", "adaptive_muon") else missing.absent
+            damaged = kinds == ("lion", "adam") and setting(whole, "eps") in entries  # Lion's groups have none
+            lost = missing.replaced if held and kinds[0] != kinds[1] and not damaged else missing.absent
             lost.update(f"{parameter}.{slot}" for slot in state)
         elif other_shapes(f"{_STATE}{parameter}.", state, entries):  # as of another kind of second moment
             fresh.add(parameter)
@@ -170,17 +227,28 @@ def without_fresh(
     Settings of a parameter's group that the checkpoint does not hold, or that belong to another optimizer, stay as the
     run has them; so does what is the layout's and not the training's, and the settings named in `keep`.
     """
-    afresh = fresh | {name[:-2] for name in fresh if name.endswith(("_w", "_v"))}
+    afresh = fresh | {name[:-2] for name in fresh if name.endswith(_HALVES)}
     metas = {}
     for parameter, meta in optimizer["param_to_group_meta"].items():
         if parameter not in afresh:
             metas[parameter] = {
                 key: value
                 for key, value in meta.items()
-                if key not in (*_OF_THE_LAYOUT, *keep) and _held(f"{_META}{parameter}.{key}", value, entries)
+                if key not in (*_OF_THE_LAYOUT, *keep) and _held(setting(parameter, key), value, entries)
             }
     state = {parameter: slots for parameter, slots in optimizer["state"].items() if parameter not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}
+
+
+def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
+    """An optimizer's state dict with its parameters under other wrappers."""
+    return {
+        **optimizer,
+        **{
+            part: {after + name.removeprefix(before): value for name, value in optimizer[part].items()}
+            for part in ("state", "param_to_group_meta")
+        },
+    }
 
 
 def _held(name: str, value: Any, entries: Mapping[str, Any]) -> bool:

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.errors import UserError
+from megatron_muon.mcore import step_counts
 from megatron_muon.mcore.first_rank import of_all_ranks, on_first_rank
 from megatron_muon.patching import Patches
 
@@ -65,17 +67,27 @@ def load_what_is_there(patches: Patches) -> None:
             if "folder" not in asked:
                 return state
             entries = content.read_entries(asked["folder"])
+            theirs = content.wrappers(content.optimized(entries))
+            ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
+            entries = content.rewrapped(entries, theirs, ours)
             allow = getattr(args, "muon_allow_missing_state", False)
             keep = _RATES if args.override_opt_param_scheduler else ()
             tensor_parallel = args.tensor_model_parallel_size
             state = _ask_for_what_is_there(
-                state, entries, asked["folder"], allow_missing=allow, keep=keep, tensor_parallel=tensor_parallel
+                state,
+                entries,
+                asked["folder"],
+                allow_missing=allow,
+                allow_dropped=not args.strict_fsdp_dtensor_load,
+                keep=keep,
+                tensor_parallel=tensor_parallel,
             )
             if "optimizer" in state:
                 settings = state["optimizer"]["param_to_group_meta"]
                 asked["settings"] = settings
                 if not args.use_checkpoint_opt_param_scheduler:
                     asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
+                state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
             if _FLOPS in entries:
                 state[_FLOPS] = 0
             if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
@@ -117,6 +129,38 @@ def explain_load_refusals(patches: Patches) -> None:
         return load_checkpoint
 
     patches.wrap(training, "load_checkpoint", around)
+
+
+def keep_loaded_main_weights(patches: Patches) -> None:
+    """Let a bf16 run load weights without optimizer state (--no-load-optim, --finetune).
+
+    0.19 then copies the model's weights to the main weights, which it does not implement for Megatron-FSDP. There the
+    main weights are what is saved and loaded, and loading them has installed the model's.
+    """
+    import megatron.training.training as training
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    loading: list[bool] = []
+
+    def around_load(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            loading.append(True)
+            try:
+                return load(*args, **kwargs)
+            finally:
+                loading.pop()
+
+        return load_checkpoint
+
+    def around_copy(copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_model_params_to_main_params(self: Any, state_dict: Any = None) -> None:
+            if not loading or not self.ddp_config.use_megatron_fsdp or hasattr(self.optimizer, "sub_optimizers"):
+                copy(self, state_dict)
+
+        return copy_model_params_to_main_params
+
+    patches.wrap(training, "load_checkpoint", around_load)
+    patches.wrap(DistributedOptimizer, "_copy_model_params_to_main_params", around_copy, takes=["state_dict"])
 
 
 def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
@@ -196,6 +240,7 @@ def _ask_for_what_is_there(
     folder: Path,
     *,
     allow_missing: bool,
+    allow_dropped: bool = False,
     keep: Sequence[str] = (),
     tensor_parallel: int = 1,
 ) -> Any:
@@ -206,11 +251,13 @@ def _ask_for_what_is_there(
         entries: what the checkpoint holds.
         folder: the checkpoint, for messages.
         allow_missing: `--muon-allow-missing-state`.
+        allow_dropped: `--no-strict-fsdp-dtensor-load`.
         keep: settings of parameter groups that stay the run's.
         tensor_parallel: the run's tensor parallel size.
 
     Raises:
-        UserError: a weight is missing or of another shape, or state is missing that should be there.
+        UserError: a weight is missing, of another shape or the checkpoint's alone, or state is missing that should be
+            there.
     """
     optimizer = state.get("optimizer")
     missing, fresh = content.compare(optimizer["state"], entries) if optimizer else (content.Missing(), set())
@@ -228,6 +275,13 @@ def _ask_for_what_is_there(
         raise UserError(
             f"{folder} is of another model: {_some(sorted(missing.misfits))}; give this run its model flags"
         )
+    if dropped := _dropped(weights, entries):
+        if not allow_dropped:
+            raise UserError(
+                f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; "
+                "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
+            )
+        _tell(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
     if missing.absent and not allow_missing:
         raise UserError(
             f"{folder} lacks {len(missing.absent)} entries of optimizer state: {_some(sorted(missing.absent))}; "
@@ -240,8 +294,26 @@ def _ask_for_what_is_there(
             f"{_some(sorted(content.plain(name) for name in lost))}"
         )
     if optimizer:
-        state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=keep)
+        optimizer, counts = step_counts.carry_over(optimizer, fresh, entries, folder, _tell)
+        state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
     return state
+
+
+def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
+    """Weights of a checkpoint that no rank's model takes. Collective: ranks hold different experts.
+
+    The states that Transformer Engine keeps of fp8 are none: megatron-core neither saves nor loads them in this format.
+    """
+    stored = sorted(name for name in content.weight_names(entries) if not name.endswith("._extra_state"))
+    device = next((tensor.device for tensor in weights.values() if isinstance(tensor, torch.Tensor)), None)
+    taken = torch.tensor([name.removeprefix("model.") in weights for name in stored], dtype=torch.uint8, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return [
+        content.plain(n.removeprefix("model."))
+        for n, is_taken in zip(stored, taken.tolist(), strict=True)
+        if not is_taken
+    ]
 
 
 def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, reason_of
-from megatron_muon.mcore.checkpoint_loading import explain_load_refusals, load_what_is_there
+from megatron_muon.mcore.checkpoint_loading import explain_load_refusals, keep_loaded_main_weights, load_what_is_there
 from megatron_muon.mcore.first_rank import of_all_ranks, on_first_rank
 from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.mcore.summed_files import SummedFiles
@@ -39,6 +39,7 @@ def install(patches: Patches, *, adam: bool) -> None:
     explain_failed_saves(patches)
     load_what_is_there(patches)
     explain_load_refusals(patches)
+    keep_loaded_main_weights(patches)
     try_saving_before_training(patches)
     remember_signals(patches)
     if adam:

@@ -163,7 +163,8 @@ def test_a_file_appears_whole_or_not_at_all(save_dir: Path) -> None:
 
 def test_what_is_missing() -> None:
     state = ("a.momentum_buffer", "b.exp_avg", "b.exp_avg_sq", "b.step", "d.exp_avg")
-    entries = dict.fromkeys([*(f"optimizer.state.{name}" for name in state), "optimizer.param_to_group_meta.a.lr"])
+    settings = (content.setting("a", "lr"), content.setting("d", "eps"))
+    entries = dict.fromkeys([*(f"optimizer.state.{name}" for name in state), *settings])
     wanted = {name: {"momentum_buffer": 0} for name in "abc"}
     wanted["d"] = dict.fromkeys(["exp_avg", "exp_avg_sq", "step"], 0)
     adaptive = content.compare({"a": {"momentum_buffer": 0, "moment2_buffer": 0}}, entries)

@@ -28,6 +28,7 @@ PATCHED = [
     (dcp, "save"),
     (training, "save_checkpoint"),
     (training, "load_checkpoint"),
+    (DistributedOptimizer, "_copy_model_params_to_main_params"),
     (training, "train"),
     (DistributedSignalHandler, "signals_received"),
 ]

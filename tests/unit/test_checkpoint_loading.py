@@ -1,0 +1,153 @@
+"""What of a checkpoint a run asks for, on real files of one process: other names, other optimizers, other models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_muon.checkpoint import content
+from megatron_muon.errors import UserError
+from megatron_muon.mcore import checkpoint_loading, step_counts
+
+ADAM = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def written(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's entries."""
+    save(state, storage_writer=FileSystemWriter(folder), no_dist=True)
+    return content.read_entries(folder)
+
+
+def adamw(prefix: str, *, step: float, names: tuple[str, ...] = ("norm", "fc1_w", "fc1_v")) -> dict[str, Any]:
+    """torch's: a count for each parameter; a SwiGLU's fc1 is two, with settings of one."""
+    slots = {name: value + 1 - step for name, value in ADAM.items()}  # zeros in a run, something in a checkpoint
+    state = {f"{prefix}{name}": {**slots, "step": torch.tensor(step)} for name in names}
+    return {"state": state, "param_to_group_meta": groups(prefix, {"eps": 1e-8})}
+
+
+def groups(prefix: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a group by parameter; as megatron-core makes them, one dict for all of a group."""
+    return {f"{prefix}{name}": settings for name in ("norm", "fc1")}
+
+
+def fused(prefix: str, *, step: Any, names: tuple[str, ...] = ("norm", "fc1_w", "fc1_v")) -> dict[str, Any]:
+    """As Transformer Engine's FusedAdam keeps it: a count for each group."""
+    return {
+        "state": {f"{prefix}{name}": {slot: torch.clone(value) for slot, value in ADAM.items()} for name in names},
+        "param_to_group_meta": groups(prefix, {"eps": 1e-8, "step": step}),
+    }
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_a_count_by_parameter_goes_on_as_a_count_by_group(tmp_path: Path, capturable: bool) -> None:
+    """It was dropped without a word, and Adam's first updates were up to 2.2 times too large."""
+    entries = written(tmp_path, {"optimizer": adamw("module.", step=7.0)})
+    run = fused("module.", step=torch.zeros(1, dtype=torch.int) if capturable else 0)
+    missing, fresh = content.compare(run["state"], entries)
+    assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
+    said: list[str] = []
+    asked, left = step_counts.carry_over(run, fresh, entries, tmp_path, said.append)
+    assert (left, said) == (("step",), [])
+    count = run["param_to_group_meta"]["module.norm"]["step"]
+    assert count == 7
+    assert isinstance(count, torch.Tensor) == capturable
+    rest = content.without_fresh(asked, fresh, entries, keep=left)
+    assert all(meta.keys() == {"eps"} for meta in rest["param_to_group_meta"].values())
+
+
+@pytest.mark.parametrize("step", [7, torch.full((1,), 7, dtype=torch.int)])
+def test_a_count_by_group_goes_on_as_a_count_by_parameter(tmp_path: Path, step: Any) -> None:
+    """It was said to be missing, and the run refused."""
+    entries = written(tmp_path, {"optimizer": fused("module.", step=step)})
+    run = adamw("module.", step=0.0)
+    missing, fresh = content.compare(run["state"], entries)
+    assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
+    asked, left = step_counts.carry_over(run, fresh, entries, tmp_path, pytest.fail)
+    assert left == ()
+    assert {float(slots["step"]) for slots in run["state"].values()} == {7.0}
+    assert all(slots.keys() == ADAM.keys() for slots in asked["state"].values())
+
+
+def test_the_same_form_is_asked_for_as_it_is(tmp_path: Path) -> None:
+    for kept in (adamw("module.", step=7.0), fused("module.", step=7)):
+        entries = written(tmp_path / str(id(kept)), {"optimizer": kept})
+        assert step_counts.carry_over(kept, set(), entries, tmp_path, pytest.fail) == (kept, ())
+
+
+def test_counts_that_differ_within_a_group_are_told(tmp_path: Path) -> None:
+    stored = adamw("module.", step=7.0)
+    stored["state"]["module.norm"]["step"] = torch.tensor(3.0)
+    entries = written(tmp_path, {"optimizer": stored})
+    run, said = fused("module.", step=0), []
+    step_counts.carry_over(run, set(), entries, tmp_path, said.append)
+    assert run["param_to_group_meta"]["module.norm"]["step"] == 7
+    assert "the checkpoint has 3 to 7 steps in one" in said[0]
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [("module.", "module.module."), ("module.module.", "module.")])
+def test_names_of_another_precision(tmp_path: Path, theirs: str, ours: str) -> None:
+    """bf16 puts one more `module.` in front of the optimizer's names: all of its state was said to be missing."""
+    entries = written(tmp_path, {"optimizer": adamw(theirs, step=7.0), "model": {"module.norm": torch.ones(2)}})
+    run = adamw(ours, step=0.0)
+    assert content.wrappers(content.optimized(entries)) == theirs
+    assert content.wrappers(run["param_to_group_meta"]) == ours
+    renamed = content.rewrapped(entries, theirs, ours)
+    assert "model.module.norm" in renamed
+    missing, fresh = content.compare(run["state"], renamed)
+    assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
+    asked = content.renamed(content.without_fresh(run, fresh, renamed), ours, theirs)
+    assert asked["state"].keys() == adamw(theirs, step=0.0)["state"].keys()
+    load({"optimizer": asked}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert {float(slots["step"]) for slots in run["state"].values()} == {7.0}
+
+
+LION = {"exp_avg": torch.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "settings", "kind"),
+    [
+        (LION, {**ADAM, "step": torch.tensor(0.0)}, {"lr": 1.0}, "replaced"),
+        ({**ADAM, "step": torch.tensor(7.0)}, LION, {"eps": 1e-8}, "replaced"),
+        (LION, {**ADAM, "step": torch.tensor(0.0)}, {"eps": 1e-8}, "absent"),  # Adam's, damaged
+        (LION, LION, {"lr": 1.0}, None),
+    ],
+)
+def test_lion_and_adam_start_each_other_afresh(
+    tmp_path: Path, stored: Any, wanted: Any, settings: Any, kind: str | None
+) -> None:
+    """Lion's into Adam was refused as damaged; Adam's into Lion went on with Adam's betas, without a word."""
+    state = {"state": {"module.norm": stored}, "param_to_group_meta": {"module.norm": settings}}
+    entries = written(tmp_path, {"optimizer": state})
+    missing, fresh = content.compare({"module.norm": wanted}, entries)
+    lost = {f"module.norm.{slot}" for slot in wanted}
+    assert missing.replaced == (lost if kind == "replaced" else set())
+    assert missing.absent == (lost if kind == "absent" else set())
+    assert fresh == ({"module.norm"} if kind else set())
+
+
+def test_weights_that_the_model_lacks_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An untied output layer was dropped without a word: the loss rose from 1.741 to 5.025, with status 0."""
+    names = ("module.a.weight", "module.output_layer.weight", "module.a._extra_state")
+    entries = written(tmp_path, {"model": {name: torch.ones(2) for name in names}})
+
+    def ask(*wanted: str, **allowed: bool) -> Any:
+        model = {name: torch.zeros(2) for name in wanted}
+        return checkpoint_loading._ask_for_what_is_there(
+            {"model": model}, entries, tmp_path, allow_missing=False, **allowed
+        )
+
+    ask(*names[:2])  # states of fp8 are never loaded
+    with pytest.raises(
+        UserError, match=r"lacks 1 of its weights: output_layer.weight; .*--no-strict-fsdp-dtensor-load"
+    ):
+        ask(names[0])
+    ask(names[0], allow_dropped=True)
+    assert "left out, 1: output_layer.weight" in capsys.readouterr().out
