@@ -43,6 +43,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
+        let_experts_have_biases(patches)
         split_state_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
     checkpoint_trust.run_no_pickles(patches)
@@ -87,6 +88,23 @@ def accept_full_precision(patches: Patches) -> None:
         return add_megatron_arguments
 
     patches.wrap(arguments, "add_megatron_arguments", around, takes=["parser"])
+
+
+def let_experts_have_biases(patches: Patches) -> None:
+    """Let local experts with biases train where neither tensors nor experts are parallel.
+
+    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one tensor-parallel rank hands through,
+    which autograd takes for a view made in a function of its own and refuses. One rank has nothing to reduce.
+    """
+    import megatron.core.tensor_parallel.layers as layers
+
+    def around(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+            return input_ if group is not None and group.size() == 1 else reduce(input_, group)
+
+        return reduce_from_tensor_model_parallel_region
+
+    patches.wrap(layers, "reduce_from_tensor_model_parallel_region", around, takes=["input_", "group"])
 
 
 def accept_muon(patches: Patches) -> None:

@@ -395,3 +395,11 @@ def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks:
     assert warnings(run) == []
     assert run.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-4)
     assert {float(v) for name, v in saved(training, "back").items() if name.endswith(".step")} == {6.0}
+
+
+def test_experts_have_biases_on_any_number_of_ranks(training: Trainings) -> None:
+    """Without expert parallelism the first forward pass ended in a RuntimeError of autograd's."""
+    flags = (*FULL, "--num-experts", "4", "--moe-router-topk", "2")
+    over_two = training(*flags, "--expert-model-parallel-size", "2", "--save", "two").checked()
+    on_each = training(*flags, "--load", "two", "--ckpt-step", "2", ranks=3).checked()
+    assert on_each.losses[0] == pytest.approx(over_two.losses[2], abs=1e-5)

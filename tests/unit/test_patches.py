@@ -3,6 +3,8 @@
 import argparse
 import types
 
+import megatron.core.tensor_parallel.layers as tensor_parallel_layers
+import megatron.core.tensor_parallel.mappings as mappings
 import pytest
 import torch
 from megatron.core.datasets import utils as dataset_utils
@@ -20,6 +22,7 @@ PATCHED = [
     (training, "get_megatron_optimizer"),
     (training, "OptimizerConfig"),
     (checkpointing, "handle_swiglu_in_state_dict"),
+    (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
     (checkpointing, "_load_base_checkpoint"),
     (FileSystemReader, "read_metadata"),
     (DefaultLoadPlanner, "load_bytes"),
@@ -71,6 +74,7 @@ def test_without_compile_helpers(patches, monkeypatch):
     ("patch", "owner", "name"),
     [
         (mcore_patches.use_factory, training, "get_megatron_optimizer"),
+        (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
         (mcore_patches.split_state_of_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     ],
 )
@@ -170,6 +174,24 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
     assert config.muon_offload_iteration == 7
     assert config.muon_offload_save == "/runs/a/checkpoints"
     assert config.muon_metrics_interval == 0  # nothing to write them to
+
+
+def test_a_bias_is_added_in_place_to_what_one_rank_has(patches, monkeypatch):
+    """autograd refused it, and experts with biases ended in a RuntimeError where nothing is parallel."""
+    one = types.SimpleNamespace(size=lambda: 1)
+    monkeypatch.setattr(mappings, "get_tensor_model_parallel_group_if_none", lambda group: group)
+
+    def with_bias():
+        weight = torch.ones(2, requires_grad=True)
+        output = tensor_parallel_layers.reduce_from_tensor_model_parallel_region(weight * 2, group=one)
+        output += 1
+        output.sum().backward()
+        return weight.grad
+
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        with_bias()
+    mcore_patches.let_experts_have_biases(patches)
+    assert with_bias().tolist() == [2.0, 2.0]
 
 
 # ------------------------------------------------------------------------------------------------ SwiGLU
