@@ -393,7 +393,8 @@ def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks:
     assert counts == {6}
     run = training(*flags, "--load", "fused", "--ckpt-step", "4", "--save", "back").checked()
     assert warnings(run) == []
-    assert run.losses[-1] == pytest.approx(whole.losses[-1], rel=1e-4)
+    # The second line of a start averages over its first step too.
+    assert run.losses[-1] == pytest.approx(sum(whole.losses[4:]) / 2, rel=1e-4)
     assert {float(v) for name, v in saved(training, "back").items() if name.endswith(".step")} == {6.0}
 
 
