@@ -15,6 +15,7 @@ import copy
 import inspect
 import io
 import logging
+import os
 import re
 import textwrap
 import warnings
@@ -45,6 +46,7 @@ _OURS = ("config", "device")
 """Names that mean something else in megatron-core than the flags of this package."""
 
 _MOST_SHOWN = 6
+_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def check(
@@ -79,6 +81,8 @@ def check(
     settled._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
     if args.yaml_cfg is not None:
         return settled
+    if settled.save and settled.save_interval is None:
+        settled.save_interval = 1  # refused by check_settings; what comes after it is told, too
     reasons = Reasons()
 
     def passes(*parts: Callable[[argparse.Namespace], object]) -> bool:
@@ -192,7 +196,12 @@ def _validate(args: argparse.Namespace) -> None:
 
         load_args_from_checkpoint(args, load_arg="pretrained_checkpoint")
         load_args_from_checkpoint(args)
-    arguments.validate_args(args, DEFAULTS)
+    kept = os.environ.pop(_CONNECTIONS, None) if args.use_megatron_fsdp else None  # check_settings has its say on it
+    try:
+        arguments.validate_args(args, DEFAULTS)
+    finally:
+        if kept is not None:
+            os.environ[_CONNECTIONS] = kept
 
 
 def _build_tokenizer(args: argparse.Namespace) -> None:

@@ -31,7 +31,8 @@ OF_EVERY_RUN = [PATCHED[0], PATCHED[2], *PATCHED[-3:]]  # progress watches any o
 
 
 @pytest.fixture
-def patches():
+def patches(monkeypatch):
+    """Undone before what a test put in the place of upstream's functions, or that would be put back for good."""
     patches = Patches()
     yield patches
     patches.undo()

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -116,6 +117,14 @@ def test_what_is_refused_already_is_not_repeated(parser):
     check(parser, "--ckpt-format torch_dist", refused=ours)
     with pytest.raises(UserError, match="--max-position-embeddings 32"):
         check(parser, "--seq-length 64", refused=ours)
+
+
+def test_reasons_behind_those_of_check_settings_are_told_too(parser, monkeypatch):
+    """All of Megatron-LM's functional tests set the variable, and few have the interval."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(UserError, match=r"^megatron-core .*--ckpt-format torch_dist, --use-megatron-fsdp$"):
+        check(parser, "--ckpt-format torch_dist --save somewhere", refused=["--save somewhere needs --save-interval N"])
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
 
 
 def test_a_refusal_without_words_shows_its_condition(parser):
