@@ -357,3 +357,21 @@ def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, cap
 
 def test_the_package_offers_its_names():
     assert set(data.__all__) <= set(dir(data))
+
+
+def test_a_folder_is_no_prefix(tmp_path, monkeypatch, capsys):
+    """`--output data/` wrote data.bin beside the folder, into the checkout."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    (tmp_path / "there").mkdir()
+    for output in ("data/", "there"):
+        assert cli.main(["data", "prepare", "--input", "text.txt", "--output", output]) == 2
+        assert f"--output {output}" in capsys.readouterr().err.replace("'", "")
+    assert not list(tmp_path.glob("*.bin"))
+
+
+def test_a_tokenizer_without_its_package_says_what_to_install(monkeypatch):
+    """megatron-core said: name 'AutoTokenizer' is not defined."""
+    monkeypatch.setattr(tokenizers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"HuggingFaceTokenizer needs the package transformers; type pip install tra"):
+        tokenizers.build(tokenizers.TokenizerSpec("HuggingFaceTokenizer", "gpt2"))
