@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
 from megatron_muon.optim import newton_schulz as ns
+from megatron_muon.optim import orthogonalize
+from megatron_muon.optim.blocks import whole
 from megatron_muon.optim.orthogonalize import to_unit_magnitude
 from megatron_muon.sharding.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
 
@@ -195,3 +198,58 @@ def test_the_device_decides_from_which_ratio_gram_pays() -> None:
 def test_an_unknown_set_is_named() -> None:
     with pytest.raises(ValueError, match="--muon-coefficient-type cubic does not exist; choose one of simple"):
         ns.coefficients("cubic", 5)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A dense stand-in of the GPU's symmetric kernel, for blocks from 16 rows on; the shapes that it is called with."""
+    calls: list[tuple[int, ...]] = []
+    small = replace(KERNEL, from_rows=16)
+
+    def tsyrk_ex(a: torch.Tensor, c: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
+        assert a.dtype == torch.bfloat16
+        assert a.ndim == 2
+        assert a.is_contiguous()
+        calls.append(tuple(a.shape))
+        product = alpha * (a.float() @ a.float().mT)
+        return (product if c is None else product + beta * c.float()).bfloat16()
+
+    for module in (ns, orthogonalize):
+        monkeypatch.setattr(module, "KERNEL", small)
+    monkeypatch.setattr(ns, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE)
+    monkeypatch.setattr(ns.muon_utils.triton_kernels, "tsyrk_ex", tsyrk_ex)
+    return calls
+
+
+@pytest.mark.parametrize("iterate", [ns.standard, ns.gram])
+def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(kernel, monkeypatch, iterate) -> None:
+    stack = torch.randn(2, 16, 40, generator=seeded(0)).bfloat16()
+    found = iterate(stack, QUINTIC)
+    wide = [shape for shape in kernel if shape == (16, 40)]
+    squares = [shape for shape in kernel if shape == (16, 16)]
+    assert len(wide) == 2 * (5 if iterate is ns.standard else 3)
+    assert len(squares) == 2 * 5
+    monkeypatch.setattr(ns, "products_on", lambda device, dtype: DENSE)
+    torch.testing.assert_close(found, iterate(stack, QUINTIC), rtol=0.0, atol=0.03)
+
+
+def test_the_symmetric_kernel_is_left_out_for_small_and_odd_blocks(kernel) -> None:
+    for shape in ((1, 8, 40), (1, 16, 41)):
+        ns.standard(torch.randn(shape, generator=seeded(0)).bfloat16(), QUINTIC)
+    assert {shape for shape in kernel if shape[1] > 16} == set()
+
+
+def test_the_symmetric_kernel_is_tuned_before_the_first_step(kernel) -> None:
+    """In a step the other ranks waited up to 90 s for each size in a collective, at every start."""
+    orthogonalizer = orthogonalize.Orthogonalizer()
+    kinds = [(16, 40), (40, 16), (24, 24), (8, 40)]
+    assert orthogonalizer.warm_up(kinds) == 2
+    tuned = set(kernel)
+    assert {(16, 40), (16, 16), (24, 24)} <= tuned
+    kernel.clear()
+    batch = orthogonalizer.batch(kinds, [whole(rows) for rows, _ in kinds])
+    for matrix in batch.allocate(torch.empty(0), torch.bfloat16):
+        matrix.normal_()
+    batch.orthogonalize()
+    assert set(kernel) <= tuned
+    assert orthogonalize.Orthogonalizer(matmul_precision="high").warm_up(kinds) == 0
