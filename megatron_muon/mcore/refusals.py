@@ -58,8 +58,11 @@ def check_features(config: Any, model_config: Any, *, main_params_dtype: str) ->
             f"--optimizer-cuda-graph is not supported with --optimizer {config.optimizer}: its step reads the gradient "
             "norm on the host, which ends a capture; leave it out"
         )
-    scopes = model_config.cuda_graph_modules
-    if "full_iteration" in (model_config.cuda_graph_impl, *(scopes if isinstance(scopes, list) else [scopes])):
+    older = getattr(model_config, "cuda_graph_scope_deprecated", None)  # flags have it until they are validated
+    graphs = [model_config.cuda_graph_impl]
+    for scopes in (model_config.cuda_graph_modules, older):
+        graphs += scopes if isinstance(scopes, list) else [scopes]
+    if "full_iteration" in graphs:
         raise UserError(
             f"--cuda-graph-impl full_iteration is not supported with --optimizer {config.optimizer}: a replayed "
             "iteration runs no Python, so Muon cannot see whether gradients are reduced; use local "

@@ -9,8 +9,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from megatron_muon.optim import orthogonalize
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer, to_unit_magnitude
+from megatron_muon.phases import peak_extra_bytes
+from megatron_muon.sharding.plan import UPDATE_BYTES
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
 
@@ -175,3 +178,19 @@ def test_row_scales_are_those_of_blocks() -> None:
     scaled, _ = Orthogonalizer(**settings)(matrix, split)
     torch.testing.assert_close(raw(matrix, split)[0] * raw.row_scales((8, 5), split), scaled, rtol=1e-5, atol=0.0)
     assert len(set(raw.row_scales((8, 5), split).flatten().tolist())) == 2
+
+
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("cols", [1024, 2048])
+def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
+    monkeypatch: pytest.MonkeyPatch, method: str, cols: int
+) -> None:
+    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where plans count 8."""
+    block = 512 * cols
+    monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", block)
+    stack = randn(3 * 512, cols).view(3, 512, cols).bfloat16()
+    orthogonalizer = Orthogonalizer(method=method)
+    extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device)
+    assert extra <= 1.25 * 2 * UPDATE_BYTES * block
+    monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", 3 * block)
+    assert peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device) > 2 * extra

@@ -53,6 +53,11 @@ CASES = {
         {"model": {"cuda_graph_impl": "full_iteration", "cuda_graph_modules": []}},
         "--cuda-graph-impl full_iteration is not supported with --optimizer muon: a replayed iteration runs no Python",
     ),
+    "full iteration by the older flag": (
+        ("--cuda-graph-scope", "full_iteration"),
+        {"model": {"cuda_graph_impl": "local", "cuda_graph_modules": ["full_iteration"]}},
+        "--cuda-graph-impl full_iteration is not supported with --optimizer muon",
+    ),
     "optimizer graph": (
         ("--optimizer-cuda-graph",),
         {"optimizer_cuda_graph": True},
