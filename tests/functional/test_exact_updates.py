@@ -89,11 +89,13 @@ def assert_same_bits(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int) -> None:
     case = Case(strategy=strategy)
-    cases = {exchange: case.but(optimizer={"muon_exchange": exchange}) for exchange in EXCHANGES}
+    exchanges = ("owner",) if strategy == "no_shard" else EXCHANGES
+    cases = {exchange: case.but(optimizer={"muon_exchange": exchange}) for exchange in exchanges}
     seen = ranks(world_size, run, cases=cases)[0]
     for label in cases:
         check(seen[label], case, atol=tolerance(case))
-    assert_same_bits(seen)
+    if strategy != "no_shard":  # which exchanges nothing
+        assert_same_bits(seen)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
