@@ -38,7 +38,7 @@ SHORT = (
     *("--device", "cpu", "--exit-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
     *("--micro-batch-size", "1", "--global-batch-size", "48", "--seq-length", "64", "--max-position-embeddings", "64"),
 )
-"""Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and with it the schedule, stays
+"""Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
 what the command says."""
 
 STAND_INS = {
