@@ -41,6 +41,9 @@ _SETTINGS = (
 )
 """Megatron's arguments that are told apart, beside the flags."""
 
+_NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Makes torch look for GPUs without CUDA, which a process that forks must not have touched."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -340,6 +343,7 @@ def _said_by_child(asked: dict[str, Any], answer: Path) -> dict[str, Any]:
     child = os.fork()
     if child == 0:
         status = 1
+        os.environ.pop(_NVML_CHECK, None)  # NVML counts a GPU that its driver cannot use, and this child may ask CUDA
         try:
             answer.write_text(json.dumps(_said(asked), default=str), "utf-8")
             status = 0
@@ -359,7 +363,7 @@ def _import_once() -> None:
     """Imports what takes longest, for all children. CUDA is not touched: a child could not use it then."""
     from megatron_muon.quiet import quiet_imports
 
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ[_NVML_CHECK] = "1"
     with quiet_imports():
         import torch
 

@@ -9,7 +9,7 @@ import torch
 
 from megatron_muon import gpu
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import bench_step, doctor_command
+from megatron_muon.experiment import bench_step, doctor_command, resolve
 from megatron_muon.experiment.findings import WRONG
 from megatron_muon.mcore import launch
 
@@ -78,3 +78,10 @@ def test_the_cpu_may_be_asked_for_beside_a_gpu(machine):
     machine(files=2, says=OLD)
     gpu.refuse_unusable_gpu("cpu")
     assert bench_step.settle_device("cpu", 1) == torch.device("cpu")
+
+
+def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch, tmp_path):
+    """The process that forks looks with NVML, to which a GPU with an old driver is as good as another."""
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    monkeypatch.setattr(resolve, "_said", lambda asked: {"by_nvml": torch.cuda._nvml_based_avail()})
+    assert resolve._said_by_child({}, tmp_path / "answer.json") == {"by_nvml": False}
