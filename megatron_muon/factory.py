@@ -8,6 +8,7 @@ parameters use the dp_cp group, experts the expt_dp group.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -181,6 +182,7 @@ def _muon(
             config, orthogonalizer, flops=flops / group.size(), elements=elements / group.size(), device=compute_device
         ):
             compute_device, exchange_group = torch.device("cpu"), mp.over_gloo(group)
+            orthogonalizer = dataclasses.replace(orthogonalizer, device=compute_device)
     settings: dict[str, Any] = {
         "lr": config.lr,
         "momentum": config.muon_momentum,
@@ -219,7 +221,7 @@ def _muon(
     def update(index: int, matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         whole_update, finite = orthogonalizer(matrix, splits[index])
         if neurons is not None:
-            neurons.normalize(index, whole_update)
+            neurons.normalize(index, whole_update, finite[0])
         return whole_update, finite
 
     def exchange(_: Sequence[torch.Tensor]) -> Exchange:

@@ -22,12 +22,12 @@ from megatron_muon.mcore.refusals import (
     check_dump,
     check_features,
     check_heeded,
-    check_iteration,
     check_share,
     refuse_adaptive_settings,
     refuse_layer_wise,
 )
 from megatron_muon.numbers import check_numbers
+from megatron_muon.sharding.cost import check_proven
 
 
 @dataclass
@@ -107,7 +107,7 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
         UserError: names the value and the remedy.
     """
     check_numbers(config)
-    check_iteration(config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec)
+    check_proven(config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec, config.muon_ns)
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(

@@ -108,14 +108,15 @@ class NeuronMoments:
         if not self._replicated:
             self._sum()
 
-    def normalize(self, index: int, update: torch.Tensor) -> None:
+    def normalize(self, index: int, update: torch.Tensor, finite: torch.Tensor) -> None:
         """Advance a matrix's second moment by its update and normalise and scale the update, in place.
 
         Source: emerging-optimizers' AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
 
         Args:
             index: the matrix.
-            update: its whole unscaled update `(rows, cols)`.
+            update: its whole unscaled update `(rows, cols)`, zero where it is not finite.
+            finite: whether it is, a bool; if not, the second moment stays as it is.
         """
         assert index not in self._done
         self._done.add(index)
@@ -125,7 +126,7 @@ class NeuronMoments:
         stack = update.float().reshape(place.experts, place.rows, place.cols)
         normalized = []
         for matrix, moment in zip(stack, moments, strict=True):
-            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), 1.0 - beta2)
+            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite * (1.0 - beta2))
             result = matrix * moment.clamp_min(eps).rsqrt_()
             norm = torch.linalg.vector_norm(result).clamp_min(eps)
             normalized.append(result * (torch.linalg.vector_norm(matrix) / norm))
@@ -175,7 +176,9 @@ class NeuronMoments:
 class NormalizedBatch:
     """A batch of matrices whose updates are normalised once they are orthogonalised."""
 
-    def __init__(self, batch: Batch, indices: Sequence[int], normalize: Callable[[int, torch.Tensor], None]) -> None:
+    def __init__(
+        self, batch: Batch, indices: Sequence[int], normalize: Callable[[int, torch.Tensor, torch.Tensor], None]
+    ) -> None:
         self._batch = batch
         self._indices = tuple(indices)
         self._normalize = normalize
@@ -187,6 +190,6 @@ class NormalizedBatch:
     def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The normalised and scaled update of each matrix, in its place; which are finite."""
         updates, finite = self._batch.orthogonalize()
-        for index, update in zip(self._indices, updates, strict=True):
-            self._normalize(index, update)
+        for index, update, is_finite in zip(self._indices, updates, finite, strict=True):
+            self._normalize(index, update, is_finite)
         return updates, finite

@@ -22,7 +22,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.experiment import plan_flags
 from megatron_muon.experiment.plan_flags import Flags
 from megatron_muon.numbers import check_number
-from megatron_muon.sharding.cost import Iteration, check_stable, runs_in_half
+from megatron_muon.sharding.cost import Iteration, check_proven, runs_in_half
 from megatron_muon.sharding.estimate import HARDWARE, GroupEstimate, Hardware, estimate
 from megatron_muon.sharding.layout import BlockedLayout, LayoutError, check_ranks
 from megatron_muon.sharding.layout_file import read_layout
@@ -314,13 +314,22 @@ def _settings(args: argparse.Namespace, flags: Flags | None, hardware: Hardware)
             raise UserError(f"{flags.path}: --muon-exchange-buffer-mb must be a number, found {text!r}") from None
     check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
     steps, half = flags.number("--muon-num-ns-steps", 5), ns_dtype == "bf16"
-    check_stable(flags.text("--muon-coefficient-type", "quintic"), steps, half=half)
+    if args.ns_dtype is not None:
+        precision = "medium" if half else "highest"
+    coefficient_type = flags.text("--muon-coefficient-type", "quintic")
+    check_proven(coefficient_type, steps, precision, ns)
     return Settings(
         buffer_mb=buffer,
         exchange_dtype=ns_dtype if exchange == "auto" else exchange,
         ns=ns,
         ns_dtype=ns_dtype,
-        iteration=Iteration(steps=steps, half=half, method=ns, products=hardware.products(half=half)),
+        iteration=Iteration(
+            steps=steps,
+            half=half,
+            method=ns,
+            products=hardware.products(half=half),
+            coefficient_type=coefficient_type,
+        ),
     )
 
 

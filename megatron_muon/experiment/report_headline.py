@@ -49,6 +49,11 @@ def _conclusion(one: Comparison) -> str:
             f"**{name} did not come to {base}'s final validation loss of {one.target:.4f} in "
             f"{one.arm.runs[0].iterations:,} steps.**"
         )
+    if one.reached.at_first and one.steps_ratio >= 1:
+        return (
+            f"**{name} had come to {base}'s final validation loss of {one.target:.4f} by its first validation, at step "
+            f"{one.reached.steps:,.0f} of {base}'s {one.baseline_steps:,}: that tells nothing; validate more often.**"
+        )
     bound = at_most(one.reached.at_first)
     words = f"**{name} comes to {base}'s final validation loss of {one.target:.4f} in {bound}{one.steps_ratio:.2f} of "
     words += f"the steps**: {'at or before step ' if bound else ''}{one.reached.steps:,.0f} instead of "
@@ -77,6 +82,10 @@ def _limits(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
         elif arm.rate in (rates[0], rates[-1]):
             edge, further = ("least", "smaller") if arm.rate == rates[0] else ("most", "larger")
             found.append(f"{name}'s learning rate is the {edge} of those tried; a {further} one may do better")
+    lengths = {arm.optimizer: arm.runs[0].args.get("train_iters") for arm in best}
+    if len(set(lengths.values())) > 1:
+        shown = ", ".join(f"{display_name(name)} {steps}" for name, steps in lengths.items())
+        found.append(f"Learning rates decay over different numbers of steps ({shown})")
     seeds = {arm.optimizer: [run.seed for run in arm.sound] for arm in best}
     if len(set(map(str, seeds.values()))) > 1:
         each = (f"{display_name(name)} {', '.join(map(str, numbers))}" for name, numbers in seeds.items())

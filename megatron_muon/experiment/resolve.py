@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.experiment.processes import ROOT
-from megatron_muon.experiment.run_folder import RunFolder, locate
+from megatron_muon.experiment.run_folder import PLACES, RUN, RunFolder, locate, moved, read_json
 from megatron_muon.suggest import did_you_mean
 
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
@@ -263,6 +263,7 @@ def _main(request: Request) -> dict[str, Any]:
     sets = [(key, value) for key, value in request.sets if _plain(key) != "device"]
     given: dict[str, str] = {}
     place: dict[str, RunFolder] = {}
+    notes: list[str] = []
 
     def amend(parser: argparse.ArgumentParser, config: ExperimentConfig | None, rest: list[str]) -> list[str]:
         assert config is not None
@@ -275,9 +276,17 @@ def _main(request: Request) -> dict[str, Any]:
         given.update({flag: FROM_LINE for flag in given_flags(rest)})
         values = {flag: " ".join(value) for flag, value in config.flags if flag not in unset}
         chosen = {flag: " ".join(value) for flag, value in pairs(typed, actions)}
-        if request.keeps_places:
-            chosen = {**values, **chosen}
+        rebased: dict[str, str] = {}
+        if request.keeps_places and request.out is not None:
+            root = Path(request.out)
+            run = read_json(root / RUN)
+            now = {flag: moved(values[flag], run, root) for flag in PLACES if flag in values and flag not in chosen}
+            rebased = {flag: path for flag, path in now.items() if path != values[flag]}
+            chosen = {**values, **rebased, **chosen}
+            if rebased:
+                notes.append(f"this run was started in {run['folder']}; it goes on with what is in {root}")
         folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
+        flags |= rebased
         place["folder"] = folder
         given.update({flag: FROM_FOLDER for flag in flags})
         return [*typed, *(token for item in flags.items() for token in item)]
@@ -307,7 +316,7 @@ def _main(request: Request) -> dict[str, Any]:
             flags=tuple(by_dest.values()),
             filled_in=tuple(filled_in),
             env=config.env,
-            notes=tuple(note for note in settled.notes if not note.startswith("defaults filled in")),
+            notes=(*notes, *(note for note in settled.notes if not note.startswith("defaults filled in"))),
             device=settled.device,
             ranks=ranks,
             gpus=gpus,

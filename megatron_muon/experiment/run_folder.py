@@ -14,7 +14,7 @@ On other machines than the first (--node-rank 1, 2, ...) a run writes `config.no
 
 run.json has these keys:
 
-    name            the folder's name
+    name, folder    the folder's name, and where it was when the run was started
     command         what the user typed, one string
     torchrun        the command that was launched, one string; without what makes it wait longer
     directory       the working folder, which relative paths start from
@@ -132,6 +132,27 @@ def locate(
     if not tensorboard:
         tensorboard = flags["--tensorboard-dir"] = str(root / TENSORBOARD)
     return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
+
+
+def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
+    """Where a file or folder of a run is now that its folder may have been copied or renamed.
+
+    A copy must neither go on from the original's checkpoints nor write into them.
+
+    Args:
+        path: as the run's files name it.
+        run: what run.json says.
+        root: the run's folder.
+
+    Returns:
+        The same place within `root` where `path` was within another folder of this run; else `path`.
+    """
+    if "folder" not in run:  # of an earlier version
+        return path
+    was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
+    if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
+        return path
+    return str(root / now.relative_to(was))
 
 
 def name_of(config: Path) -> str:

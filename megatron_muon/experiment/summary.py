@@ -18,7 +18,16 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.experiment.events import LOSS_TAG, Point, RunEvents, read_events
-from megatron_muon.experiment.run_folder import CHECKPOINTS, CONFIG, RUN, SUMMARY, TENSORBOARD, RunFolder, read_json
+from megatron_muon.experiment.run_folder import (
+    CHECKPOINTS,
+    CONFIG,
+    RUN,
+    SUMMARY,
+    TENSORBOARD,
+    RunFolder,
+    moved,
+    read_json,
+)
 
 WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""
@@ -112,7 +121,9 @@ def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: Run
     if not run_dir.is_dir():
         raise UserError(f"no run at {str(run_dir)!r}; give the directory that holds tensorboard/ and checkpoints/")
     recorded = read_json(run_dir / RUN)
-    tensorboard_dir = tensorboard_dir or Path(recorded.get("tensorboard_dir") or run_dir / TENSORBOARD)
+    at_start = (recorded.get("tensorboard_dir"), recorded.get("checkpoint_dir"))
+    places = [Path(moved(path, recorded, run_dir)) if path else None for path in at_start]
+    tensorboard_dir = tensorboard_dir or places[0] or run_dir / TENSORBOARD
     events = events or read_events(tensorboard_dir)
     losses = events.points(LOSS_TAG)
     if not losses:
@@ -123,9 +134,7 @@ def summarize(run_dir: Path, *, tensorboard_dir: Path | None = None, events: Run
     validation, validation_iteration = _validation(events)
     seconds = _step_seconds(events)
     step_seconds = statistics.median(seconds.values()) if seconds else None
-    latest = RunFolder(
-        run_dir, tensorboard_dir, Path(recorded.get("checkpoint_dir") or run_dir / CHECKPOINTS)
-    ).checkpoint
+    latest = RunFolder(run_dir, tensorboard_dir, places[1] or run_dir / CHECKPOINTS).checkpoint
     return RunSummary(
         run_dir=str(run_dir),
         optimizer=events.args.get("optimizer"),
@@ -289,6 +298,8 @@ def _tokens_per_second(events: RunEvents, step_seconds: dict[int, float]) -> flo
 def _optimizer_share(events: RunEvents, step_seconds: dict[int, float]) -> float | None:
     optimizer = _by_step(events.points("optimizer-time"))
     shares = [optimizer[step] / seconds for step, seconds in step_seconds.items() if step in optimizer and seconds > 0]
+    if not shares and optimizer and step_seconds:  # logged at other steps: a run shorter than its log interval
+        return statistics.median(optimizer.values()) / statistics.median(step_seconds.values())
     return statistics.median(shares) if shares else None
 
 

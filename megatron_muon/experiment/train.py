@@ -313,6 +313,7 @@ def _run_record(experiment: Experiment) -> dict[str, Any]:
     found, dirty = checkout()
     return {
         "name": folder.root.resolve().name,
+        "folder": str(folder.root),
         "command": experiment.command,
         "torchrun": experiment.shown_command,
         "directory": os.getcwd(),

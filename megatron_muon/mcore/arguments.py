@@ -26,12 +26,12 @@ from megatron_muon.mcore.refusals import (
     check_dump,
     check_features,
     check_heeded,
-    check_iteration,
     check_share,
     refuse_adaptive_settings,
     refuse_layer_wise,
 )
 from megatron_muon.numbers import check_numbers
+from megatron_muon.sharding.cost import check_proven
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
@@ -406,7 +406,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
 def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> None:
     check_features(args, args, main_params_dtype=args.megatron_fsdp_main_params_dtype)
     check_heeded(args, args.data_parallel_sharding_strategy, gated=args.swiglu)
-    check_iteration(args.muon_coefficient_type, args.muon_num_ns_steps, args.muon_fp32_matmul_prec)
+    check_proven(args.muon_coefficient_type, args.muon_num_ns_steps, args.muon_fp32_matmul_prec, args.muon_ns)
     plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
     check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)
     if args.muon_offload == "nvme":

@@ -8,17 +8,6 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from megatron_muon.errors import UserError
-from megatron_muon.sharding.cost import check_stable, runs_in_half
-
-
-def check_iteration(coefficient_type: str, steps: int, matmul_precision: str) -> None:
-    """Check that Newton-Schulz is proven to give updates near orthogonal, under every strategy.
-
-    Raises:
-        UserError: names the value and the remedy.
-    """
-    check_stable(coefficient_type, steps, half=runs_in_half(matmul_precision))
-
 
 ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
 """Defaults of the fields `adaptive_muon_*` of megatron-core's OptimizerConfig, which have no flags in 0.19."""

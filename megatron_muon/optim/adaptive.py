@@ -93,7 +93,8 @@ class AdaMuon(AdaptiveMuon):
         for group, parameters, places in self._by_group(indices):
             rows = [updates[place].float() for place in places]
             moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in parameters]
-            torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), 1.0 - group["beta2"])
+            shares = (finite * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
+            torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
             roots = torch._foreach_sqrt(moments)
             torch._foreach_add_(roots, group["eps"])
             rows = list(torch._foreach_div(rows, roots))

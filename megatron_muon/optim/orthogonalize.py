@@ -18,7 +18,7 @@ from megatron_muon.numbers import check_number
 from megatron_muon.optim import newton_schulz as ns
 from megatron_muon.optim.batch import BlockBatch
 from megatron_muon.optim.blocks import RowSplit
-from megatron_muon.sharding.cost import AUTO, GRAM, KERNEL, Iteration, check_stable, runs_in_half
+from megatron_muon.sharding.cost import AUTO, GRAM, KERNEL, Iteration, check_proven, runs_in_half
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
@@ -82,12 +82,13 @@ class Orthogonalizer:
         check_number("muon_num_ns_steps", self.num_steps)
         check_number("muon_extra_scale_factor", self.extra_scale_factor)
         self._steps = ns.coefficients(self.coefficient_type, self.num_steps)
-        check_stable(self.coefficient_type, self.num_steps, half=self.dtype == torch.bfloat16)
+        check_proven(self.coefficient_type, self.num_steps, self.matmul_precision, self.method)
         self.iteration = Iteration(
             steps=self.num_steps,
             half=self.dtype == torch.bfloat16,
             method=self.method,
             products=ns.products_on(self.device, self.dtype),
+            coefficient_type=self.coefficient_type,
         )
 
     @property

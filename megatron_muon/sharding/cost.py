@@ -16,15 +16,28 @@ GRAM = "gram"
 AUTO = "auto"
 METHODS = (AUTO, STANDARD, GRAM)
 
-MOST_STEPS = 12
-FEWEST_STEPS = {"simple": 1, "quintic": 1, "polar_express": 5, "cans": 5, "aol": 1, "deepseekv4": 1}
-"""Coefficient sets of emerging-optimizers and the fewest steps with which they are stable, up to `MOST_STEPS`.
+PROVEN_STEPS = {
+    "simple": range(1, 13),
+    "quintic": (1, 2, 3, 4, 5, 8, 9, 10),
+    "polar_express": range(5, 13),
+    "cans": range(5, 13),
+    "deepseekv4": range(1, 13),
+}
+"""Numbers of steps, up to 12, with which a coefficient set of emerging-optimizers is proven.
 
-Stable means: for both iterations, ratios of sides of 1 to 8, condition numbers of 1 to 1e8, in fp32 and bf16, no
-singular value of the result exceeds 1.3 (tests/unit/test_singular_values.py). polar_express and cans are made for five
-steps and more: with fewer, singular values go up to 2."""
-FP32_SETS = ("cans",)
-"""Sets that are stable in fp32 alone. After five steps of cans in bf16 a singular value can be 600, after seven inf."""
+Proven means, over ratios of sides of 1 to 8, condition numbers of 1 to 1e8, dominant directions, rank 1 and random
+spectra: no singular value of the result exceeds 1.3, none has changed its sign, and from five steps on those that were
+at least 0.3 of the norm are at least 0.6 (tests/unit/test_singular_values.py). polar_express and cans are made for five
+steps and more: with fewer, singular values go up to 2. emerging-optimizers begins quintic anew after five steps, and
+its first polynomials shrink what is near 1 already: after six steps, updates are an eighth of their size."""
+GRAM_IN_HALF = {"simple": 12, "quintic": 5, "deepseekv4": 12}
+"""Sets that the Gram iteration is proven with in bf16, and up to how many steps. With polar_express a singular value
+can be 50 after five steps and inf after seven, where another direction dominates."""
+FULL_PRECISION_SETS = ("cans",)
+"""Sets proven in true fp32 alone. After five steps of cans a singular value can be 600 in bf16 and 300 in TF32."""
+REVERSING_SETS = ("aol",)
+"""Sets that turn an update round. aol is made for another normalisation than by the norm: its first polynomial is
+negative from 0.88 of the norm on."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +84,16 @@ class Iteration:
     Attributes:
         steps: Newton-Schulz steps.
         half: the products run in bf16, not in fp32.
-        method: "standard", "gram", or "auto" for the one with fewer operations.
+        method: "standard", "gram", or "auto" for the one with fewer operations, of those that are proven.
         products: how the device forms symmetric products.
+        coefficient_type: a set of emerging-optimizers.
     """
 
     steps: int = 5
     half: bool = True
     method: str = AUTO
     products: Products = DENSE
+    coefficient_type: str = "quintic"
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -88,6 +103,8 @@ class Iteration:
         """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
         if self.method != AUTO:
             return self.method
+        if not gram_is_proven(self.coefficient_type, self.steps, half=self.half):
+            return STANDARD
         return min((STANDARD, GRAM), key=lambda method: self._flops(rows, cols, method))
 
     def flops(self, rows: int, cols: int) -> int:
@@ -152,20 +169,41 @@ def runs_in_half(matmul_precision: str) -> bool:
     return matmul_precision in ("medium", "low")
 
 
-def check_stable(coefficient_type: str, steps: int, *, half: bool) -> None:
+def gram_is_proven(coefficient_type: str, steps: int, *, half: bool) -> bool:
+    """Whether the Gram iteration is proven where the standard one is."""
+    return not half or steps <= GRAM_IN_HALF.get(coefficient_type, 0)
+
+
+def check_proven(coefficient_type: str, steps: int, matmul_precision: str, method: str) -> None:
     """Refuse iterations whose result may be far from orthogonal.
+
+    Args:
+        coefficient_type: a set of emerging-optimizers.
+        steps: Newton-Schulz steps.
+        matmul_precision: "highest", "high", "medium" or "low".
+        method: "auto", "standard" or "gram".
 
     Raises:
         UserError: names the value and the remedy.
     """
-    if half and coefficient_type in FP32_SETS:
+    if coefficient_type in REVERSING_SETS:
         raise UserError(
-            f"--muon-coefficient-type {coefficient_type} is not stable in bf16; use --muon-fp32-matmul-prec high or "
-            "highest with it, or another set, such as quintic"
+            f"--muon-coefficient-type {coefficient_type} turns updates round where one direction dominates a matrix; "
+            "use another set, such as quintic"
         )
-    fewest = FEWEST_STEPS.get(coefficient_type, 1)
-    if not fewest <= steps <= MOST_STEPS:
+    if coefficient_type in FULL_PRECISION_SETS and matmul_precision != "highest":
         raise UserError(
-            f"--muon-num-ns-steps {steps} is out of range: --muon-coefficient-type {coefficient_type} takes {fewest} "
-            f"to {MOST_STEPS} steps; 5 is usual"
+            f"--muon-coefficient-type {coefficient_type} is not stable with --muon-fp32-matmul-prec "
+            f"{matmul_precision}; use highest, or another set, such as quintic"
+        )
+    proven = PROVEN_STEPS.get(coefficient_type)
+    if proven is not None and steps not in proven:
+        raise UserError(
+            f"--muon-num-ns-steps {steps} is not proven with --muon-coefficient-type {coefficient_type}; choose one of "
+            f"{', '.join(map(str, proven))}; 5 is usual"
+        )
+    if method == GRAM and not gram_is_proven(coefficient_type, steps, half=runs_in_half(matmul_precision)):
+        raise UserError(
+            f"--muon-ns gram is not stable in bf16 with {steps} steps of --muon-coefficient-type {coefficient_type}; "
+            "use --muon-ns auto, or --muon-fp32-matmul-prec high"
         )

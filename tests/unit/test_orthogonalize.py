@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from megatron_muon.optim import orthogonalize
 from megatron_muon.optim.blocks import RowSplit, whole
 from megatron_muon.optim.orthogonalize import Orthogonalizer, to_unit_magnitude
 from megatron_muon.phases import peak_extra_bytes
+from megatron_muon.sharding.cost import HALVES, KERNEL
 from megatron_muon.sharding.plan import UPDATE_BYTES
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
@@ -194,3 +196,15 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     assert extra <= 1.25 * 2 * UPDATE_BYTES * block
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", 3 * block)
     assert peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device) > 2 * extra
+
+
+def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --muon-ns-device cpu the plan counted the GPU's products, and its kernel was tuned for nothing."""
+    monkeypatch.setattr(
+        orthogonalize.ns, "products_on", lambda device, dtype: KERNEL if device.type == "cuda" else HALVES
+    )
+    on_gpu = Orthogonalizer(device=torch.device("cuda"))
+    assert on_gpu.iteration.products is KERNEL
+    on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
+    assert on_cpu.iteration.products is HALVES
+    assert on_cpu.warm_up([(2048, 2048)]) == 0

@@ -257,4 +257,5 @@ def test_a_plan_names_the_owners_that_training_would(
 
 def test_unstable_iterations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = config(tmp_path, muon_coefficient_type="cans")
-    assert "cans is not stable in bf16" in message(capsys, "--config", path, "--world-size", 2)
+    said = message(capsys, "--config", path, "--world-size", 2)
+    assert "cans is not stable with --muon-fp32-matmul-prec medium" in said

@@ -237,6 +237,15 @@ def test_a_first_validation_is_a_bound(tmp_path):
     assert found["comparisons"][0]["steps_are_a_bound"]
 
 
+def test_a_first_validation_at_the_end_tells_nothing(tmp_path):
+    make_run(tmp_path / "runs" / "adam", falling(0.02), optimizer="adam", steps=10)
+    make_run(tmp_path / "runs" / "muon", falling(0.2), steps=20)
+    text, _ = page_of(tmp_path)
+    assert "by its first validation, at step 10 of AdamW's 10: that tells nothing; validate more often.**" in text
+    assert "of the steps**" not in text
+    assert "Learning rates decay over different numbers of steps (AdamW 10, Muon 20)" in text
+
+
 def test_a_baseline_that_was_there_before_is_told(tmp_path):
     """Its loss may rise at the end: its last step is not where it first came to its last loss."""
     make_run(tmp_path / "runs" / "adam", lambda step: 3.0 + abs(step - 30) / 10, optimizer="adam")

@@ -127,6 +127,14 @@ def test_speed_without_timers_comes_from_the_times_of_the_losses(tmp_path, write
     assert "--timing-log-level 1" in dict(rows(summary))["optimizer"]
 
 
+def test_timers_that_are_logged_at_other_steps_than_losses_count_too(tmp_path, writer_class):
+    """A run of four steps said that the optimizer was not timed, though its config had all the flags."""
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 4), timers=False)
+    with writer_class(log_dir=str(tmp_path / "tensorboard")) as writer:
+        writer.add_scalar("optimizer-time", OPTIMIZER_SECONDS, 4)
+    assert summarize(tmp_path).optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
+
+
 def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_class):
     """Megatron writes the test set's loss under the validation set's tag, after it, at the same iteration."""
     tag = "lm loss validation"

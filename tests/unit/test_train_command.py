@@ -205,6 +205,23 @@ def test_a_start_that_came_to_nothing_is_in_nobodys_way(tmp_path):
         check_free(folder, resume=False, overwrite=False)
 
 
+def test_places_of_a_run_move_with_its_folder(tmp_path):
+    """A copy went on from the original's checkpoints and wrote into them; a renamed run began at step 1."""
+    run = {"folder": "runs/first", "directory": str(tmp_path)}
+    first, copy = tmp_path / "runs" / "first", tmp_path / "runs" / "copy"
+    first.mkdir(parents=True)
+    copy.mkdir()
+    (tmp_path / "link").symlink_to(first)
+    for root in (first, tmp_path / "link"):
+        assert run_folder.moved("runs/first/checkpoints", run, root) == "runs/first/checkpoints"
+    assert run_folder.moved("runs/first/checkpoints", run, copy) == str(copy / "checkpoints")
+    assert run_folder.moved(str(first / "tensorboard"), run, copy) == str(copy / "tensorboard")
+    assert run_folder.moved("/scratch/checkpoints", run, copy) == "/scratch/checkpoints"
+    first.rmdir()
+    assert run_folder.moved("runs/first/checkpoints", run, copy) == str(copy / "checkpoints")
+    assert run_folder.moved("runs/first/checkpoints", {}, copy) == "runs/first/checkpoints"
+
+
 def test_overwriting_deletes_the_run_and_nothing_else(taken):
     clear(taken)
     assert sorted(path.name for path in taken.root.iterdir()) == ["notes.txt", "tensorboard"]
