@@ -99,7 +99,7 @@ CASES |= {
         {},
         ("--split 969, 30, 1", "no document of one for validation", "1 in all", "100,0,0"),
     ),
-    "an index of something else": ((*cli.MUON, *MODEL, "--data-path", "wrong"), {}, ("wrong.idx is no index",)),
+    "an index of something else": ((*cli.MUON, *MODEL, "--data-path", "wrong"), {}, ("wrong.idx is not an index",)),
     "half of the data": ((*cli.MUON, *MODEL, "--data-path", "0.5", "half"), {}, ("half.idx does not exist",)),
     "no data": ((*cli.MUON, *MODEL), {}, ("--data-path", "--mock-data")),
     "fp16": ((*RUN, "--fp16"), {}, ("--fp16", "--optimizer muon", "use --bf16")),
