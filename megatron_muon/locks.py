@@ -74,15 +74,31 @@ class Lock:
         """Looks at the lock without taking it.
 
         Raises:
-            UserError: another process holds it.
+            UserError: another process holds it, or it is another user's and may be held.
         """
-        with contextlib.suppress(OSError):
+        give_up = time.monotonic() + SECONDS_TO_LOOK
+        while (refusal := self._look()) and time.monotonic() < give_up:
+            time.sleep(0.02)
+        if refusal:
+            raise UserError(refusal)
+
+    def _look(self) -> str | None:
+        """Why the lock counts as held at this instant; None where it is free."""
+        try:
             lock = os.open(self.file, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                if not try_lock(lock):
-                    raise UserError(self._refusal(lock))
-            finally:
-                os.close(lock)
+        except PermissionError as error:
+            return (
+                f"{self.file} cannot be opened ({error.strerror}), so perhaps {self.taken}; {self.remedy}, or have the "
+                "file's owner delete it if nothing runs"
+            )
+        except OSError:
+            return None
+        try:
+            return None if try_lock(lock) else self._refusal(lock)
+        except OSError:  # a file system without locks
+            return None
+        finally:
+            os.close(lock)
 
     def _take(self, wait_s: float) -> int | None:
         began = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from numbers import Real
 from typing import Any
 
@@ -92,8 +93,7 @@ def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
     flag = flag or _flag(name)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UserError(f"{flag} {value!r} is not a number; choose {RANGES[name]}")
-    if not math.isfinite(value):
-        raise UserError(f"{flag} {value:g} is not finite; choose {RANGES[name]}")
+    _require_finite(flag, value, str(RANGES[name]))
     if not RANGES[name].holds(float(value)):
         raise UserError(f"{flag} {value:g} is out of range; choose {RANGES[name]}")
 
@@ -112,9 +112,8 @@ def check_numbers(values: Any) -> None:
         if given[name] is not None:
             check_number(name, given[name])
     for name, value in given.items():
-        if name not in _INFINITE and not all(map(math.isfinite, _floats(value))):
-            shown = " ".join(f"{number:g}" for number in _floats(value))
-            raise UserError(f"{_flag(name)} {shown} is not finite; choose a finite number")
+        for number in _numbers(value) if name not in _INFINITE else ():
+            _require_finite(_flag(name), number, "a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         low, high = (_first_given(given, name) for name in (lowest, peak))
         if low and high and low[1] > high[1]:
@@ -130,10 +129,18 @@ def _first_given(given: dict[str, Any], name: str) -> tuple[str, float] | None:
     return next(((each, given[each]) for each in names if given.get(each) is not None), None)
 
 
-def _floats(value: Any) -> Iterator[float]:
+def _numbers(value: Any) -> Iterator[float]:
     for each in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(each, float):
+        if isinstance(each, (int, float)):
             yield each
+
+
+def _require_finite(flag: str, value: Any, possible: str) -> None:
+    try:
+        if not math.isfinite(value):
+            raise UserError(f"{flag} {value:g} is not finite; choose {possible}")
+    except OverflowError:  # a whole number of more than 308 digits
+        raise UserError(f"{flag} {Decimal(int(value)):.1e} is too large; choose {possible}") from None
 
 
 def _flag(name: str) -> str:

@@ -39,14 +39,17 @@ def read(folder: Path) -> dict[str, int] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror})") from None
+        raise UserError(f"{file} cannot be read ({error.strerror}); --no-verify-checkpoint loads without it") from None
     try:
         sums = {str(name): int(written, 16) for name, written in json.loads(text)["crc32"].items()}
         whole = encode(sums).encode() == text
     except (ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
-        raise UserError(f"{file} is damaged: it does not have the checksum that it gives for itself")
+        raise UserError(
+            f"{file} is damaged: it does not have the checksum that it gives for itself; --no-verify-checkpoint loads "
+            "without it"
+        )
     return sums
 
 

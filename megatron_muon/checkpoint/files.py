@@ -98,10 +98,14 @@ def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
     return f"the newest complete checkpoint is iteration {found}: resume with --load {save_dir} --ckpt-step {found}"
 
 
-def problems(folder: Path) -> list[str]:
+def problems(folder: Path, *, verify: bool = True) -> list[str]:
     """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
 
     Compares the index with its checksum and the other files with the sizes that the index gives; it reads no tensor.
+
+    Args:
+        folder: the checkpoint.
+        verify: False leaves checksums out (`--no-verify-checkpoint`).
     """
     from megatron_muon.checkpoint.unpickling import Reader, UntrustedError
 
@@ -110,7 +114,7 @@ def problems(folder: Path) -> list[str]:
     if not (folder / ".metadata").is_file():
         return [f"{folder} has no .metadata: its save did not finish"]
     try:
-        sums = checksums.read(folder)
+        sums = checksums.read(folder) if verify else None
     except UserError as error:
         return [str(error)]
     if sums and (found := checksums.changed(folder, sums, [".metadata"])):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import struct
 from pathlib import Path
 
 import numpy as np
 
 from megatron_muon.data.corpus import OutputPaths, model_digest
+from megatron_muon.data.index import read_head
 from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
 
@@ -17,8 +17,6 @@ _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2
 """Names of one tokenizer."""
 
 _SAMPLE_TOKENS = 1 << 20
-_INDEX = struct.Struct("<9sQB")
-"""How an .idx file begins: magic, version, type of the ids."""
 
 
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
@@ -81,10 +79,5 @@ def _shown(spec: TokenizerSpec) -> str:
 
 def _largest_id(prefix: str) -> int:
     """The largest id of the first tokens."""
-    from megatron.core.datasets.indexed_dataset import DType
-
-    with Path(prefix + ".idx").open("rb") as index:
-        _, _, code = _INDEX.unpack(index.read(_INDEX.size))
-    dtype = np.dtype(DType.dtype_from_code(code))
-    ids = np.fromfile(prefix + ".bin", dtype=dtype, count=_SAMPLE_TOKENS)
+    ids = np.fromfile(prefix + ".bin", dtype=read_head(prefix).dtype, count=_SAMPLE_TOKENS)
     return int(ids.max()) if ids.size else 0

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.errors import UserError
 from megatron_muon.mcore import step_counts
-from megatron_muon.mcore.first_rank import of_all_ranks, on_first_rank
+from megatron_muon.mcore.first_rank import of_all_ranks, of_first_rank, on_first_rank
 from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
@@ -43,8 +43,9 @@ def load_what_is_there(patches: Patches) -> None:
                 return load(load_dir, args, rank0, *rest, **kwargs)
             if rank0:
                 on_first_rank(lambda: files.recover(folder.parent))
-                _require_complete(folder)
-                if dist.is_initialized() and getattr(args, "verify_checkpoint", True):
+                verify = getattr(args, "verify_checkpoint", True)
+                _require_complete(folder, verify=verify)
+                if dist.is_initialized() and verify:
                     _require_unchanged(folder)
                 return load(load_dir, args, rank0, *rest, **kwargs)
             asked.update(folder=folder)
@@ -176,35 +177,35 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     return save_dir / "release" if iteration == "release" else files.iteration_folder(save_dir, int(iteration))
 
 
-def _require_complete(folder: Path) -> None:
+def _require_complete(folder: Path, *, verify: bool = True) -> None:
     """Check a checkpoint's files on the first rank, for all.
+
+    Args:
+        folder: the checkpoint.
+        verify: False with `--no-verify-checkpoint`.
 
     Raises:
         UserError: what is wrong with it, and which one to take instead.
     """
-    found: list[str] = []
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        found = files.problems(folder)
-        if found:
-            iteration = files.iteration_of(folder)
-            found = [f"{_some(found)}; {files.resume_hint(folder.parent, but=iteration)}"]
-        else:
-            _tell_unfinished(folder.parent)
-    if dist.is_initialized():
-        shared: list[Any] = [found]
-        dist.broadcast_object_list(shared, src=0)
-        found = shared[0]
-    if found:
-        raise UserError(f"this checkpoint cannot be loaded: {found[0]}")
+
+    def look() -> None:
+        if found := files.problems(folder, verify=verify):
+            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+            raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
+        _tell_unfinished(folder.parent)
+
+    of_first_rank(look)
 
 
 def _require_unchanged(folder: Path) -> None:
     """Compare a checkpoint's files with their checksums, each on one rank.
 
+    The first rank reads the checksums for all: what a file server shows to one rank, another may not see yet.
+
     Raises:
         UserError: which are not as they were written, and which checkpoint to take instead.
     """
-    sums = checksums.read(folder)
+    sums = of_first_rank(lambda: checksums.read(folder))
     if sums is None:
         _tell(checksums.absent(folder), kind="")
         return

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
+
+from megatron_muon.errors import UserError
 
 
 def of_all_ranks[T](value: T) -> list[T]:
@@ -14,6 +17,22 @@ def of_all_ranks[T](value: T) -> list[T]:
     everyone: list[T] = [value] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return everyone
+
+
+def of_first_rank[T](make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank; every rank raises the UserError that it raises there."""
+    made: list[Any] = [None, None]
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            made[0] = make()
+        except UserError as error:
+            made[1] = str(error)
+    if dist.is_initialized():
+        dist.broadcast_object_list(made, src=0)
+    value, refusal = made
+    if refusal is not None:
+        raise UserError(refusal)
+    return value  # type: ignore[no-any-return]
 
 
 def on_first_rank(act: Callable[[], object]) -> None:

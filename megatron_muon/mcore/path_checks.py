@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import struct
 import tempfile
 from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
+from megatron_muon.data.index import read_head
 from megatron_muon.errors import UserError
-
-_INDEX_HEADER = struct.Struct("<9sQBQ")
-"""How an .idx file begins: magic, version, type of the ids, number of sequences (megatron-core's _IndexWriter)."""
 
 
 def require_data(args: argparse.Namespace) -> None:
-    """Refuse missing data, and a split that leaves a set without documents.
+    """Refuse missing or damaged data, and a split that leaves a set without documents.
 
     Raises:
         UserError: names the file and what to type.
@@ -40,6 +37,7 @@ def require_data(args: argparse.Namespace) -> None:
                     f"{prefix}{suffix} does not exist; --data-path takes the prefix of a .bin and an .idx file; type "
                     f"megatron-muon data prepare --input TEXT --output {prefix}"
                 )
+        read_head(prefix)
     for prefix in args.data_path or ():
         if not _is_number(prefix):
             _check_split(prefix, args.split or "969, 30, 1")
@@ -71,14 +69,7 @@ def _check_split(prefix: str, split: str) -> None:
         parse_and_normalize_split,
     )
 
-    with Path(prefix + ".idx").open("rb") as index:
-        header = index.read(_INDEX_HEADER.size)
-    if len(header) < _INDEX_HEADER.size or not header.startswith(b"MMIDIDX"):
-        raise UserError(
-            f"{prefix}.idx is no index of Megatron's data; type: "
-            f"megatron-muon data prepare --input TEXT --output {prefix}"
-        )
-    documents = _INDEX_HEADER.unpack(header)[-1]
+    documents = read_head(prefix).documents
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):
         if part is not None and round(part[0] * documents) == round(part[1] * documents):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
-from megatron_muon.errors import Reasons, UserError
+from megatron_muon.errors import Reasons, UserError, reason_of
 from megatron_muon.patching import Patches
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -124,15 +124,17 @@ def explained(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         args: what is being validated; its values are those that the message gives.
         parser: knows the flags.
     """
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
+
     try:
         yield
     except UserError:
         raise
-    except Exception as refusal:
+    except (Exception, CheckpointException) as refusal:
         raise UserError(explain(refusal, args, parser)) from refusal
 
 
-def explain(refusal: Exception, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+def explain(refusal: BaseException, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
     """Why megatron-core stopped, in one line with the flags on which that depends.
 
     Args:
@@ -140,7 +142,7 @@ def explain(refusal: Exception, args: argparse.Namespace, parser: argparse.Argum
         args: values of the flags.
         parser: knows the flags.
     """
-    reason = " ".join(str(refusal).split())
+    reason = " ".join((reason_of(refusal) if hasattr(refusal, "failures") else str(refusal)).split())
     flags: dict[str, str] = {}
     for number, (statement, conditions) in enumerate(_statements(refusal.__traceback__)):
         if number == 0:
@@ -300,11 +302,16 @@ def _silent() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
-    """What `patches.install` changes of the validation and the configurations, for a while."""
-    from megatron_muon.mcore import patches
+    """What `patches.install` changes of the validation and the configurations, for a while.
+
+    `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
+    """
+    from megatron_muon.mcore import checkpoint_trust, patches
 
     changes = Patches()
     try:
+        checkpoint_trust.run_no_pickles(changes)
+        checkpoint_trust.explain_unreadable(changes)
         if muon_under_fsdp:
             patches.accept_muon(changes)
             patches.use_factory(changes)

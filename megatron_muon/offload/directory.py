@@ -188,7 +188,7 @@ def in_use(path: Path) -> bool:
     Raises:
         OSError: it may not be opened, so nobody can tell.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open_to_lock(path)
     try:
         return not try_lock(descriptor)
     finally:
@@ -201,7 +201,7 @@ def delete_unused(path: Path) -> bool:
     Raises:
         OSError: it may not be opened or deleted.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = _open_to_lock(path)
     try:
         if not try_lock(descriptor) or not is_still(descriptor, path):
             return False
@@ -218,10 +218,18 @@ def holder(directory: Path) -> tuple[dict[str, Any], bool]:
         OSError: the file may not be opened.
     """
     try:
-        lock = os.open(directory / LOCK, os.O_RDONLY | os.O_CLOEXEC)
+        lock = _open_to_lock(directory / LOCK)
     except FileNotFoundError:
         return {}, False
     try:
         return signature(lock), not try_lock(lock)
     finally:
         os.close(lock)
+
+
+def _open_to_lock(path: Path) -> int:
+    """A descriptor for locking alone, which on NFS must be for writing; where that is not allowed, one for reading."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

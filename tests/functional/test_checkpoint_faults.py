@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon.checkpoint import files, lock
+from megatron_muon.checkpoint import checksums, files, lock
 from megatron_muon.errors import UserError
+from megatron_muon.mcore import checkpoint_loading
 from tests.functional import cli
 from tests.functional.model import Case, Trainer, batches
 from tests.functional.pool import Pool, RankError
@@ -237,3 +238,27 @@ def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> Non
     for survivor in (0, 2):
         assert f"rank {survivor} of 3: raised" in said
     assert said.count("stopped after") >= 2
+
+
+def require_unchanged(rank: int, world_size: int, *, folder: str, sums: dict[str, int] | None) -> str | None:
+    """What a rank is told of a checkpoint whose checksums the other rank does not see."""
+    read = checksums.read
+    checksums.read = lambda _: sums if rank == 0 else None if sums else {"__0_0.distcp": 0}
+    try:
+        checkpoint_loading._require_unchanged(Path(folder))
+    except UserError as error:
+        return str(error)
+    finally:
+        checksums.read = read
+    return None
+
+
+@pytest.mark.parametrize("sums", [{"__0_0.distcp": 7}, None])
+def test_ranks_that_see_other_checksums_do_not_wait_for_each_other(
+    ranks: Pool, tmp_path: Path, sums: dict[str, int] | None
+) -> None:
+    """A file that a file server shows to one rank alone kept the other one in a collective for ever."""
+    (tmp_path / "__0_0.distcp").write_bytes(b"x")
+    first, second = ranks(2, require_unchanged, folder=str(tmp_path), sums=sums, timeout_s=60)
+    assert first == second
+    assert (first is None) == (sums is None)

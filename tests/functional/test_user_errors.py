@@ -54,6 +54,8 @@ FILES = {
     "half.bin": "",
     "wrong.bin": "",
     "wrong.idx": "something else, but of a sufficient length",
+    "evil/latest_checkpointed_iteration.txt": "1",
+    "evil/iter_0000001/.metadata": "cposix\nmkdir\n(S'made-by-the-pickle'\ntR.",
 }
 
 # name: (argv, environment, what the message holds)
@@ -97,7 +99,7 @@ CASES |= {
         {},
         ("--split 969, 30, 1", "no document of one for validation", "1 in all", "100,0,0"),
     ),
-    "an index of something else": ((*cli.MUON, *MODEL, "--data-path", "wrong"), {}, ("wrong.idx is no index",)),
+    "an index of something else": ((*cli.MUON, *MODEL, "--data-path", "wrong"), {}, ("wrong.idx is not an index",)),
     "half of the data": ((*cli.MUON, *MODEL, "--data-path", "0.5", "half"), {}, ("half.idx does not exist",)),
     "no data": ((*cli.MUON, *MODEL), {}, ("--data-path", "--mock-data")),
     "fp16": ((*RUN, "--fp16"), {}, ("--fp16", "--optimizer muon", "use --bf16")),
@@ -160,10 +162,19 @@ if importlib.util.find_spec("transformer_engine") is None:
 CASES["checkpoint format"] = ((*RUN, "--ckpt-format", "torch_dist"), {}, ("megatron-core refuses", "fsdp_dtensor"))
 CASES["heads"] = ((*RUN, "--hidden-size", "33"), {}, ("refuses", "--hidden-size 33, --num-attention-heads 2"))
 
+# Story: validation took the arguments from the checkpoint before pickles were kept from running.
+for flag in ("--load", "--pretrained-checkpoint"):
+    CASES[f"a command in {flag}"] = (
+        (*RUN, flag, "evil", "--use-checkpoint-args"),
+        {},
+        ("the checkpoint 1 in evil cannot be loaded", "names posix.mkdir", "it was not run"),
+    )
+
 
 def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[int | str, str, str]]:
     """The exit status, stdout and stderr of each case, as the first rank of two."""
     for name, text in FILES.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
     (directory / "one.txt").write_text("a text file is one document\n")
     prepare([directory / "one.txt"], directory / "one")
@@ -173,6 +184,7 @@ def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[in
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nothing gets as far as to connect
     command = [sys.executable, "-c", ONE_PROCESS, str(cli.ROOT), str(given), str(got)]
     cli.run(command, directory, env=env).checked()
+    assert not (directory / "made-by-the-pickle").exists()
     return {name: tuple(result) for name, result in json.loads(got.read_text()).items()}
 
 
@@ -237,3 +249,17 @@ def test_dry_run_start_and_torchrun_say_the_same(tmp_path):
     assert said[2][:2] == said[0], runs[2].tail
     assert [run.returncode for run in runs[:2]] == [2, 2]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_runs_nothing_that_a_checkpoint_names(tmp_path):
+    for name in FILES:
+        if name.startswith("evil"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(FILES[name])
+    (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n  --num-layers: 2\n")
+    train = [sys.executable, "-m", "megatron_muon.cli", "train", "--config", "run.yaml", "--nproc", "2", "--out", "run"]
+    run = cli.run([*train, "--dry-run", "--", *RUN, "--load", "evil", "--use-checkpoint-args"], tmp_path)
+    assert run.returncode == 2, run.tail
+    (said,) = re.findall(r"error: (.*)", run.output)
+    assert "names posix.mkdir, which no checkpoint needs; it was not run" in said
+    assert not (tmp_path / "made-by-the-pickle").exists()

@@ -1,11 +1,13 @@
 """Defaults that are filled in, errors of the parser, and what is checked before torch.distributed starts."""
 
+import argparse
 import os
 
 import pytest
 
+from megatron_muon.data import index, vocabulary
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import arguments, path_checks
+from megatron_muon.mcore import arguments
 from megatron_muon.mcore.arguments import check_settings, missing_defaults, parse
 from megatron_muon.mcore.path_checks import check_writable
 from megatron_muon.mcore.refusals import ADAPTIVE_DEFAULTS
@@ -236,8 +238,8 @@ def check_data(parser, *argv: str) -> None:
 
 def write_index(prefix, documents: int) -> str:
     prefix.with_suffix(".bin").write_bytes(b"")
-    header = path_checks._INDEX_HEADER.pack(b"MMIDIDX\0\0", 1, 8, documents)
-    prefix.with_suffix(".idx").write_bytes(header)
+    head = index._HEAD.pack(b"MMIDIDX\0\0", 1, 8, documents, documents + 1)
+    prefix.with_suffix(".idx").write_bytes(head + bytes(12 * documents + 8 * (documents + 1)))
     return str(prefix)
 
 
@@ -256,11 +258,38 @@ def test_every_prefix_of_a_blend_has_to_exist(parser, tmp_path):
         check_data(parser, "--train-data-path", there, "--valid-data-path", str(tmp_path / "valid"))
 
 
-def test_an_index_of_something_else_is_refused(parser, tmp_path):
+DAMAGED = {
+    "empty": lambda whole: b"",
+    "zeroed": lambda whole: bytes(len(whole)),
+    "short head": lambda whole: whole[:7],
+    "short": lambda whole: whole[:-1],
+    "of another type": lambda whole: whole[:17] + b"\x09" + whole[18:],
+    "of fractions": lambda whole: whole[:17] + b"\x06" + whole[18:],
+    "of another version": lambda whole: whole[:9] + b"\x02" + whole[10:],
+    "something else": lambda whole: b"not an index, but quite long enough",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("flag", ["data", "train-data", "valid-data", "test-data"])
+def test_a_damaged_index_is_refused(parser, tmp_path, flag, damage):
+    """Under any flag but --data-path it was a traceback, in the dry run too."""
     prefix = write_index(tmp_path / "text", 1000)
-    (tmp_path / "text.idx").write_bytes(b"not an index, but quite long enough")
-    with pytest.raises(UserError, match=r"text\.idx is no index of Megatron's data"):
-        check_data(parser, "--data-path", prefix)
+    check_data(parser, f"--{flag}-path", prefix)
+    file = tmp_path / "text.idx"
+    file.write_bytes(DAMAGED[damage](file.read_bytes()))
+    with pytest.raises(UserError, match=r"text\.idx is not an index of Megatron's data, or is damaged; type: [^\n]*$"):
+        check_data(parser, f"--{flag}-path", prefix)
+    with pytest.raises(UserError, match=r"text\.idx is not an index"):
+        vocabulary.check_vocabulary(prefix, argparse.Namespace(padded_vocab_size=1000))
+
+
+def test_an_index_that_cannot_be_read_is_refused(parser, tmp_path):
+    prefix = write_index(tmp_path / "text", 1000)
+    (tmp_path / "text.idx").unlink()
+    (tmp_path / "text.idx").mkdir()
+    with pytest.raises(UserError, match=r"text\.idx cannot be read \(Is a directory\)"):
+        check_data(parser, "--train-data-path", prefix)
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,22 @@ def test_one_that_was_written_without_loads_with_a_note(save_dir: Path, capsys) 
     assert any("was written without checksums" in note for note in notes)
 
 
+@pytest.mark.parametrize("text", ["", "{}", "a directory"])
+def test_without_verification_damaged_checksums_do_not_count(save_dir: Path, text: str) -> None:
+    """The message named no way on, and --no-verify-checkpoint was none."""
+    sums = latest(save_dir) / checksums.NAME
+    sums.unlink()
+    sums.mkdir() if text == "a directory" else sums.write_text(text)
+    with pytest.raises(
+        UserError, match=r"checksums\.json .*; --no-verify-checkpoint loads without it; .*--ckpt-step 4$"
+    ):
+        load(save_dir)
+    checkpoint_loading._require_complete(latest(save_dir), verify=False)
+    (latest(save_dir) / "__0_0.distcp").write_bytes(b"short")
+    with pytest.raises(UserError, match=r"__0_0\.distcp is cut short"):
+        checkpoint_loading._require_complete(latest(save_dir), verify=False)
+
+
 def test_a_file_that_cannot_be_read(save_dir: Path) -> None:
     """A directory in its place was a file that is cut short."""
     shard = latest(save_dir) / "__0_0.distcp"

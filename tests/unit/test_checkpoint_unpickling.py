@@ -6,11 +6,15 @@ Story: whoever could write to a checkpoint could run any command on the machine 
 from __future__ import annotations
 
 import argparse
+import importlib
 import io
 import os
+import pathlib
 import pickle
+import re
 import signal
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +24,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron.training import checkpointing
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
-from megatron_muon.checkpoint import content, files
+from megatron_muon.checkpoint import content, files, unpickling
 from megatron_muon.checkpoint.unpickling import UntrustedError, load_entry
 from megatron_muon.errors import UserError
 from megatron_muon.experiment import doctor_command
@@ -69,9 +74,9 @@ def write(save_dir: Path, iteration: int = 8, **entries: Any) -> Path:
 
 def poison_index(folder: Path, command: Command) -> None:
     index = folder / ".metadata"
-    metadata = pickle.loads(index.read_bytes())
-    metadata.planner_data = command
-    index.write_bytes(pickle.dumps(metadata))
+    poisoned = pickle.loads(index.read_bytes())
+    poisoned.planner_data = command
+    index.write_bytes(pickle.dumps(poisoned))
 
 
 def load(folder: Path, *names: str) -> dict[str, Any]:
@@ -110,6 +115,47 @@ def test_an_index_that_names_a_command(tmp_path: Path, mark: Path, patches: Patc
         dcp.FileSystemReader(folder).read_metadata()
     with pytest.raises(CheckpointException, match=r"names posix\.system"):
         load(folder, "iteration")
+
+
+def text(value: str) -> bytes:
+    return pickle.BINUNICODE + len(value).to_bytes(4, "little") + value.encode()
+
+
+PATH = b"cpathlib\nPosixPath\n"
+CHANGES = {
+    "every parent is /etc": (b"(N}" + text("parent") + PATH + text("/etc") + b"\x85Rstb", "pathlib.PosixPath"),
+    "a save deletes another folder": (
+        b"(N}(" + text("with_name") + PATH + text("name") + text("/home/thesis") + b"utb",
+        "pathlib.PosixPath",
+    ),
+}
+CHANGES = {name: (PATH + state, kind) for name, (state, kind) in CHANGES.items()}
+ENCODING = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+CHANGES["a member of an enum"] = (ENCODING + b"K\x00\x85R}" + text("_value_") + b"K\x07sb", "_MEM_FORMAT_ENCODING")
+CHANGES["a function"] = (b"ctorch.serialization\n_get_layout\n}" + text("x") + b"K\x07sb", "function")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_index_changes_no_class(tmp_path: Path, name: str) -> None:
+    """Allowed classes are the process's own: state for one of them moved all paths, and the next save deleted there."""
+    folder = write(tmp_path)
+    build, kind = CHANGES[name]
+    sound = pickle.dumps(pickle.loads((folder / ".metadata").read_bytes()), protocol=2)
+    (folder / ".metadata").write_bytes(sound[:2] + build + b"0" + sound[2:])
+    classes = [pathlib.PosixPath, *(getattr(metadata, name) for name in dir(metadata))]
+    classes += [torch.serialization._get_layout, *metadata._MEM_FORMAT_ENCODING]
+    before = [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
+    (found,) = files.problems(folder)
+    assert re.search(rf"\.metadata would change \S*{kind}, which no index does: do not trust this file$", found)
+    assert before == [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
+
+
+def test_every_class_with_state_in_an_index_is_a_dataclass() -> None:
+    """Those of torch's distributed checkpointing; enums and paths are made anew, not given state."""
+    for name in sorted(unpickling._OF_AN_INDEX):
+        module, _, kind = name.rpartition(".")
+        if module.startswith("torch.distributed") and kind not in ("_MEM_FORMAT_ENCODING", "WriteItemType"):
+            assert is_dataclass(getattr(importlib.import_module(module), kind)), name
 
 
 @pytest.mark.parametrize("name", ["args", "opt_param_scheduler"])

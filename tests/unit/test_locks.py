@@ -165,3 +165,32 @@ def test_a_folder_that_cannot_be_written_is_the_users_to_change(tmp_path):
         held(tmp_path / "file" / ".lock"),
     ):
         pass
+
+
+def test_whoever_only_looks_is_no_holder(file):
+    """Two commands that looked at what a killed run left refused each other, naming the dead process."""
+    file.parent.mkdir()
+    file.write_text(json.dumps({"host": "h", "pid": 1}))
+    look = (
+        "import fcntl, sys, time; lock = open(sys.argv[1], 'r+'); fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "print('looking', flush=True); time.sleep(0.05)"
+    )
+    command = [sys.executable, "-c", look, str(file)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "looking\n"
+        lock_of(file).refuse_if_held()
+
+
+def test_a_lock_of_another_user_counts_as_held(file, monkeypatch):
+    """It read as free, whether its run lived or not."""
+
+    def refuse(*_: object) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    message = (
+        r"\.lock cannot be opened \(Permission denied\), so perhaps it is taken; choose another, or have the file's "
+        r"owner delete it if nothing runs$"
+    )
+    with pytest.raises(UserError, match=message):
+        lock_of(file).refuse_if_held()

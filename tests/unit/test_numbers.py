@@ -1,6 +1,8 @@
 """One rule for the numbers of a run: every flag refuses what it cannot be, wherever it is given."""
 
 import math
+from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
@@ -132,6 +134,27 @@ def test_the_buffers_of_bench_keep_to_it(text):
 def test_what_is_no_number_is_said_to_be_none(value):
     with pytest.raises(UserError, match=r"--muon-lr .* is not a number; choose at least 0"):
         check_number("muon_lr", value)
+
+
+@pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400, 3)], ids=["large", "low", "fraction"])
+def test_what_no_float_holds_is_refused_and_shortened(parser, value):
+    """`--muon-num-ns-steps` with 400 digits was an OverflowError."""
+    for name in RANGES:
+        flag = "--" + name.replace("_", "-")
+        with pytest.raises(UserError, match=rf"^{flag} -?\d\.\de\+\d+ is too large; choose ") as raised:
+            check_number(name, value)
+        assert len(str(raised.value)) < 120
+    with pytest.raises(
+        UserError, match=r"^--muon-num-ns-steps 1\.1e\+399 is too large; choose a whole number, at least 1"
+    ):
+        check(parser, "--muon-num-ns-steps", "1" * 400)
+    if isinstance(value, int):
+        for given in (value, [0.5, value]):
+            with pytest.raises(
+                UserError, match=r"^--moe-aux-loss-coeff -?1\.0e\+\d+ is too large; choose a finite number$"
+            ):
+                check_numbers(SimpleNamespace(moe_aux_loss_coeff=given))
+    check_numbers(SimpleNamespace(seed=10**300, moe_aux_loss_coeff=[0.5, 10**300]))
 
 
 def test_ranges_say_what_they_hold():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -155,6 +156,28 @@ def test_only_what_no_process_holds_is_deleted(file: MomentumFile) -> None:
     assert directory.delete_unused(ended)
     assert file.path.exists()
     assert not ended.exists()
+
+
+def test_a_file_system_that_locks_only_what_may_be_written(
+    file: MomentumFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS: `doctor --remove` and the start after a kill ended in `Bad file descriptor`."""
+    flock = fcntl.flock
+
+    def of_nfs(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    left = tmp_path / "muon-momentum-left"
+    left.touch()
+    (tmp_path / LOCK).touch()
+    assert directory.holder(tmp_path) == ({}, False)
+    assert directory.in_use(file.path)
+    assert not directory.in_use(left)
+    assert not directory.delete_unused(file.path)
+    assert directory.delete_unused(left)
 
 
 # ------------------------------------------------------------------------------------------------ after a kill

@@ -3,11 +3,17 @@
 import argparse
 import importlib.util
 import os
+import pickle
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon import cpu
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.mcore import arguments, validation
 
@@ -131,8 +137,42 @@ def test_a_refusal_without_words_shows_its_condition(parser):
     args = parsed(parser, "")
     with pytest.raises(UserError, match=r"settings: KeyError: 'a bug'$"), validation.explained(args, parser):
         raise KeyError("a bug")
+    with pytest.raises(UserError, match=r"CheckpointException: rank 7: a bug$"), validation.explained(args, parser):
+        raise CheckpointException("a failure", {7: (ValueError("a bug"), None)})
     with pytest.raises(UserError, match=r"^ours$"), validation.explained(args, parser):
         raise UserError("ours")
+
+
+class Command:
+    """A pickle of it makes a file wherever it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("optimizer", [MUON, ("--optimizer", "adam")])
+@pytest.mark.parametrize("flag", ["--load", "--pretrained-checkpoint"])
+@pytest.mark.parametrize("where", [".metadata", "args"])
+def test_arguments_of_a_checkpoint_are_taken_without_running_it(parser, tmp_path, optimizer, flag, where):
+    """With --use-checkpoint-args, `train --dry-run` ran whatever the checkpoint's pickles named."""
+    made, folder = tmp_path / "made-by-the-pickle", tmp_path / "iter_0000001"
+    state = {"args": Command(made), "iteration": 1, "checkpoint_version": 3.0}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    if where == ".metadata":
+        (folder / where).write_bytes(pickle.dumps(Command(made)))
+    (tmp_path / files.TRACKER).write_text("1")
+    argv = [*MODEL, *optimizer, "--ckpt-format", "fsdp_dtensor", flag, str(tmp_path), "--use-checkpoint-args"]
+    args = arguments.parse(parser, [*arguments.missing_defaults(parser, argv, device="cpu"), *argv])
+    with pytest.raises(
+        UserError, match=rf"the checkpoint 1 in {tmp_path} cannot be loaded .*names posix\.mkdir"
+    ) as raised:
+        validation.check(args, parser, world_size=RANKS, muon_under_fsdp=optimizer is MUON)
+    assert "\n" not in str(raised.value)
+    assert not made.exists()
 
 
 def test_reasons_are_told_at_once():
