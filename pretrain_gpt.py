@@ -8,7 +8,7 @@ Every flag of megatron.training is accepted; --help lists them, this package's o
 
 from pathlib import Path
 
-from megatron_muon.mcore.launch import run
+from megatron_muon.megatron.launch import run
 
 if __name__ == "__main__":
     run(root=Path(__file__).parent)

@@ -42,7 +42,7 @@ setup(
     zip_safe=False,
     install_requires=[
         "torch>=2.11",
-        "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/mcore
+        "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/megatron
         "emerging-optimizers>=0.3",
         "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
         "numpy>=1.26",

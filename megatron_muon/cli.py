@@ -46,17 +46,15 @@ class Command:
 
 
 COMMANDS = {
-    "train": Command("megatron_muon.experiment.train_command", "train what an experiment file says"),
-    "sweep": Command("megatron_muon.experiment.sweep_command", "train at many settings and seeds, and compare"),
-    "report": Command("megatron_muon.experiment.report_command", "write a page with plots on one run or many"),
-    "submit": Command("megatron_muon.experiment.submit_command", "put a training into SLURM's queue"),
-    "summary": Command("megatron_muon.experiment.summary", "sum up a finished run"),
-    "plan": Command(
-        "megatron_muon.experiment.plan_command", "plan a Muon step on paper, for any number of ranks", MEASURE
-    ),
-    "bench": Command("megatron_muon.experiment.bench_command", "measure optimizer steps and training steps", MEASURE),
+    "train": Command("megatron_muon.runs.train_command", "train what an experiment file says"),
+    "sweep": Command("megatron_muon.sweep.command", "train at many settings and seeds, and compare"),
+    "report": Command("megatron_muon.report.command", "write a page with plots on one run or many"),
+    "submit": Command("megatron_muon.slurm.command", "put a training into SLURM's queue"),
+    "summary": Command("megatron_muon.runs.summary", "sum up a finished run"),
+    "plan": Command("megatron_muon.planning.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
+    "bench": Command("megatron_muon.bench.command", "measure optimizer steps and training steps", MEASURE),
     "data": Command("megatron_muon.data.command", "prepare text for training", PREPARE),
-    "doctor": Command("megatron_muon.experiment.doctor_command", "check this environment, and a checkpoint", PREPARE),
+    "doctor": Command("megatron_muon.doctor.command", "check this environment, and a checkpoint", PREPARE),
 }
 
 VERSIONED_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine")

@@ -70,8 +70,8 @@ class CommandParser(argparse.ArgumentParser):
         from megatron_muon.quiet import quiet_imports
 
         with quiet_imports():
-            from megatron_muon.mcore.arguments import build_parser
-            from megatron_muon.mcore.config_file import UNSET_FLAG
+            from megatron_muon.megatron.flags.arguments import build_parser
+            from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 
             known = {UNSET_FLAG, *build_parser()._option_string_actions}
         if flag not in known:

@@ -2,7 +2,7 @@
 
 `Patches` sets attributes of modules and classes, checks first that what is replaced still looks as expected, and undoes
 its work in reverse order. It knows nothing of CUDA or Megatron: what is replaced, and why, stands in `cpu/` and in
-`mcore/patches.py`.
+`megatron/patches/install.py`.
 """
 
 import functools

@@ -7,7 +7,7 @@ A run that names no model takes configs/quickstart.yaml of the current folder.
 
 from pathlib import Path
 
-from megatron_muon.mcore.launch import run
+from megatron_muon.megatron.launch import run
 
 if __name__ == "__main__":
     run(root=Path.cwd())

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from megatron_muon.exchange.steps import Advance, Apply
+from megatron_muon.core.exchange.steps import Advance, Apply
 
 _WAVES = 2
 

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.directory import RunDirectory, boot_id
 from megatron_muon.offload.files import Header, MomentumFile, header_bytes, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, Held, RecordStore
-from megatron_muon.sharding import Layout
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 _open_runs: list[OffloadRun] = []

@@ -83,7 +83,7 @@ def _main() -> None:
     torch.set_num_threads(1)
     cpu.install()
 
-    import megatron_muon.factory  # noqa: F401
+    import megatron_muon.megatron.factory  # noqa: F401
 
     for line in sys.stdin:
         task = json.loads(line)

@@ -393,10 +393,10 @@ def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
 @contextmanager
 def sabotaged(how: str) -> Iterator[None]:
     """Bugs that others shipped, put in for negative controls; "" leaves everything as it is."""
-    from megatron_muon.exchange import AllGatherExchange, OwnerExchange
-    from megatron_muon.optim.batch import BlockBatch
-    from megatron_muon.optim.blocks import whole
-    from megatron_muon.optim.orthogonalize import Orthogonalizer
+    from megatron_muon.core.batch import BlockBatch
+    from megatron_muon.core.blocks import whole
+    from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.core.orthogonalize import Orthogonalizer
 
     def orthogonalise_the_shard(self: Any, advance: Any, apply: Any) -> None:
         orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
@@ -557,8 +557,8 @@ def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Te
 
 
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
-    from megatron_muon.factory import get_megatron_muon_optimizer
-    from megatron_muon.settings import MuonOptimizerConfig
+    from megatron_muon.megatron.factory import get_megatron_muon_optimizer
+    from megatron_muon.megatron.settings import MuonOptimizerConfig
 
     config = MuonOptimizerConfig(
         use_distributed_optimizer=True,

@@ -191,8 +191,8 @@ def _work(index: int, descriptor: int) -> None:
     torch.set_num_threads(1)
     cpu.install()
 
-    import megatron_muon.factory  # noqa: F401
-    from megatron_muon.mcore.fsdp_patches import mend_megatron_fsdp
+    import megatron_muon.megatron.factory  # noqa: F401
+    from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
     from megatron_muon.patching import Patches
 
     global installed  # a task that is a whole training run takes them back and installs its own

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_muon.experiment import processes
+from megatron_muon.runs import processes
 from tests.functional import cli
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 COMPARE = """
 import torch
 import torch.distributed as dist
-from megatron_muon.experiment.bench_fsdp2 import Fsdp2Muon, RowCounter
+from megatron_muon.bench.fsdp2 import Fsdp2Muon, RowCounter
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()

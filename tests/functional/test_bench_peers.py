@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_muon.experiment import processes
+from megatron_muon.runs import processes
 from tests.functional import cli
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 COMPARE = """
 import torch
 import torch.distributed as dist
-from megatron_muon.experiment.bench_peers import DeepSpeedMuon, GatherCounter
+from megatron_muon.bench.peers import DeepSpeedMuon, GatherCounter
 
 dist.init_process_group("gloo")
 shapes = [(96, 32), (32, 32), (32, 128), (33, 17), (32, 32)]  # an odd number, one cut unevenly: rounds are padded

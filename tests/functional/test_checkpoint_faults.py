@@ -18,7 +18,7 @@ import pytest
 
 from megatron_muon.checkpoint import checksums, files, lock
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import checkpoint_loading
+from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.functional import cli
 from tests.functional.model import Case, Trainer, batches
 from tests.functional.pool import Pool, RankError

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from megatron_muon import cli as command
-from megatron_muon.experiment.events import read_events
-from megatron_muon.sharding.layout_file import read_layout
+from megatron_muon.megatron.layout_file import read_layout
+from megatron_muon.runs.events import read_events
 from tests.functional import cli
 
 pytestmark = pytest.mark.timeout(450)

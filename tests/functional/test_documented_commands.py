@@ -26,7 +26,8 @@ from typing import Any
 import pytest
 
 from megatron_muon import cli as ours
-from megatron_muon.experiment import processes, resolve, sweep, train
+from megatron_muon.runs import processes, resolve, train
+from megatron_muon.sweep import trials as sweep
 from tests.functional.cli import ROOT, make_corpus
 from tests.functional.documented import PROGRAM, Command, commands, names_of_tests, pages
 from tests.functional.pool import Pool
@@ -241,7 +242,7 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
     """In a worker: what a rank does before it trains; what is wrong with the flags."""
     from megatron_muon.errors import UserError
-    from megatron_muon.mcore import launch
+    from megatron_muon.megatron import launch
 
     sys.modules["__main__"].installed.undo()
     os.chdir(folder)

@@ -44,11 +44,12 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
 
 def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
-    from megatron_muon.exchange import AllGatherExchange, OwnerExchange
-    from megatron_muon.exchange.steps import part
-    from megatron_muon.optim.blocks import RowSplit, whole
-    from megatron_muon.optim.orthogonalize import Orthogonalizer
-    from megatron_muon.sharding import Layout, from_rectangles, make_plan
+    from megatron_muon.core.blocks import RowSplit, whole
+    from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.core.exchange.steps import part
+    from megatron_muon.core.layout import Layout, from_rectangles
+    from megatron_muon.core.orthogonalize import Orthogonalizer
+    from megatron_muon.core.plan import make_plan
 
     chance = random.Random(seed)
     matrices, splits = [], []

@@ -98,7 +98,7 @@ def test_what_a_layout_cannot_do_is_refused(ranks: Pool, case: Case, message: st
 
 def blocks_done(rank: int, world_size: int, *, case: Case) -> int:
     """In a worker: blocks that this rank orthogonalises in one step."""
-    from megatron_muon.optim.orthogonalize import Orthogonalizer
+    from megatron_muon.core.orthogonalize import Orthogonalizer
 
     done = 0
     original = Orthogonalizer.orthogonalize_stack

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.experiment.events import read_events
+from megatron_muon.runs.events import read_events
 from tests.functional import cli
 from tests.functional.model import Case, Trainer
 from tests.functional.pool import Pool

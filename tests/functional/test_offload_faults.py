@@ -104,7 +104,7 @@ def unreadable(store: Any) -> Callable[[], None]:
 
 def train_with(rank: int, world_size: int, *, fault: str, on_rank: int, **run: Any) -> tuple[int, str]:
     """In a worker: a training run that meets a fault on one rank in the middle of its fourth step."""
-    from megatron_muon.optim.sharded_muon import ShardedMuon
+    from megatron_muon.core.optimizer import ShardedMuon
 
     advance, step = ShardedMuon._advance, ShardedMuon.step
     undo: list[Callable[[], None]] = []

@@ -29,7 +29,7 @@ def recorded_shapes() -> Iterator[list[tuple[int, int]]]:
     """The shape of every block that an iteration works on; a batch counts as its members."""
     from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-    from megatron_muon.optim import newton_schulz as ns
+    from megatron_muon.core import newton_schulz as ns
 
     shapes: list[tuple[int, int]] = []
 

@@ -34,7 +34,7 @@ def taken(rank: int, world_size: int, *, tied: bool) -> dict[str, str]:
     from megatron.core.transformer import TransformerConfig
 
     import megatron_muon
-    from megatron_muon.mcore import parameters as mp
+    from megatron_muon.megatron.model import parameters as mp
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)

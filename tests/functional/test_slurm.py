@@ -23,7 +23,7 @@ import pytest
 
 from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
-from megatron_muon.experiment.events import read_events
+from megatron_muon.runs.events import read_events
 from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings

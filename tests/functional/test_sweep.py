@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from megatron_muon.cli import main
-from megatron_muon.experiment.processes import descendants
+from megatron_muon.runs.processes import descendants
 from tests.functional import cli
 from tests.functional.test_train import Running, write_config
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.cli import main
-from megatron_muon.experiment import processes
-from megatron_muon.experiment.events import read_events
-from megatron_muon.experiment.summary import summarize
-from megatron_muon.mcore.config_file import load_config
+from megatron_muon.megatron.flags.config_file import load_config
+from megatron_muon.runs import processes
+from megatron_muon.runs.events import read_events
+from megatron_muon.runs.summary import summarize
 from tests.functional import cli
 
 pytestmark = pytest.mark.timeout(450)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 ONE_PROCESS = """
 import contextlib, io, json, os, sys, traceback
 from pathlib import Path
-from megatron_muon.mcore.launch import main
+from megatron_muon.megatron.launch import main
 
 root, given, got = map(Path, sys.argv[1:])  # a run replaces sys.argv
 environ, results = dict(os.environ), {}

@@ -40,7 +40,7 @@ def train(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[
     """In a worker: one training run; the exit status and the output."""
     import torch
 
-    from megatron_muon.mcore import launch
+    from megatron_muon.megatron import launch
 
     sys.modules["__main__"].installed.undo()  # the worker's patches: the run installs its own
     torch.distributed.destroy_process_group = lambda *_: None  # the pool's end needs it, and the process ends then

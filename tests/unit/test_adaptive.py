@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.exchange.local import LocalExchange
-from megatron_muon.exchange.neurons import NeuronMoments, NormalizedBatch
-from megatron_muon.optim.adaptive import MOMENT2, AdaMuon, NorMuon
-from megatron_muon.optim.blocks import whole
-from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.sharding import Layout, row_sharded
+from megatron_muon.core.adaptive import MOMENT2, AdaMuon, NorMuon
+from megatron_muon.core.blocks import whole
+from megatron_muon.core.exchange.local import LocalExchange
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.neurons import NeuronMoments, NormalizedBatch
+from megatron_muon.core.orthogonalize import Orthogonalizer
 
 SHAPES = [(9, 4), (4, 9)]
 

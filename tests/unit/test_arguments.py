@@ -7,10 +7,10 @@ import pytest
 
 from megatron_muon.data import index, vocabulary
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import arguments
-from megatron_muon.mcore.arguments import check_settings, missing_defaults, parse
-from megatron_muon.mcore.path_checks import check_writable
-from megatron_muon.mcore.refusals import ADAPTIVE_DEFAULTS
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags.arguments import check_settings, missing_defaults, parse
+from megatron_muon.megatron.flags.path_checks import check_writable
+from megatron_muon.megatron.flags.refusals import ADAPTIVE_DEFAULTS
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,16 @@ import pytest
 from rich.console import Console
 
 from megatron_muon import cli
+from megatron_muon.bench import command as bench_command
+from megatron_muon.bench import launch as bench_launch
+from megatron_muon.bench import train as bench_train
+from megatron_muon.bench.floor import products
+from megatron_muon.bench.peers import NS_METHODS
+from megatron_muon.bench.step import gpt_layout
 from megatron_muon.command_parser import CommandParser
+from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 from megatron_muon.errors import RunFailedError, UserError
-from megatron_muon.experiment import bench_command, bench_launch, bench_train, processes
-from megatron_muon.experiment.bench_floor import products
-from megatron_muon.experiment.bench_peers import NS_METHODS
-from megatron_muon.experiment.bench_step import gpt_layout
-from megatron_muon.sharding.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
+from megatron_muon.runs import processes
 
 STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
@@ -224,7 +227,7 @@ def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
     code = (
         # A shell that runs tests in the background has SIGINT ignored, which children inherit.
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import os, sys, pathlib; from megatron_muon.experiment.processes import run_logged; "
+        "import os, sys, pathlib; from megatron_muon.runs.processes import run_logged; "
         f"run_logged([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path / 'log')!r}), "
         "env=dict(os.environ), what='x')"
     )

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.optim.blocks import RowSplit, whole
+from megatron_muon.core.blocks import RowSplit, whole
 
 SPLITS = st.builds(
     RowSplit,

@@ -17,9 +17,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_muon.checkpoint import checksums, files
+from megatron_muon.doctor import command as doctor_command
 from megatron_muon.errors import SaveError, UserError
-from megatron_muon.experiment import doctor_command
-from megatron_muon.mcore import checkpoint_loading, checkpoint_patches
+from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
+from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.patching import Patches
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_muon.checkpoint import content
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import checkpoint_loading, step_counts
+from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
+from megatron_muon.megatron.checkpoint import step_counts
 
 ADAM = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

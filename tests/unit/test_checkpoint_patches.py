@@ -15,9 +15,11 @@ from megatron.training.dist_signal_handler import DistributedSignalHandler
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
-from megatron_muon.mcore import checkpoint_loading, checkpoint_patches, trial_save
-from megatron_muon.mcore.refusals import check_async_save
-from megatron_muon.mcore.scalar_state import initialize_scalar_state, step_over_empty_shards
+from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
+from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
+from megatron_muon.megatron.checkpoint import trial_save
+from megatron_muon.megatron.flags.refusals import check_async_save
+from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches
 
 PATCHED = [

@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_muon.checkpoint import content, files, unpickling
 from megatron_muon.checkpoint.unpickling import UntrustedError, load_entry
+from megatron_muon.doctor import command as doctor_command
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import doctor_command
-from megatron_muon.mcore import arguments, checkpoint_trust
+from megatron_muon.megatron.checkpoint import trust as checkpoint_trust
+from megatron_muon.megatron.flags import arguments
 from megatron_muon.patching import Patches
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.config_file import AppliedEnv, apply_env, check_flags, given_flags, load_config, merge
+from megatron_muon.megatron.flags.config_file import AppliedEnv, apply_env, check_flags, given_flags, load_config, merge
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 

@@ -8,7 +8,7 @@ import pytest
 from megatron_muon.data import corpus, prepare
 from megatron_muon.data.vocabulary import check_vocabulary
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.path_checks import check_vocabularies, require_data
+from megatron_muon.megatron.flags.path_checks import check_vocabularies, require_data
 
 
 def run(kind: str = "NullTokenizer", rows: int = 384, model: str | None = None, size: int | None = 257):

@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
-from megatron_muon.experiment import doctor_command
-from megatron_muon.experiment.doctor_offload import offload
+from megatron_muon.doctor import command as doctor_command
+from megatron_muon.doctor.offload import offload
 from megatron_muon.offload.directory import LOCK, RunDirectory, boot_id
 from megatron_muon.offload.files import PAGE, Header, MomentumFile
 

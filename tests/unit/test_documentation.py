@@ -12,8 +12,8 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon import cli
-from megatron_muon.mcore.arguments import add_muon_arguments, build_parser
-from megatron_muon.optim import newton_schulz
+from megatron_muon.core import newton_schulz
+from megatron_muon.megatron.flags.arguments import add_muon_arguments, build_parser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "report.md")]

@@ -8,10 +8,10 @@ import pytest
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+from megatron_muon.core.blocks import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import parameters as mp
-from megatron_muon.mcore.fused import BlockSettings, Fused, fused_rows
-from megatron_muon.optim.blocks import RowSplit
+from megatron_muon.megatron.model import parameters as mp
+from megatron_muon.megatron.model.fused import BlockSettings, Fused, fused_rows
 
 LAYER = "decoder.layers.0."
 GPT: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}

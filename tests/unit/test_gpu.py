@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from megatron_muon import gpu
+from megatron_muon.bench import step as bench_step
+from megatron_muon.doctor import command as doctor_command
+from megatron_muon.doctor.findings import WRONG
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import bench_step, doctor_command, resolve
-from megatron_muon.experiment.findings import WRONG
-from megatron_muon.mcore import launch
+from megatron_muon.megatron import launch
+from megatron_muon.runs import resolve
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import launch
-from megatron_muon.mcore.one_process import settle_one_process
+from megatron_muon.megatron import launch
+from megatron_muon.megatron.one_process import settle_one_process
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
@@ -73,7 +73,7 @@ import megatron.training
 import megatron.training.argument_utils as utils
 import megatron.training.arguments as arguments
 import torch.distributed as dist
-from megatron_muon.mcore import launch
+from megatron_muon.megatron import launch
 from megatron_muon.offload import run as offload
 
 def fails(*_):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.sharding import Layout, LayoutError, Matrix, Shard, evenly_sharded, row_sharded
+from megatron_muon.core.layout import Layout, LayoutError, Matrix, Shard, evenly_sharded, row_sharded
 
 
 def shard(rank: int, rows: range, cols: range) -> Shard:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
 from megatron_muon.errors import UserError
-from megatron_muon.sharding import Layout, Matrix, Shard, row_sharded
-from megatron_muon.sharding.layout_file import read_layout, write_layout
+from megatron_muon.megatron.layout_file import read_layout, write_layout
 
 
 def document() -> dict[str, Any]:

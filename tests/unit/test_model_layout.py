@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_muon.core.layout import BlockedLayout, Shard
 from megatron_muon.errors import UserError
-from megatron_muon.sharding import BlockedLayout, Shard
-from megatron_muon.sharding.model_layout import (
+from megatron_muon.planning.model_layout import (
     ModelSizes,
     ParallelSizes,
     Parameter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.names import matching, nearest
+from megatron_muon.megatron.model.names import matching, nearest
 
 NAMES = [
     f"decoder.layers.{layer}.{part}.weight"

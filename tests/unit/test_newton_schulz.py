@@ -11,11 +11,11 @@ import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schulz
 
-from megatron_muon.optim import newton_schulz as ns
-from megatron_muon.optim import orthogonalize
-from megatron_muon.optim.blocks import whole
-from megatron_muon.optim.orthogonalize import to_unit_magnitude
-from megatron_muon.sharding.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
+from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core import orthogonalize
+from megatron_muon.core.blocks import whole
+from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
+from megatron_muon.core.orthogonalize import to_unit_magnitude
 
 QUINTIC = ns.coefficients("quintic", 5)
 PRECISIONS = {torch.float32: "highest", torch.bfloat16: "medium"}

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_muon import numbers
+from megatron_muon.bench import command as bench_command
+from megatron_muon.core import numbers
+from megatron_muon.core.numbers import RANGES, Range, check_number, check_numbers
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import bench_command
-from megatron_muon.mcore import arguments
-from megatron_muon.mcore.config_file import load_config, merge
-from megatron_muon.numbers import RANGES, Range, check_number, check_numbers
-from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.optim.sharded_muon import ShardedMuon
-from megatron_muon.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags.config_file import load_config, merge
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
 
 @pytest.fixture(scope="module")

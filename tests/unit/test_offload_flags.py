@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import arguments
-from megatron_muon.mcore.arguments import check_settings, parse
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags.arguments import check_settings, parse
 
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp", "--mock-data", "--micro-batch-size", "1")
 SHARDED = (*MUON, "--data-parallel-sharding-strategy", "optim")

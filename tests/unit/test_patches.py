@@ -12,9 +12,9 @@ from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.mcore import patches as mcore_patches
+from megatron_muon.megatron.patches import install as mcore_patches
+from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patching import Patches
-from megatron_muon.settings import MuonOptimizerConfig
 
 PATCHED = [
     (dataset_utils, "compile_helpers"),
@@ -163,7 +163,7 @@ def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):
         called.update(config=config, chunks=model_chunks, overrides=config_overrides)
         return "optimizer"
 
-    monkeypatch.setattr("megatron_muon.factory.get_megatron_muon_optimizer", factory)
+    monkeypatch.setattr("megatron_muon.megatron.factory.get_megatron_muon_optimizer", factory)
     monkeypatch.setattr("megatron.training.get_args", lambda: options)
     options = argparse.Namespace(ckpt_step=7, load=None, finetune=False, tensorboard_dir=None, wandb_project="")
     options.save = "/runs/a/checkpoints"

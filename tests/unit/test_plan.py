@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_muon.sharding import Layout, Matrix, Plan, Shard, make_plan, row_sharded
-from megatron_muon.sharding.cost import Iteration
-from megatron_muon.sharding.estimate import HARDWARE, estimate
-from megatron_muon.sharding.model_layout import ModelSizes, ParallelSizes, model_layouts
-from megatron_muon.sharding.plan import MIN_WAVES, UPDATE_BYTES, all_gather_bytes
+from megatron_muon.core.cost import Iteration
+from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
+from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes, make_plan
+from megatron_muon.planning.estimate import HARDWARE, estimate
+from megatron_muon.planning.model_layout import ModelSizes, ParallelSizes, model_layouts
 
 BIG = 2**40
 STANDARD = Iteration(method="standard")

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.experiment import plan_command, plan_flags
-from megatron_muon.optim import newton_schulz
-from megatron_muon.optim.blocks import RowSplit, whole
-from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.sharding import Layout, make_plan, row_sharded
-from megatron_muon.sharding.cost import DENSE, HALVES, KERNEL, Iteration, Products
-from megatron_muon.sharding.estimate import HARDWARE
-from megatron_muon.sharding.layout_file import write_layout
-from megatron_muon.sharding.model_layout import model_layouts
+from megatron_muon.core import newton_schulz
+from megatron_muon.core.blocks import RowSplit, whole
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import make_plan
+from megatron_muon.megatron.layout_file import write_layout
+from megatron_muon.planning import command as plan_command
+from megatron_muon.planning import plan_flags
+from megatron_muon.planning.estimate import HARDWARE
+from megatron_muon.planning.model_layout import model_layouts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"

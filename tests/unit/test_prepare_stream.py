@@ -14,17 +14,18 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.exchange import OwnerExchange
-from megatron_muon.exchange import owner as owner_module
+from megatron_muon.core.blocks import whole
+from megatron_muon.core.exchange import OwnerExchange
+from megatron_muon.core.exchange import owner as owner_module
+from megatron_muon.core.layout import Layout, evenly_sharded
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import make_plan
 from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import PAGE, Header, MomentumFile, header_bytes
 from megatron_muon.offload.run import held_shards
 from megatron_muon.offload.store import DISK, HOST, Held, RecordStore
-from megatron_muon.optim.blocks import whole
-from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.optim.sharded_muon import ShardedMuon
-from megatron_muon.sharding import Layout, evenly_sharded, make_plan
 from tests.unit.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
 

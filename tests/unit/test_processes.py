@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import processes, run_folder
-from megatron_muon.experiment.processes import Ended, Job, watch
+from megatron_muon.runs import processes, run_folder
+from megatron_muon.runs.processes import Ended, Job, watch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -71,7 +71,7 @@ def test_a_lock_holds_for_as_long_as_the_launched_command(tmp_path):
     """A killed `train` leaves torchrun and its ranks, which go on writing until they print something."""
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from megatron_muon.experiment import run_folder; from megatron_muon.experiment.processes import watch\n"
+        "from megatron_muon.runs import run_folder; from megatron_muon.runs.processes import watch\n"
         "with run_folder.lock_of(Path(sys.argv[1])).held() as lock:\n"
         "    child = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
         "    watch([sys.executable, '-c', child], Path(sys.argv[1], 'log'), env=dict(os.environ), keeps=[lock])"

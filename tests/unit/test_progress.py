@@ -1,6 +1,6 @@
 """What a run shows beside Megatron's log."""
 
-from megatron_muon.mcore.progress import muon_rate, progress_line
+from megatron_muon.megatron.patches.progress import muon_rate, progress_line
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
 

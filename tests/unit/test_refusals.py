@@ -9,10 +9,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 
-from megatron_muon import settings
 from megatron_muon.errors import UserError
-from megatron_muon.mcore import arguments
-from megatron_muon.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.megatron import settings
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import report_page
-from megatron_muon.experiment.events import read_events
-from megatron_muon.experiment.records import read_record, state_bytes
-from megatron_muon.experiment.report import best_arms, compare, find_runs, reach, read_arms, shown_arms, step_parts
+from megatron_muon.report import page as report_page
+from megatron_muon.report.arms import best_arms, compare, find_runs, reach, read_arms, shown_arms, step_parts
+from megatron_muon.runs.events import read_events
+from megatron_muon.runs.records import read_record, state_bytes
 from tests.unit.made_runs import falling, make_run
 
 

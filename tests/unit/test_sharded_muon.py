@@ -9,10 +9,10 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
-from megatron_muon.exchange.steps import Advance, Apply
-from megatron_muon.optim.blocks import whole
-from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.optim.sharded_muon import ShardedMuon
+from megatron_muon.core.blocks import whole
+from megatron_muon.core.exchange.steps import Advance, Apply
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.orthogonalize import Orthogonalizer
 
 SHAPES = [(9, 4), (4, 9), (5, 5)]
 SETTINGS: dict[str, Any] = {

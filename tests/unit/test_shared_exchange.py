@@ -12,11 +12,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.exchange import SharedExchange
-from megatron_muon.exchange import shared as module
-from megatron_muon.optim.blocks import whole
-from megatron_muon.optim.orthogonalize import Orthogonalizer
-from megatron_muon.sharding import Layout, Plan, evenly_sharded, make_plan
+from megatron_muon.core.blocks import whole
+from megatron_muon.core.exchange import SharedExchange
+from megatron_muon.core.exchange import shared as module
+from megatron_muon.core.layout import Layout, evenly_sharded
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import Plan, make_plan
 
 Shapes = Sequence[tuple[int, int]]
 

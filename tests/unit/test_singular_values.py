@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron_muon.optim import newton_schulz as ns
-from megatron_muon.optim.orthogonalize import Orthogonalizer, to_unit_magnitude
-from megatron_muon.sharding.cost import (
+from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core.cost import (
     AUTO,
     FULL_PRECISION_SETS,
     GRAM,
@@ -27,6 +26,7 @@ from megatron_muon.sharding.cost import (
     check_proven,
     gram_is_proven,
 )
+from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 
 LARGEST = 1.3
 SMALLEST = 0.6

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
-from megatron_muon.experiment.processes import ROOT
+from megatron_muon.runs.processes import ROOT
 
 CONFIG = """\
 MODEL_ARGS:

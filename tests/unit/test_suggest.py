@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_muon.cli import COMMANDS
-from megatron_muon.mcore.arguments import build_parser
+from megatron_muon.megatron.flags.arguments import build_parser
 from megatron_muon.suggest import SYNONYMS, did_you_mean, nearest
 
 

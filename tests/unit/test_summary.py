@@ -7,9 +7,9 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.experiment.events import read_events
-from megatron_muon.experiment.records import read_record
-from megatron_muon.experiment.summary import rows, summarize, to_json
+from megatron_muon.runs.events import read_events
+from megatron_muon.runs.records import read_record
+from megatron_muon.runs.summary import rows, summarize, to_json
 
 SEQ_LENGTH, BATCH_SIZE, STEP_SECONDS, OPTIMIZER_SECONDS = 128, 8, 0.25, 0.05
 

@@ -9,11 +9,12 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import run_folder, sweep
-from megatron_muon.experiment.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved
-from megatron_muon.experiment.run_folder import RunFolder
-from megatron_muon.experiment.sweep_grid import Point, parse_grids, tasks_of
-from megatron_muon.experiment.sweep_results import Spread, at_the_edge, by_point, row, write
+from megatron_muon.runs import run_folder
+from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved
+from megatron_muon.runs.run_folder import RunFolder
+from megatron_muon.sweep import trials as sweep
+from megatron_muon.sweep.grid import Point, parse_grids, tasks_of
+from megatron_muon.sweep.results import Spread, at_the_edge, by_point, row, write
 from tests.unit.made_runs import falling, make_run
 
 # The grid
@@ -198,7 +199,7 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
         sweep.check_devices([plan], 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    from megatron_muon.experiment.train import Experiment
+    from megatron_muon.runs.train import Experiment
 
     experiment = Experiment(plan.resolved)
     assert sweep._share(experiment, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
@@ -208,7 +209,7 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
 
 
 def test_cores_are_shared_where_nobody_has_chosen(tmp_path, monkeypatch):
-    from megatron_muon.experiment.train import Experiment
+    from megatron_muon.runs.train import Experiment
 
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep.processes, "cores", lambda: 16)
@@ -253,8 +254,8 @@ ENDED = {
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(tmp_path, monkeypatch, capsys, terminal):
-    from megatron_muon.experiment import sweep_show
-    from megatron_muon.experiment.train import Outcome
+    from megatron_muon.runs.train import Outcome
+    from megatron_muon.sweep import show as sweep_show
 
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
     monkeypatch.setattr(sweep_show, "_LINE_EVERY_S", 0.0)

@@ -15,13 +15,13 @@ import pytest
 from megatron_muon import cli
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
-from megatron_muon.experiment import processes, run_folder, run_summary, train_command
-from megatron_muon.experiment.processes import Ended, Nodes, torchrun_on_nodes
-from megatron_muon.experiment.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
-from megatron_muon.experiment.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
-from megatron_muon.experiment.run_summary import summary_of
-from megatron_muon.experiment.train import _exit_status, prepare
-from megatron_muon.mcore.config_file import load_config
+from megatron_muon.megatron.flags.config_file import load_config
+from megatron_muon.runs import processes, run_folder, run_summary, train_command
+from megatron_muon.runs.processes import Ended, Nodes, torchrun_on_nodes
+from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
+from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
+from megatron_muon.runs.run_summary import summary_of
+from megatron_muon.runs.train import _exit_status, prepare
 from tests.unit.made_runs import make_run
 
 

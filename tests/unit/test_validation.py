@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.mcore import arguments, validation
+from megatron_muon.megatron import validation
+from megatron_muon.megatron.flags import arguments
 
 MODEL = (
     *("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4"),

@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.mcore.version import check_versions
+from megatron_muon.megatron.version import check_versions
 
 
 @pytest.mark.parametrize("python", [(3, 12), (3, 13)])

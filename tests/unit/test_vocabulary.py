@@ -7,8 +7,8 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron_muon.mcore import parameters as mp
-from megatron_muon.mcore.table import parameter_table
+from megatron_muon.megatron.model import parameters as mp
+from megatron_muon.megatron.model.table import parameter_table
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16
 CONFIG = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)

@@ -1,0 +1,1 @@
+"""`megatron-muon bench`: optimizer steps and training steps, measured."""

@@ -1,0 +1,341 @@
+"""`megatron-muon bench`: measures optimizer steps and whole training steps, and shows what came out.
+
+`bench step` times Muon's two exchanges and Adam on the shards of a GPT, `bench train` whole training steps of a config.
+This module has the arguments and the tables; `bench_step` and `bench_train` measure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon.bench.launch import StepSpec
+from megatron_muon.command_parser import CommandParser
+from megatron_muon.core.numbers import RANGES
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.offload_flags import DTYPES, OFFLOADS
+from megatron_muon.runs.processes import environment, run_logged, torchrun
+from megatron_muon.runs.provenance import provenance
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+METHODS = ("owner", "allgather", "allgather-tuned", "adam")
+PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": "muon_fsdp2"}
+"""The module that each imports; what they are stands in `bench_peers` and `bench_fsdp2`."""
+
+CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
+"""Peers that cannot be measured, with the version that this was found of: `zeropower` and `foreach_zeropower` choose
+the Triton kernel unless told otherwise, no option of their optimizers tells them, and its `gram_` asserts `is_cuda`."""
+
+EXAMPLES = """\
+examples:
+  the optimizer step alone, on the shards of a GPT of 8 layers:
+    megatron-muon bench step --ranks 4 --hidden-size 512 --num-layers 8 --json step.json
+  the same with momentum in host memory and on disk:
+    megatron-muon bench step --ranks 2 --hidden-size 512 --num-layers 8 --offload cpu nvme --offload-dir /local/nvme
+  whole training steps, Muon and Adam in turn:
+    megatron-muon bench train --config configs/quickstart.yaml --json train.json
+  the same with larger batches:
+    megatron-muon bench train --config configs/quickstart.yaml -- --micro-batch-size 16 --global-batch-size 64
+"""
+
+STEP_DESCRIPTION = """\
+Times one optimizer step of each method, in one run on the same shards and gradients: GPT blocks with qkv 3H x H,
+proj H x H, fc1 4H x H and fc2 H x 4H, rows cut evenly over the ranks.
+
+allgather is that scheme as upstream's draft has it: every rank receives every matrix and runs emerging-optimizers'
+iteration on one after the other. allgather-tuned is the same with this package's iteration, so that its distance from
+owner is the exchange's and the division of work alone.
+
+Peers, on CPU alone: deepspeed is DeepSpeed's ZeRO-3 Muon with its standard Newton-Schulz in bf16, deepspeed-gram the
+same with its own default. Only the engine's step is timed; a forward and a backward before it bring the gradients.
+muon-fsdp2 is that package's optimizer on the shards of torch's FSDP2, in bf16; only its step is timed, too.
+
+The floor is measured in the same run: Newton-Schulz FLOPs over the rate at which all ranks at once multiply matrices of
+these shapes, plus the exchange's bytes over the measured bandwidth. Times are those of the slowest rank.
+"""
+
+TRAIN_DESCRIPTION = """\
+Trains a few steps of a config through pretrain_gpt.py with Muon and with Adam in turn, and compares the steps' times:
+medians after the warm-up. Nothing is saved. Flags of pretrain_gpt.py may stand among these or after --.
+"""
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds `step` and `train` and their arguments."""
+    parser.description = "Measure optimizer steps and whole training steps."
+    parser.epilog = EXAMPLES
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    layout: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    _step_arguments(
+        actions.add_parser(
+            "step", help="time one optimizer step of each method", description=STEP_DESCRIPTION, **layout
+        )
+    )
+    _train_arguments(
+        actions.add_parser("train", help="time whole training steps", description=TRAIN_DESCRIPTION, **layout)
+    )
+
+
+def _step_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--ranks", type=_positive, required=True, metavar="N", help="processes on this machine")
+    add("--hidden-size", type=_positive, required=True, metavar="H", help="columns of qkv, proj and fc1")
+    add("--num-layers", type=_positive, required=True, metavar="L", help="GPT blocks")
+    add("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="what Newton-Schulz's products run in (bf16)")
+    add("--repeat", type=_positive, default=5, metavar="R", help="timed steps of each method (5)")
+    add("--warmup", type=_positive, default=1, metavar="W", help="steps of each method before these (1)")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
+        help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
+    add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
+        help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
+    add("--buffer-mb", type=_buffer_mb, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
+    add("--offload", nargs="+", choices=OFFLOADS, default=[], metavar="O",
+        help=f"owner again with momentum elsewhere: {', '.join(OFFLOADS)}, as --muon-offload")  # fmt: skip
+    add("--offload-dir", metavar="DIR", help="with --offload nvme: a directory on the disk to be measured")
+    add("--offload-buffer-mb", type=_buffer_mb, default=24.0, metavar="MB",
+        help="MiB for momentum on its way (24)")  # fmt: skip
+    add("--momentum-dtype", choices=DTYPES, default="fp32", help="with --offload: how momentum is stored (fp32)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def _train_arguments(parser: CommandParser) -> None:
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
+    add("--ranks", type=_positive, default=2, metavar="N", help="processes on this machine (2)")
+    add("--steps", type=_positive, default=20, metavar="S", help="training steps of each run (20)")
+    add("--warmup", type=_positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
+    add("--rounds", type=_positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measures, prints a table, and writes JSON where asked."""
+    if args.json is not None and not args.json.resolve().parent.is_dir():
+        raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(args.json.resolve().parent)!r}")
+    results = _run_step(args) if args.action == "step" else _run_train(args)
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    show(results)
+    return 0
+
+
+def step_spec(args: argparse.Namespace) -> StepSpec:
+    """What the arguments of `bench step` ask for.
+
+    Raises:
+        UserError: a peer that is not installed or needs CUDA, or a device or shards that peers are not measured on.
+    """
+    check_peers(args.peers)
+    if args.peers and args.device == "cuda":
+        raise UserError(f"--peers {' '.join(args.peers)} --device cuda: measured on CPU alone; type --device cpu")
+    if "muon-fsdp2" in args.peers and args.hidden_size % args.ranks:
+        raise UserError(
+            f"--peers muon-fsdp2 --ranks {args.ranks} --hidden-size {args.hidden_size}: it takes shards of equal size "
+            f"alone; take a multiple of {args.ranks} as hidden size"
+        )
+    if ("nvme" in args.offload) != (args.offload_dir is not None):
+        raise UserError("--offload nvme and --offload-dir DIR go together; give both, or neither")
+    if args.momentum_dtype != "fp32" and not args.offload:
+        raise UserError(f"--momentum-dtype {args.momentum_dtype} needs --offload; with none momentum stays in place")
+    if args.offload_dir is not None:
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.offload_dir))
+    names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers", "offload"}
+    return StepSpec(
+        methods=tuple(dict.fromkeys(args.methods)),  # once each, in the order given
+        peers=tuple(dict.fromkeys(args.peers)),
+        offload=tuple(dict.fromkeys(args.offload)),
+        **{name: getattr(args, name) for name in names},
+    )
+
+
+def check_peers(peers: Sequence[str]) -> None:
+    """Refuse peers that are missing or cannot run here, before anything runs.
+
+    Raises:
+        UserError: names the peer and what to type.
+    """
+    for peer in peers:
+        if peer in CUDA_PEERS:
+            raise UserError(
+                f"--peers {peer}: {CUDA_PEERS[peer]} iterates in a Triton kernel that takes CUDA tensors alone, and "
+                f"peers are measured on CPU; leave {peer} out"
+            )
+        if importlib.util.find_spec(PEERS[peer]) is None:
+            package = PEERS[peer].replace("_", "-")
+            raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
+
+
+def _run_step(args: argparse.Namespace) -> dict[str, Any]:
+    spec = step_spec(args)
+    source = provenance(sys.argv[1:])
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, _status("measuring optimizer steps"):
+        output = Path(folder, "figures.json")
+        worker = ("-m", "megatron_muon.bench.step", json.dumps(dataclasses.asdict(spec)), str(output))
+        run_logged(
+            torchrun(spec.ranks, *worker), Path(folder, "log"), env=environment(spec.ranks), what="the measurement"
+        )
+        figures = json.loads(output.read_text("utf-8"))
+    return {"bench": "step", **_with_ratios(figures), "setting": dataclasses.asdict(spec), **source}
+
+
+def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
+    """`figures` with `ratios` of medians, where both sides were measured."""
+    medians = {method: values["median_ms"] for method, values in figures["methods"].items()}
+    ratios = {}
+    if "owner" in medians:
+        ratios["owner_over_floor"] = medians["owner"] / figures["floor_ms"]["total"]
+        ratios |= {f"{other}_over_owner": medians[other] / medians["owner"] for other in medians if other != "owner"}
+    return {**figures, "ratios": ratios}
+
+
+def _run_train(args: argparse.Namespace) -> dict[str, Any]:
+    from megatron_muon.bench.train import measure
+
+    if args.warmup >= args.steps:
+        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
+    source = provenance(sys.argv[1:])
+    with _status("training") as status:
+        figures = measure(
+            args.config,
+            ranks=args.ranks,
+            steps=args.steps,
+            warmup=args.warmup,
+            rounds=args.rounds,
+            flags=args.flags,
+            progress=status.update if status is not None else lambda text: print(text, file=sys.stderr),
+        )
+    return {"bench": "train", **figures, **source}
+
+
+def show(results: Mapping[str, Any]) -> None:
+    """Print the figures as tables."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for table in step_tables(results) if results["bench"] == "step" else [train_table(results)]:
+        console.print(table)
+    machine = results["machine"]
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']} before; "
+        f"commit {results['commit']}",
+        style="dim",
+    )
+
+
+def step_tables(results: Mapping[str, Any]) -> list[Table]:
+    """The methods' figures, then where their time goes, from the JSON of `bench step`."""
+    from rich.table import Table
+
+    methods, floor, rates = results["methods"], results["floor_ms"], results["rates"]
+    spec = results["setting"]
+    figures = Table(title=f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, "
+                          f"{spec['ns_dtype']}")  # fmt: skip
+    for column in ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB"):
+        is_name = column == "method"
+        figures.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
+    for method, values in methods.items():
+        figures.add_row(
+            method,
+            f"{values['median_ms']:,.1f}",
+            f"{values['min_ms']:,.1f}",
+            f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else "",
+            f"{values['exchange_bytes_per_rank'] / 1e6:,.2f}",
+            f"{values['peak_extra_bytes'] / 1e6:,.2f}",
+        )
+    figures.add_row("floor", f"{floor['total']:,.1f}", "", "1.00", "", "")
+    figures.caption = (
+        f"floor: Newton-Schulz {floor['ns']:,.1f} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
+        f"+ exchange {floor['exchange']:,.1f} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
+    )
+    of_peers = [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]
+    if of_peers:
+        figures.caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
+
+    phases = Table(title="Phases in ms, mean over ranks, from steps of their own")
+    phases.add_column("phase")
+    for method in methods:
+        phases.add_column(method, justify="right")
+    for phase in dict.fromkeys(phase for values in methods.values() for phase in values["phases_ms"]):
+        cells = [values["phases_ms"].get(phase) for values in methods.values()]
+        phases.add_row(phase, *("" if cell is None else f"{cell:,.1f}" for cell in cells))
+    offloaded = {method: values for method, values in methods.items() if "momentum_bytes" in values}
+    return [figures, phases, *([_offload_table(results, offloaded)] if offloaded else [])]
+
+
+def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> Table:
+    """Where momentum lies, of the fullest rank, and what the disk can do."""
+    from rich.table import Table
+
+    places = {"device": "device", "host": "host", "disk": "disk", "staging": "of these, staging"}
+    table = Table(title=f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank")
+    table.add_column("method")
+    for heading in (*places.values(), "/ owner"):
+        table.add_column(heading, justify="right")
+    for method, values in offloaded.items():
+        ratio = results["ratios"].get(f"{method}_over_owner")
+        cells = [f"{values['momentum_bytes'][place] / 1e6:,.2f}" for place in places]
+        table.add_row(method, *cells, "" if ratio is None else f"{ratio:.2f}")
+    if (disk := results.get("disk")) is not None:
+        how = "direct I/O" if disk["direct_io"] else "through the page cache"
+        table.caption = (
+            f"disk, all ranks at once, {how}: reads {disk['read_gb_per_s']:.2f} GB/s, writes "
+            f"{disk['write_gb_per_s']:.2f} GB/s"
+        )
+        if "transfer_ms" in disk:
+            table.caption += f"; momentum there and back: {disk['transfer_ms']:,.0f} ms"
+    return table
+
+
+def train_table(results: Mapping[str, Any]) -> Table:
+    """Muon against Adam, from the JSON of `bench train`."""
+    from rich.table import Table
+
+    table = Table(title=f"Training step, {results['tokens_per_step']:,} tokens")
+    for column in ("optimizer", "median ms", "by run", "state MB"):
+        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    for name in ("muon", "adam"):
+        runs = " ".join(f"{one[name]:,.0f}" for one in results["rounds_ms"])
+        state = results["optimizer_state_bytes"][name] / 1e6
+        table.add_row(name, f"{results[f'{name}_step_ms']:,.1f}", runs, f"{state:,.1f}")
+    table.caption = f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes"
+    return table
+
+
+def _status(text: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(text)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def _buffer_mb(text: str) -> float:
+    number = float(text)
+    if not (possible := RANGES["muon_exchange_buffer_mb"]).holds(number):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; choose {possible}")
+    return number

@@ -1,0 +1,450 @@
+"""The ranks of `megatron-muon bench step`: times optimizer steps on the same shards and gradients.
+
+Run under torchrun as `python -m megatron_muon.bench.step SPEC OUTPUT`, SPEC being a `StepSpec` as JSON; the
+first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL. Within a repeat the methods run
+one after the other, so that a machine that slows down slows all of them; a step's time is that of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emerging_optimizers import utils as eo_utils
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
+
+from megatron_muon.bench.floor import Floor
+from megatron_muon.bench.fsdp2 import Fsdp2Muon, RowCounter
+from megatron_muon.bench.launch import StepSpec
+from megatron_muon.bench.offload import (
+    DiskProbe,
+    make_store,
+    method_of,
+    momentum_figures,
+    offload_of,
+    open_run,
+    transfer_ms,
+)
+from megatron_muon.bench.peers import NS_METHODS, DeepSpeedMuon, GatherCounter
+from megatron_muon.core.blocks import RowSplit, whole
+from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.cpu.memory import keep_freed_memory
+from megatron_muon.ending import end_alone
+from megatron_muon.errors import UserError
+from megatron_muon.gpu import refuse_unusable_gpu
+from megatron_muon.megatron.phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes, synchronize
+from megatron_muon.offload.run import OffloadRun
+
+Peer = DeepSpeedMuon | Fsdp2Muon
+type Steps = torch.optim.Optimizer | Peer
+"""What has a step to be timed."""
+
+PROFILED_STEPS = 3
+HEAD_SIZE = 64
+LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.95, 0.1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every method works on.
+
+    Attributes:
+        layout: the blocks' matrices, rows cut evenly over the ranks.
+        splits: how the rows of each matrix make blocks.
+        weights: this rank's rows of each matrix, fp32.
+        gradients: as `weights`; no method changes them.
+        orthogonalizer: the settings of Newton-Schulz.
+        plan: the owner scheme's.
+        group: all ranks.
+        device: where tensors lie.
+    """
+
+    layout: Layout
+    splits: tuple[RowSplit, ...]
+    weights: tuple[torch.Tensor, ...]
+    gradients: tuple[torch.Tensor, ...]
+    orthogonalizer: Orthogonalizer
+    plan: Plan
+    group: dist.ProcessGroup
+    device: torch.device
+
+
+def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> tuple[Layout, tuple[RowSplit, ...]]:
+    """The matrices of GPT blocks, and their splits: qkv into q, k and v over heads of `HEAD_SIZE`, if that divides."""
+    heads, rest = divmod(hidden_size, HEAD_SIZE)
+    head_size = hidden_size if rest else HEAD_SIZE
+    qkv = RowSplit(1 if rest else heads, (head_size, head_size, head_size))
+    shapes = {
+        "qkv": (3 * hidden_size, hidden_size),
+        "proj": (hidden_size, hidden_size),
+        "fc1": (4 * hidden_size, hidden_size),
+        "fc2": (hidden_size, 4 * hidden_size),
+    }
+    matrices, splits = [], []
+    for layer in range(num_layers):
+        for name, shape in shapes.items():
+            rows = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
+            matrices.append(row_sharded(f"layers.{layer}.{name}", shape, rows))
+            splits.append(qkv if name == "qkv" else whole(shape[0]))
+    return Layout(ranks, tuple(matrices)), tuple(splits)
+
+
+def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> Problem:
+    """Weights and gradients from a seed for each matrix: whole matrices are the same for any number of ranks."""
+    layout, splits = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
+    orthogonalizer = Orthogonalizer(matmul_precision="medium" if spec.ns_dtype == "bf16" else "highest", device=device)
+    plan = make_plan(
+        layout,
+        [orthogonalizer.flops(m.shape, split) for m, split in zip(layout.matrices, splits, strict=True)],
+        buffer_bytes=int(spec.buffer_mb * 2**20),
+        element_bytes=orthogonalizer.dtype.itemsize,
+    )
+    weights: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for index, matrix in enumerate(layout.matrices):
+        shard = matrix.shard_of(group.rank())
+        rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
+        for parts, full in zip((weights, gradients), whole_matrices(index, matrix.shape, device), strict=True):
+            parts.append(full[rows].clone())
+    return Problem(layout, splits, tuple(weights), tuple(gradients), orthogonalizer, plan, group, device)
+
+
+def whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weight and gradient of the matrix with this index, `(rows, cols)`, fp32."""
+    generator = torch.Generator(device).manual_seed(index)
+    weight, gradient = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
+    return weight.mul_(0.02), gradient.mul_(1e-3)
+
+
+def make_peer(peer: str, problem: Problem) -> Peer:
+    """Another implementation, on the same matrices and gradients. Collective."""
+    weights, gradients = zip(
+        *(whole_matrices(i, m.shape, problem.device) for i, m in enumerate(problem.layout.matrices)), strict=True
+    )
+    if peer == "muon-fsdp2":
+        return Fsdp2Muon(weights, problem.gradients, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+    return DeepSpeedMuon(
+        weights, gradients, ns_method=NS_METHODS[peer], lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
+    )
+
+
+def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = None) -> torch.optim.Optimizer:
+    """The optimizer of a method, on its own copy of the weights and with the gradients in place.
+
+    Args:
+        method: its name.
+        problem: what it works on.
+        run: keeps its momentum, if it is not the optimizer's state.
+    """
+    parameters = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
+    for parameter, gradient in zip(parameters, problem.gradients, strict=True):
+        parameter.grad = gradient
+    if method == "adam":
+        return _megatron_adam(parameters)
+
+    def exchange(_: Sequence[torch.Tensor]) -> Exchange:
+        orthogonalizer, splits = problem.orthogonalizer, problem.splits
+        is_finite = torch.ones(1, dtype=torch.bool, device=problem.device)
+        if method == "allgather":
+            return AllGatherExchange(
+                problem.layout,
+                problem.group,
+                lambda index, matrix: (upstream_update(matrix, splits[index], orthogonalizer), is_finite),
+                device=problem.device,
+            )
+        if method == "allgather-tuned":
+            return AllGatherExchange(
+                problem.layout,
+                problem.group,
+                lambda index, matrix: orthogonalizer(matrix, splits[index]),
+                device=problem.device,
+            )
+        shapes = [matrix.shape for matrix in problem.layout.matrices]
+        return OwnerExchange(
+            problem.plan,
+            problem.group,
+            lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
+            wire_dtype=orthogonalizer.dtype,
+            device=problem.device,
+        )
+
+    names: dict[torch.Tensor, str] = {
+        p: matrix.name for p, matrix in zip(parameters, problem.layout.matrices, strict=True)
+    }
+    return ShardedMuon(
+        [{"params": parameters}],
+        exchange,
+        lr=LR,
+        momentum=MOMENTUM,
+        nesterov=True,
+        weight_decay=WEIGHT_DECAY,
+        decoupled_weight_decay=True,
+        names=names,
+        store=None
+        if run is None
+        else lambda _: make_store(run, problem.layout, rank=problem.group.rank(), device=problem.device),
+    )
+
+
+def upstream_update(matrix: torch.Tensor, split: RowSplit, settings: Orthogonalizer) -> torch.Tensor:
+    """The scaled update of a whole matrix `(rows, cols)` fp32 as megatron-core's Muon computes it, block by block.
+
+    Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
+    """
+    update = torch.empty_like(matrix)
+    for block, place in zip(split.views(matrix), split.views(update), strict=True):
+        whole_block = block.reshape(-1, matrix.shape[1])
+        with eo_utils.fp32_matmul_precision(settings.matmul_precision):
+            orthogonal = muon_utils.newton_schulz(
+                whole_block,
+                steps=settings.num_steps,
+                coefficient_type=settings.coefficient_type,
+            )
+        scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
+        place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
+    return update
+
+
+def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
+    """The Adam that megatron-core takes: transformer-engine's where it is installed and CUDA is there, else torch's.
+
+    Source: megatron/core/optimizer/__init__.py, which passes torch's AdamW neither `foreach` nor `fused`.
+    """
+    settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
+    if torch.cuda.is_available():
+        try:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+        except ImportError:
+            pass
+        else:
+            fused: torch.optim.Optimizer = FusedAdam(parameters, **settings)
+            return fused
+    return torch.optim.AdamW(parameters, **settings)
+
+
+def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
+    """All figures of a run; the same on every rank. Collective."""
+    problem = make_problem(spec, group, device)
+    optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
+    optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
+    runs = {method_of(offload): open_run(offload, spec) for offload in spec.offload}
+    optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
+    disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
+    floor = Floor(problem.plan, problem.splits, problem.orthogonalizer, group, device)
+    for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
+        for optimizer in optimizers.values():
+            _timed(optimizer, problem)
+        floor.probe()
+    floor.forget()
+
+    seconds: dict[str, list[float]] = {method: [] for method in optimizers}
+    for repeat in range(spec.repeat):
+        for method, optimizer in optimizers.items():
+            seconds[method].append(_timed(optimizer, problem))
+        floor.probe()
+        if disk is not None:
+            disk.probe()
+        _say(group, f"repeat {repeat + 1} of {spec.repeat}: " + ", ".join(
+            f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items()))  # fmt: skip
+
+    floor_ms, rates = floor.result()
+    results = {}
+    for method, optimizer in optimizers.items():
+        slowest = _over_ranks(seconds[method], dist.ReduceOp.MAX, problem)
+        results[method] = {
+            "median_ms": statistics.median(slowest) * 1e3,
+            "min_ms": min(slowest) * 1e3,
+            "times_ms": [second * 1e3 for second in slowest],
+            **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
+        }
+        if isinstance(optimizer, ShardedMuon) and optimizer.store is not None:
+            results[method] |= momentum_figures(optimizer.store, group, device)
+    for run in runs.values():
+        run.close()
+    itemsize = problem.orthogonalizer.dtype.itemsize
+    return {
+        "floor_ms": floor_ms,
+        "rates": rates,
+        "methods": results,
+        **_disk_figures(disk, results),
+        "plan": {
+            "load_max_over_mean": problem.plan.imbalance,
+            "waves": len(problem.plan.waves),
+            "wave_bytes_max": problem.plan.buffer_bytes(itemsize),
+            "buffer_mb": spec.buffer_mb,
+        },
+        "parameters": sum(matrix.numel for matrix in problem.layout.matrices),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def _disk_figures(disk: DiskProbe | None, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The disk's rates, and how long momentum on disk takes there and back at these."""
+    if disk is None:
+        return {}
+    disk.close()
+    rates = disk.result()
+    if (on_disk := results.get(method_of("nvme"))) is not None:
+        rates["transfer_ms"] = transfer_ms(on_disk["momentum_bytes_all_ranks"]["disk"], rates)
+    return {"disk": rates}
+
+
+def _timed(optimizer: Steps, problem: Problem, around: AbstractContextManager[Any] | None = None) -> float:
+    """Seconds of one step on this rank, from a barrier on; only the step runs within `around`."""
+    if isinstance(optimizer, Peer):
+        optimizer.prepare()
+    synchronize(problem.device)
+    with around or nullcontext():
+        dist.barrier(problem.group)
+        start = time.perf_counter()
+        optimizer.step()
+        synchronize(problem.device)
+        elapsed = time.perf_counter() - start
+    dist.barrier(problem.group)
+    return elapsed
+
+
+def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dict[str, Any]:
+    """Phases, bytes and memory of a method, from steps that are not timed otherwise. Collective.
+
+    Phases are means over ranks of each rank's mean, so that they add up to the profiled step.
+
+    Raises:
+        RuntimeError: the bytes counted at the collectives are not those that the plan promises.
+    """
+    timers = Timers(problem.device)
+    counter: ByteCounter | GatherCounter | RowCounter
+    if isinstance(optimizer, Peer):
+        patches, counter = optimizer.attach(timers), optimizer.counter()
+    else:
+        patches, counter = attach(optimizer, timers), ByteCounter()
+    try:
+        total = sum(_timed(optimizer, problem, counter) for _ in range(steps)) / steps
+    finally:
+        patches.undo()
+    mine = [timers.seconds[phase] / steps for phase in PHASES[:-1]]
+    mine.append(total - sum(mine))
+    ranks = problem.group.size()
+    phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
+
+    counted = counter.received // steps
+    if isinstance(optimizer, Peer):
+        planned = counted
+        optimizer.prepare()
+    else:
+        planned = _received_bytes(method, problem)[problem.group.rank()]
+    dist.barrier(problem.group)
+    peak = peak_extra_bytes(optimizer.step, problem.device)
+    wrong, planned_max, counted_max, peak_max = _over_ranks(
+        [float(counted != planned), planned, counted, peak], dist.ReduceOp.MAX, problem
+    )
+    if wrong:
+        raise RuntimeError(
+            f"{method}: the plan says that rank {problem.group.rank()} receives {planned:,} bytes in a step, "
+            f"its collectives carried {counted:,}"
+        )
+    return {
+        "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value and method != "adam"}
+        or {"apply": phases[PHASES.index("apply")]},
+        "exchange_bytes_per_rank": int(planned_max),
+        "exchange_bytes_counted_per_rank": int(counted_max),
+        "peak_extra_bytes": int(peak_max),
+        **({"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")} if isinstance(optimizer, Peer) else {}),
+    }
+
+
+def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
+    """Bytes that each rank receives in a step, by arithmetic on the layout.
+
+    The all-gather scheme pads every shard to the largest, and gathers fp32.
+    """
+    ranks = problem.group.size()
+    if method == "owner" or offload_of(method):
+        return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
+    if method.startswith("allgather"):
+        padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
+        return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks
+    return (0,) * ranks
+
+
+def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:
+    tensor = torch.tensor(values, dtype=torch.float64, device=problem.device)
+    dist.all_reduce(tensor, op=operation, group=problem.group)
+    result: list[float] = tensor.tolist()
+    return result
+
+
+def _say(group: dist.ProcessGroup, text: str) -> None:
+    if group.rank() == 0:
+        print(text, flush=True)
+
+
+def settle_device(wanted: str, ranks: int) -> torch.device:
+    """The device of this rank.
+
+    Raises:
+        UserError: CUDA was asked for and is not there, "auto" finds a GPU that cannot be used, or there are fewer GPUs
+            than ranks.
+    """
+    refuse_unusable_gpu(wanted)
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
+    if torch.cuda.device_count() < ranks:
+        raise UserError(
+            f"--ranks {ranks} needs as many GPUs, this machine has {torch.cuda.device_count()}; "
+            "lower --ranks, or use --device cpu"
+        )
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure as the specification in `argv[0]` says, and write `argv[1]`."""
+    values = json.loads(argv[0])
+    spec = StepSpec(**(values | {name: tuple(values[name]) for name in ("methods", "peers", "offload")}))
+    try:
+        device = settle_device(spec.device, spec.ranks)
+        if spec.peers and device.type != "cpu":
+            raise UserError(f"--peers {' '.join(spec.peers)}: measured on CPU alone; add --device cpu")
+    except UserError as error:
+        print(f"bench step: error: {error}", file=sys.stderr)
+        return 2
+    if device.type == "cpu":
+        keep_freed_memory()  # as a training does
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+    )
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        results = measure(spec, group, device)
+        if group.rank() == 0:
+            Path(argv[1]).write_text(json.dumps(results), "utf-8")
+        dist.barrier(group)
+    except Exception:
+        end_alone(1)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,147 @@
+"""`megatron-muon bench train`: whole training steps of a config, Muon and Adam in turn.
+
+Each run is `torchrun pretrain_gpt.py` with the config and flags that choose the optimizer, the number of steps and the
+log, in a temporary directory. Times come from TensorBoard (Megatron's `iteration-time`), the count of Muon's parameters
+from the table that a Muon run prints.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.runs.events import read_events
+from megatron_muon.runs.processes import environment, pretrain_program, run_logged, torchrun
+
+OPTIMIZERS = ("muon", "adam")
+
+MOMENTUM_BYTES, ADAM_BYTES = 4, 8
+"""State of an element: Muon's fp32 momentum, and Adam's two fp32 moments."""
+
+_NOT_MEASURED = ("--save", "--load", "--save-interval", "--timing-log-level", "--wandb-project")
+"""Flags of a config that write, read, or put barriers around parts of a step."""
+
+_TABLE_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """What one run left behind.
+
+    Attributes:
+        step_ms: time of each step after the warm-up.
+        tokens_per_step: global batch size times sequence length.
+        muon_parameters: parameters that Muon takes; None in a run without Muon.
+    """
+
+    step_ms: tuple[float, ...]
+    tokens_per_step: int
+    muon_parameters: int | None
+
+
+def measure(
+    config: Path,
+    *,
+    ranks: int,
+    steps: int,
+    warmup: int,
+    rounds: int,
+    flags: Sequence[str],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """The figures of `bench train`.
+
+    Args:
+        config: experiment file.
+        ranks: processes on this machine.
+        steps: steps of each run.
+        warmup: first steps that do not count.
+        rounds: runs of each optimizer, in turn.
+        flags: further flags for pretrain_gpt.py.
+        progress: told what is being done.
+
+    Raises:
+        UserError: the config cannot be read.
+        RunFailedError: a run failed.
+    """
+    from megatron_muon.megatron.flags.config_file import load_config
+
+    in_config = [flag for flag, _ in load_config(config).flags]
+    runs: dict[str, list[TrainRun]] = {optimizer: [] for optimizer in OPTIMIZERS}
+    for number in range(rounds):
+        for optimizer in OPTIMIZERS:
+            what = f"the {optimizer} run of round {number + 1} of {rounds}"
+            progress(f"training: {what}")
+            with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+                arguments = run_flags(in_config, optimizer, steps=steps, tensorboard=Path(folder, "tensorboard"))
+                command = torchrun(ranks, *pretrain_program(), "--config", str(config), *flags, *arguments)
+                log = Path(folder, "log")
+                run_logged(command, log, env=environment(ranks), what=what)
+                runs[optimizer].append(read_run(Path(folder, "tensorboard"), log, warmup=warmup))
+    return figures(runs)
+
+
+def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboard: Path) -> list[str]:
+    """The flags that make a config's run short, logged at every step, and free of anything that is not training.
+
+    Args:
+        in_config: flags of the config; only these can be taken back.
+        optimizer: "muon" or "adam".
+        steps: number of training steps.
+        tensorboard: where the log goes.
+    """
+    taken_back = [part for flag in _NOT_MEASURED if flag in in_config for part in ("--unset", flag)]
+    return [
+        *taken_back,
+        *("--optimizer", optimizer, "--use-megatron-fsdp", "--train-iters", str(steps)),
+        *("--eval-iters", "0", "--eval-interval", str(steps + 1), "--log-interval", "1"),
+        *("--tensorboard-dir", str(tensorboard), "--tensorboard-log-interval", "1", "--log-timers-to-tensorboard"),
+    ]
+
+
+def read_run(tensorboard: Path, log: Path, *, warmup: int) -> TrainRun:
+    """What a finished run logged.
+
+    Raises:
+        UserError: it logged no step after the warm-up.
+    """
+    events = read_events(tensorboard)
+    step_ms = tuple(point.value * 1e3 for point in events.points("iteration-time") if point.step > warmup)
+    if not step_ms:
+        raise UserError(f"the run logged no step after the first {warmup}; raise --steps or lower --warmup")
+    batch_size = events.points("batch-size")[-1].value
+    found = _TABLE_ROW.search(log.read_text("utf-8", errors="replace"))
+    return TrainRun(
+        step_ms=step_ms,
+        tokens_per_step=round(batch_size) * int(events.args["seq_length"]),
+        muon_parameters=int(found[1].replace(",", "")) if found else None,
+    )
+
+
+def figures(runs: dict[str, list[TrainRun]]) -> dict[str, Any]:
+    """The keys of the JSON: medians over the steps of all rounds, `rounds_ms` those of each run."""
+    medians = {name: statistics.median(ms for one in of for ms in one.step_ms) for name, of in runs.items()}
+    parameters = runs["muon"][0].muon_parameters
+    if parameters is None:
+        raise UserError("the Muon run printed no table of its parameters; does the config set --muon-* off?")
+    return {
+        "muon_step_ms": medians["muon"],
+        "adam_step_ms": medians["adam"],
+        "ratio": medians["muon"] / medians["adam"],
+        "tokens_per_step": runs["muon"][0].tokens_per_step,
+        "optimizer_state_bytes": {"muon": MOMENTUM_BYTES * parameters, "adam": ADAM_BYTES * parameters},
+        "optimizer_state_source": (
+            f"{parameters} parameters that Muon takes (table printed by the run), all ranks together: fp32 momentum "
+            f"{MOMENTUM_BYTES} bytes, Adam's two fp32 moments {ADAM_BYTES} bytes"
+        ),
+        "rounds_ms": [
+            {name: statistics.median(of[number].step_ms) for name, of in runs.items()}
+            for number in range(len(runs["muon"]))
+        ],
+    }

@@ -1,0 +1,1 @@
+"""Muon on sharded matrices, with torch alone: no Megatron, no command line, no files."""

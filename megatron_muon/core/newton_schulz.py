@@ -1,0 +1,168 @@
+"""Newton-Schulz iterations on stacks of wide blocks.
+
+Both iterations take the polynomial steps X <- a X + b (X X^T) X + c (X X^T)^2 X with emerging-optimizers' coefficients.
+The standard one takes them on X; the Gram iteration takes them on the small Gram matrix and touches the wide matrix
+twice in a run instead of twice in a step. Which blocks get which is decided in `sharding.cost`. This module knows
+nothing of matrices, splits or ranks.
+
+The division by the norm is part of the first step: ||X||^2 is the trace of X X^T, which the step needs anyway, and the
+factor goes into the small matrices. So X is rounded once, where it came into the iteration's dtype, and no pass over it
+only scales it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products, gram_runs
+
+Coefficients = Sequence[tuple[float, float, float]]
+
+_REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
+
+
+def coefficients(coefficient_type: str, steps: int) -> list[tuple[float, float, float]]:
+    """The polynomial coefficients `(a, b, c)` of each step.
+
+    Raises:
+        ValueError: a set that emerging-optimizers does not have.
+    """
+    sets = muon_utils._COEFFICIENT_SETS
+    if coefficient_type not in sets:
+        raise ValueError(f"--muon-coefficient-type {coefficient_type} does not exist; choose one of {', '.join(sets)}")
+    mode: muon_utils.CoeffIterMode = "repeat_last" if coefficient_type in _REPEATS_LAST else "cycle"
+    return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))
+
+
+def standard(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
+    """The standard iteration.
+
+    Args:
+        x: `(batch, m, n)` with m <= n, fp32 or bf16, what the products run in; not modified. Its largest magnitude must
+            be near 1, so that squares neither overflow nor vanish; its norm may be any.
+        steps: coefficients of each step. A factor on the last step's scales the result.
+
+    Returns:
+        `(batch, m, n)` of the same dtype, orthogonalised. A block with an element that is not finite becomes NaN.
+    """
+    first, *others = steps
+    r, inverse_norm = _normalized(_square(x))
+    z = _symmetric(r, r, r, beta=first[1], alpha=first[2])
+    x = _with_diagonal(z, first[0], inverse_norm) @ x
+    for a, b, c in others:
+        r = _square(x)
+        z = _symmetric(r, r, r, beta=b, alpha=c)
+        x = torch.baddbmm(x, z, x, beta=a)
+    return x
+
+
+def gram(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
+    """The Gram iteration with restarts; arguments and result as `standard`.
+
+    With R = X X^T a step is X <- Z X and R <- Z R Z for Z = a I + b R + c R^2. All Z are polynomials in R and commute,
+    so a run accumulates Q <- Z Q and applies it once, and every product but the last is symmetric. Source:
+    https://github.com/Dao-AILab/gram-newton-schulz.
+    """
+    remaining = list(steps)
+    inverse_norm: torch.Tensor | None = None
+    for number, length in enumerate(gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
+        run, remaining = remaining[:length], remaining[length:]
+        r = _square(x)  # (batch, m, m)
+        if number == 0:
+            r, inverse_norm = _normalized(r)
+        q: torch.Tensor | None = None
+        for step, (a, b, c) in enumerate(run):
+            z = _symmetric(r, r, r, beta=b, alpha=c)  # Z without its a I
+            if q is None:
+                q = _with_diagonal(z.clone(), a, inverse_norm if number == 0 else None)
+            else:
+                q = _symmetric(q, z, q, beta=a)
+            if step + 1 < len(run):
+                r = _symmetric(r, z, r, beta=a)
+                r = _symmetric(r, r, z, beta=a)
+        assert q is not None
+        x = q @ x
+    return x
+
+
+def products_on(device: torch.device, dtype: torch.dtype) -> Products:
+    """How `device` forms symmetric products in `dtype`.
+
+    emerging-optimizers' kernel wants bf16, Triton's tensor descriptors (3.4), and a GPU that has them in hardware.
+    """
+    if device.type == "cpu":
+        return HALVES
+    kernel = (
+        device.type == "cuda"
+        and dtype == torch.bfloat16
+        and muon_utils.triton_kernels.HAS_TRITON_340
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
+    return KERNEL if kernel else DENSE
+
+
+def _normalized(r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The Gram matrix `(batch, m, m)` of each block over its norm, and one over the norm, `(batch, 1, 1)` fp32.
+
+    A block of zeros stays zero; the trace of one with an element that is not finite is not finite, nor is the result.
+    """
+    square = r.diagonal(dim1=-2, dim2=-1).float().sum(dim=-1)[:, None, None]
+    inverse = torch.where(square == 0, 0.0, square.reciprocal())
+    return torch.mul(r, inverse, out=torch.empty_like(r)), inverse.sqrt()
+
+
+def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None) -> torch.Tensor:
+    """factor * (z + a I), rounded once, `(batch, m, m)`, in the memory of `z`."""
+    diagonal = z.diagonal(dim1=-2, dim2=-1).float() + a
+    if factor is not None:
+        diagonal *= factor[:, 0]
+        torch.mul(z, factor, out=z)
+    z.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    return z
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    """X X^T of each `(m, n)` block, `(batch, m, m)`."""
+    batch, m, n = x.shape
+    products = products_on(x.device, x.dtype)
+    if products.shares(m, n)[0] == 1.0:
+        return x @ x.mT
+    if products is KERNEL:
+        return torch.stack([muon_utils.triton_kernels.tsyrk_ex(block) for block in x])
+    half = m // 2
+    out = x.new_empty(batch, m, m)
+    for block, result in zip(x, out, strict=True):
+        torch.mm(block, block[:half].mT, out=result[:, :half])
+        torch.mm(block[half:], block[half:].mT, out=result[half:, half:])
+    return _mirrored(out)
+
+
+def _symmetric(
+    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float = 1.0
+) -> torch.Tensor:
+    """beta * base + alpha * left @ right, all `(batch, m, m)` and symmetric, the product too."""
+    m = base.shape[-1]
+    products = products_on(base.device, base.dtype)
+    square, symmetric = products.shares(m, m)
+    if products is KERNEL and square < 1.0 and left is right:
+        tsyrk = muon_utils.triton_kernels.tsyrk_ex
+        return torch.stack([tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, base, strict=True)])
+    if symmetric == 1.0:
+        return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+    half = m // 2
+    out = torch.empty_like(base)
+    for c, a, b, result in zip(base, left, right, out, strict=True):
+        # Rows of a symmetric matrix are its columns, and lie together.
+        torch.addmm(c[:, :half], a, b[:half].mT, beta=beta, alpha=alpha, out=result[:, :half])
+        torch.addmm(c[half:, half:], a[half:], b[half:].mT, beta=beta, alpha=alpha, out=result[half:, half:])
+    return _mirrored(out)
+
+
+def _mirrored(x: torch.Tensor) -> torch.Tensor:
+    """Each block with the quarter above the diagonal's halves filled from the one below, in place."""
+    half = x.shape[-1] // 2
+    x[:, :half, half:].copy_(x[:, half:, :half].mT)
+    return x

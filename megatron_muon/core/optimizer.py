@@ -1,0 +1,277 @@
+"""Muon on ZeRO-sharded matrices.
+
+Each rank keeps the momentum of its own rows; an exchange makes matrices whole for orthogonalisation and brings the
+update's rows back. The exchange sets the pace: it asks for rows wave by wave, and hands updates over as they come, so
+that memory is bounded by its buffer. The phases for a wave are: momentum, look-ahead, exchange (which orthogonalises),
+decay, apply. Gradient reduction, clipping and installing weights belong to the chained optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.numbers import check_number
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.offload.store import Momentum, RecordStore
+
+MOMENTUM = "momentum_buffer"
+"""The momentum's slot of the optimizer state, upstream's name."""
+
+STEPS = "rounding_steps"
+"""A parameter group's count of steps where momentum is rounded for storage."""
+
+ParamGroups = list[dict[str, Any]]
+
+
+def local_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of `tensor` that this rank holds, without a copy: a DTensor's local tensor, or the tensor itself.
+
+    Of a stack `(experts, rows, cols)` they are the rows of the experts that it holds, one below the other.
+    """
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return local.view(local.shape[:-1].numel(), local.shape[-1]) if local.ndim == 3 else local
+
+
+class ShardedMuon(torch.optim.Optimizer):
+    """Muon whose parameters are row shards of matrices, or with `SharedExchange` whole replicas.
+
+    The update of a matrix depends on its gradient alone, never on how many ranks hold it. State is one
+    `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction on every rank, also
+    for empty shards. With `store` momentum is kept there instead, and `momentum_state` shows it as such state.
+
+    Args:
+        params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
+            takes part on every rank.
+        exchange: builds the exchange for the parameters in their order.
+        lr: learning rate.
+        momentum: the exponential moving average keeps this share of the old momentum.
+        nesterov: look ahead by mixing the gradient with the new momentum.
+        weight_decay: decay rate, per unit of learning rate.
+        decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
+        names: a name for each parameter, for messages.
+        store: makes the store of momentum for the parameters in their order; None keeps it as state, fp32.
+        compute_device: where momentum and exchange compute, if not where the parameters are.
+
+    Raises:
+        ValueError: a hyper-parameter is out of range or a parameter is neither 2D nor 3D.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        exchange: Callable[[Sequence[torch.Tensor]], Exchange],
+        *,
+        lr: float,
+        momentum: float,
+        nesterov: bool,
+        weight_decay: float,
+        decoupled_weight_decay: bool,
+        names: dict[torch.Tensor, str],
+        store: Callable[[Sequence[torch.Tensor]], RecordStore] | None = None,
+        compute_device: torch.device | None = None,
+    ) -> None:
+        for name, value in (("lr", lr), ("muon_momentum", momentum), ("weight_decay", weight_decay)):
+            check_number(name, value)
+        super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self.nesterov = nesterov
+        self.decoupled_weight_decay = decoupled_weight_decay
+        self._names = names
+        for parameter in self._parameters():
+            if parameter.ndim not in (2, 3):
+                raise ValueError(
+                    f"{names[parameter]}: Muon takes 2D parameters and 3D stacks of them, "
+                    f"got shape {tuple(parameter.shape)}"
+                )
+        self._matrices = self._parameters()
+        self._compute_device = compute_device
+        self.store = store(self._matrices) if store is not None else None
+        if self.store is not None and self.store.codec.name != "fp32":
+            for group in self.param_groups:
+                group.setdefault(STEPS, 0)
+        self.initialize_state()
+        self._momentum: Momentum = self.store or _StateMomentum(self)
+        self.orthogonalizer: Orthogonalizer | None = None
+        """What the exchange orthogonalises with, for metrics."""
+        self._skipped: torch.Tensor | None = None
+        self._places: dict[tuple[int, ...], torch.Tensor] = {}
+        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
+        self.exchange = exchange(self._matrices)
+
+    def initialize_state(self) -> None:
+        """Give every parameter that has none its momentum of zeros, on every rank alike."""
+        for parameter in self._parameters():
+            if MOMENTUM not in self.state[parameter] and self.store is None:
+                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every matrix from its gradient.
+
+        Raises:
+            RuntimeError: a shard with rows has no gradient.
+        """
+        if closure is not None:
+            raise ValueError("Muon takes no closure")
+        self._require_gradients()
+        if self.store is not None and self.store.prepare_stream is not None:
+            self.store.prepare_stream.run(self.exchange.run, self._advance, self._apply)
+        else:
+            self.exchange.run(self._advance, self._apply)
+        self._momentum.end_step()
+        for group in self.param_groups:
+            if STEPS in group:
+                group[STEPS] += 1
+
+    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
+
+        Of a store they are copies, outside of the process's own memory where momentum is on disk.
+
+        Args:
+            empty: leave out the values, as they will be loaded.
+        """
+        if self.store is None:
+            return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}
+        shards = [local_rows(parameter) for parameter in self._matrices]
+        state = {}
+        rooms = self.store.scratch([rows.numel() for rows in shards])
+        for index, (parameter, rows, room) in enumerate(zip(self._matrices, shards, rooms, strict=True)):
+            if rows.numel() and not empty:
+                room.view(rows.shape).copy_(self.store.read(index))
+            state[parameter] = _in_place_of(parameter, room)
+        return state
+
+    def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take the momentum of a checkpoint, as `momentum_state` gives it, into the store."""
+        assert self.store is not None
+        for index, parameter in enumerate(self._matrices):
+            if parameter in state and local_rows(parameter).numel():
+                self.store.write(index, local_rows(state[parameter]))
+        self.store.go_on_from(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
+
+    def skipped_updates(self) -> dict[str, int]:
+        """Updates that were not finite since the last call, by matrix, of those of which this rank holds rows.
+
+        Waits for the device.
+        """
+        if self._skipped is None:
+            return {}
+        counts = self._skipped.tolist()
+        self._skipped.zero_()
+        return {self._names[self._matrices[index]]: count for index, count in enumerate(counts) if count}
+
+    def _count_skipped(self, indices: Sequence[int], finite: torch.Tensor) -> None:
+        key = tuple(indices)
+        if key not in self._places:
+            self._places[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
+        if self._skipped is None:
+            self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
+        self._skipped.index_add_(0, self._places[key], (~finite).int())
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _require_gradients(self) -> None:
+        for parameter in self._parameters():
+            if parameter.grad is None and local_rows(parameter).numel():
+                raise RuntimeError(
+                    f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
+                )
+
+    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
+        """The groups of these matrices, each with its parameters and their places in `indices`."""
+        groups: dict[int, list[int]] = {}
+        for place, index in enumerate(indices):
+            groups.setdefault(self._group_of[index], []).append(place)
+        for group, places in groups.items():
+            yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
+
+    def _advance(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Momentum and look-ahead: this rank's rows of what is orthogonalised of each matrix, fp32.
+
+        Without Nesterov they may be the momentum itself, which the caller must not change.
+        """
+        ahead: list[torch.Tensor] = []
+        for part in self._momentum.parts(indices):
+            momentum = self._momentum.lend(part)
+            of_part: list[torch.Tensor] = [torch.empty(0)] * len(part)
+            for group, parameters, places in self._by_group(part):
+                gradients = self._gradients(group, parameters)
+                rows = [momentum[place] for place in places]
+                torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
+                if self.nesterov:
+                    rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
+                elif self._momentum.staged:
+                    rows = [values.clone() for values in rows]
+                for place, values in zip(places, rows, strict=True):
+                    of_part[place] = values
+            self._momentum.take_back(part)
+            ahead += of_part
+        return ahead
+
+    def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
+        gradients = [local_rows(parameter.grad).float() for parameter in parameters]  # type: ignore[arg-type]
+        if group["weight_decay"] and not self.decoupled_weight_decay:
+            weights = [local_rows(parameter) for parameter in parameters]
+            gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+        if self._compute_device is not None:
+            gradients = [rows.to(self._compute_device) for rows in gradients]
+        return gradients
+
+    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        """weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
+
+        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay.
+        """
+        self._count_skipped(indices, finite)
+        for group, parameters, places in self._by_group(indices):
+            weights = [local_rows(parameter) for parameter in parameters]
+            rows = [updates[place] for place in places]
+            if group["weight_decay"] and self.decoupled_weight_decay:
+                shares = finite.to(weights[0]).unbind()
+                decay = -group["weight_decay"] * group["lr"]
+                torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=decay)
+            if self._compute_device is not None:
+                rows = [update.to(weights[0].device) for update in rows]
+            self._subtract(weights, rows, rate=group["lr"])
+
+    def _subtract(self, weights: list[torch.Tensor], updates: list[torch.Tensor], *, rate: float) -> None:
+        torch._foreach_add_(weights, updates, alpha=-rate)
+
+
+def _in_place_of(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """`elements`, fp32, as a tensor that is sharded as `parameter` is, without moving them to another device."""
+    if not isinstance(parameter, DTensor):
+        return elements.view(parameter.shape)
+    local = elements.view(parameter._local_tensor.shape)
+    return DTensor(local, parameter._spec, requires_grad=False)
+
+
+class _StateMomentum:
+    """Momentum as the optimizer's state, fp32, where the parameters are."""
+
+    staged = False
+
+    def __init__(self, optimizer: ShardedMuon) -> None:
+        self._optimizer = optimizer
+
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """All at once."""
+        yield list(indices)
+
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The state itself."""
+        optimizer = self._optimizer
+        return [local_rows(optimizer.state[optimizer._matrices[index]][MOMENTUM]) for index in indices]
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """It has been changed in place."""
+
+    def end_step(self) -> None:
+        """Nothing is under way."""

@@ -1,0 +1,194 @@
+"""Orthogonalisation of momentum matrices: which iteration, in which precision, and the scale of its result.
+
+The iterations are in `newton_schulz`; this module adds what an optimizer needs around them: inputs of any magnitude,
+the scale of each block's own shape, and a look at whether the result is finite. It never communicates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from emerging_optimizers import utils as eo_utils
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
+
+from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core.batch import BlockBatch
+from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.cost import AUTO, GRAM, KERNEL, Iteration, check_proven, runs_in_half
+from megatron_muon.core.numbers import check_number
+
+TOGETHER = {"cpu": 2**20, "cuda": 2**23}
+"""Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
+GPU its temporaries, up to 12 bytes an element, stay small beside a wave's buffer."""
+
+
+def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
+    """The power of two that divides the largest magnitude of each `(..., m, n)` block into [0.5, 1).
+
+    Int32 `(..., 1, 1)`. The update must not depend on the input's magnitude: squares of small entries vanish, and the
+    eps of a normalisation shrinks the update of a matrix whose momentum is small, for instance after clipping by a tiny
+    factor. A power of two changes no bit of the mantissa.
+    """
+    return torch.frexp(blocks.abs().amax(dim=(-2, -1), keepdim=True).float()).exponent.clamp(-126, 126)
+
+
+def to_unit_magnitude(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each block times a power of two that brings its largest magnitude into [0.5, 1), of `dtype`.
+
+    In the blocks' own memory where that is their dtype already, else in a new tensor, rounded once.
+    """
+    exponent = unit_magnitude_exponent(blocks)
+    factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
+    if blocks.dtype == dtype:
+        return blocks.mul_(factor.to(dtype))
+    return torch.mul(blocks, factor, out=torch.empty_like(blocks, dtype=dtype))
+
+
+@dataclass
+class Orthogonalizer:
+    """Turns momentum matrices into Muon's update directions, block by block.
+
+    Attributes:
+        coefficient_type: coefficient set of emerging-optimizers, for instance "quintic".
+        num_steps: Newton-Schulz steps.
+        scale_mode: "spectral", "unit_rms_norm" or "shape_scaling" (emerging-optimizers' `get_muon_scale_factor`).
+        extra_scale_factor: multiplies every update; 0.2 with "spectral" matches AdamW's update RMS
+            (https://arxiv.org/abs/2502.16982, section 2.2).
+        matmul_precision: "highest" or "high" iterate in fp32, "medium" in bf16, as torch.set_float32_matmul_precision
+            names them.
+        method: "standard", "gram", or "auto" for the one with fewer operations.
+        scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
+        device: where it runs, which decides what an iteration costs.
+        watch: is shown the first orthogonalised block of every stack, unscaled, fp32, `(m, n)` with m <= n.
+        blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
+            twice.
+    """
+
+    coefficient_type: str = "quintic"
+    num_steps: int = 5
+    scale_mode: str = "spectral"
+    extra_scale_factor: float = 1.0
+    matmul_precision: str = "medium"
+    method: str = AUTO
+    scaled: bool = True
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    watch: Callable[[torch.Tensor], None] | None = field(default=None, compare=False)
+    blocks_done: int = field(default=0, compare=False)
+
+    def __post_init__(self) -> None:
+        check_number("muon_num_ns_steps", self.num_steps)
+        check_number("muon_extra_scale_factor", self.extra_scale_factor)
+        self._steps = ns.coefficients(self.coefficient_type, self.num_steps)
+        check_proven(self.coefficient_type, self.num_steps, self.matmul_precision, self.method)
+        self.iteration = Iteration(
+            steps=self.num_steps,
+            half=self.dtype == torch.bfloat16,
+            method=self.method,
+            products=ns.products_on(self.device, self.dtype),
+            coefficient_type=self.coefficient_type,
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the iteration's products run in."""
+        return torch.bfloat16 if runs_in_half(self.matmul_precision) else torch.float32
+
+    def flops(self, shape: tuple[int, int], split: RowSplit) -> int:
+        """Operations of orthogonalising a matrix of `shape`, over its blocks, by the iteration that each gets."""
+        return sum(self.iteration.flops(*block) for block in split.block_shapes(shape[1]))
+
+    def scale(self, shape: tuple[int, int]) -> float:
+        """What the update of a block of `shape` is multiplied by."""
+        if not self.scaled:
+            return 1.0
+        return float(get_muon_scale_factor(*shape, mode=self.scale_mode)) * self.extra_scale_factor
+
+    def row_scales(self, shape: tuple[int, int], split: RowSplit) -> torch.Tensor:
+        """What each row of an update of `shape` is multiplied by, `(rows, 1)` fp32: its block's scale."""
+        factors = torch.empty(shape[0], 1)
+        for rows, block in zip(split.views(factors), split.block_shapes(shape[1]), strict=True):
+            rows.fill_(get_muon_scale_factor(*block, mode=self.scale_mode) * self.extra_scale_factor)
+        return factors
+
+    def batch(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit]) -> BlockBatch:
+        """A batch of matrices of these shapes, each split into blocks as given."""
+        return BlockBatch(shapes, splits, self.orthogonalize_stack, self.scale)
+
+    def __call__(self, matrix: torch.Tensor, split: RowSplit) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scaled update of one whole matrix.
+
+        Args:
+            matrix: 2D `(rows, cols)` fp32, the whole matrix without padding; not modified.
+            split: how its rows make blocks.
+
+        Returns:
+            2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape; and whether it was
+            finite, `(1,)` bool. It is zero where it was not.
+        """
+        batch = self.batch([(matrix.shape[0], matrix.shape[1])], [split])
+        batch.allocate(matrix, torch.float32)[0].copy_(matrix)
+        updates, finite = batch.orthogonalize()
+        return updates[0], finite
+
+    def orthogonalize_stack(self, stack: torch.Tensor, scale: float) -> torch.Tensor:
+        """Put a stack's scaled updates in its place, zero where one is not finite.
+
+        Args:
+            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here.
+            scale: multiplies the updates.
+
+        Returns:
+            Whether each update is finite, `(batch,)` bool.
+        """
+        batch, rows, cols = stack.shape
+        self.blocks_done += batch
+        together = max(TOGETHER.get(stack.device.type, 2**23) // (rows * cols), 1)
+        all_finite = []
+        for number, part in enumerate(stack.split(together)):
+            updates = self._iterate(to_unit_magnitude(part, self.dtype), scale)
+            if self.watch is not None and number == 0:
+                self.watch(updates[0].float() / scale)
+            finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
+            _copy_where(finite[:, None, None], updates, part)
+            all_finite.append(finite)
+        return torch.cat(all_finite)
+
+    def warm_up(self, shapes: Iterable[tuple[int, int]]) -> int:
+        """Tune and compile the symmetric kernel for blocks of these shapes, where it is used; how many kinds there are.
+
+        Triton tunes it in every process for each size that it meets first, for up to 90 s. In a step the other ranks
+        would wait for that in a collective.
+        """
+        kinds = {(min(shape), max(shape), self.scale(shape)) for shape in shapes}
+        if self.iteration.products is not KERNEL:
+            return 0
+        tuned = [kind for kind in sorted(kinds) if KERNEL.shares(*kind[:2])[0] < 1.0]
+        for rows, cols, scale in tuned:
+            self._iterate(torch.ones(1, rows, cols, dtype=self.dtype, device=self.device), scale)
+        return len(tuned)
+
+    def _iterate(self, start: torch.Tensor, scale: float) -> torch.Tensor:
+        """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype."""
+        *first, (a, b, c) = self._steps
+        steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
+        iterate = ns.gram if self.iteration.method_for(*start.shape[1:]) == GRAM else ns.standard
+        with self._precision():
+            return iterate(start, steps)
+
+    def _precision(self) -> contextlib.AbstractContextManager[None]:
+        """The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches."""
+        if self.dtype == torch.bfloat16:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[None] = eo_utils.fp32_matmul_precision(self.matmul_precision)
+        return context
+
+
+def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """target <- source where `keep` (broadcast) holds, else zero, also for NaN, in the one pass that a copy takes."""
+    values = source.to(target.dtype)
+    bits = {2: torch.int16, 4: torch.int32}[target.dtype.itemsize]
+    mask = -keep.to(bits)  # all bits set, or none
+    torch.bitwise_and(values.view(bits), mask, out=target.view(bits))

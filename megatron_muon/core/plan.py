@@ -1,0 +1,275 @@
+"""Who orthogonalises which matrix, and in which waves the rows travel.
+
+A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
+itself. It gives every matrix one owner so that the ranks' work is even and few bytes move, then cuts the matrices that
+travel into waves that fit a buffer. Nothing here sends anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_muon.core.layout import Layout, Matrix
+
+UPDATE_BYTES = 4
+"""Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
+iteration take. For square blocks on a processor they take up to 14 bytes an element, of a few blocks at a time."""
+
+MIN_WAVES = 3
+"""So many waves that one can arrive and one can leave while one is worked on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Owners and waves of a layout.
+
+    Attributes:
+        layout: what is planned.
+        owners: the rank that orthogonalises each matrix, by matrix index.
+        whole: for each rank, the matrices that lie whole on it and that it owns: they need no wire.
+        waves: matrix indices that travel together, in the order of the step.
+        loads: cost owned by each rank, in the unit of the given costs.
+        oversized: matrices that fill more than a wave's buffer by themselves.
+        wave_bytes: what a wave, or a part of the matrices that need no wire, may fill on a rank.
+    """
+
+    layout: Layout
+    owners: tuple[int, ...]
+    whole: tuple[tuple[int, ...], ...]
+    waves: tuple[tuple[int, ...], ...]
+    loads: tuple[float, ...]
+    oversized: tuple[int, ...]
+    wave_bytes: int
+
+    @property
+    def imbalance(self) -> float:
+        """Largest load over the mean load; 1.0 is even."""
+        mean = sum(self.loads) / len(self.loads)
+        return max(self.loads) / mean if mean else 1.0
+
+    def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The whole matrices of `rank` in parts: one beside each wave, or more where they would overfill the buffer."""
+        whole = self.whole[rank]
+        filled = sum(2 * self.layout.matrices[index].numel * UPDATE_BYTES for index in whole)
+        parts = min(max(len(self.waves), 1, math.ceil(filled / self.wave_bytes)), len(whole))
+        return tuple(whole[k::parts] for k in range(parts))
+
+    def exchanged_bytes(self, element_bytes: int) -> tuple[int, ...]:
+        """Bytes that each rank receives in a step: rows for its own matrices, and its update rows of the others."""
+        received = [0] * self.layout.world_size
+        for wave in self.waves:
+            for index in wave:
+                matrix, owner = self.layout.matrices[index], self.owners[index]
+                for shard in matrix.shards:
+                    if owner not in shard.holders:
+                        received[owner] += shard.numel * element_bytes
+                    for holder in shard.holders:
+                        if holder != owner:
+                            received[holder] += shard.numel * element_bytes
+        return tuple(received)
+
+    def buffer_bytes(self, element_bytes: int) -> int:
+        """The most bytes that a rank holds for one wave: what it sends, what it assembles, what it returns."""
+        return max((max(_wave_bytes(self, wave, element_bytes)) for wave in self.waves), default=0)
+
+
+def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
+    """Bytes that each rank receives in a step of the all-gather scheme: all of every matrix but its own part."""
+    total = sum(matrix.numel for matrix in layout.matrices)
+    held = [0] * layout.world_size
+    for matrix in layout.matrices:
+        for shard in matrix.shards:
+            for holder in shard.holders:
+                held[holder] += shard.numel
+    return tuple((total - own) * element_bytes for own in held)
+
+
+def make_plan(
+    layout: Layout, costs: Sequence[float], *, buffer_bytes: int, element_bytes: int, ranks: Sequence[int] | None = None
+) -> Plan:
+    """Plan a layout.
+
+    Args:
+        layout: all matrices of the group.
+        costs: the work of orthogonalising each matrix, in any unit.
+        buffer_bytes: what the waves that are under way at a time may fill on a rank.
+        element_bytes: bytes of an element on the wire.
+        ranks: ranks that may own; all of the group where None.
+
+    Raises:
+        ValueError: a cost for each matrix is missing, or the buffer is not positive.
+    """
+    if len(costs) != len(layout.matrices):
+        raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
+    if buffer_bytes <= 0:
+        raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
+    owners = _assign(layout, costs, list(range(layout.world_size)) if ranks is None else list(ranks))
+    loads = [0.0] * layout.world_size
+    whole: list[list[int]] = [[] for _ in range(layout.world_size)]
+    travelling = []
+    for index, (matrix, owner) in enumerate(zip(layout.matrices, owners, strict=True)):
+        loads[owner] += costs[index]
+        if len(matrix.shards) == 1 and matrix.shards[0].holders == (owner,):
+            whole[owner].append(index)
+        else:
+            travelling.append(index)
+    wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
+    waves, oversized = _waves(layout, owners, costs, travelling, wave_bytes, element_bytes)
+    return Plan(
+        layout=layout,
+        owners=tuple(owners),
+        whole=tuple(map(tuple, whole)),
+        waves=waves,
+        loads=tuple(loads),
+        oversized=oversized,
+        wave_bytes=wave_bytes,
+    )
+
+
+def _assign(layout: Layout, costs: Sequence[float], ranks: list[int]) -> list[int]:
+    """An owner for each matrix: the most even of a few longest-first assignments, then the one that moves least.
+
+    Each assignment lets a matrix stay with the rank that holds most of it as long as that rank's load stays below a
+    cap, and otherwise gives it to the least loaded rank. A cap of zero is the classical longest-processing-time rule.
+    """
+    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
+    holders = [_holders(matrix, set(ranks)) for matrix in layout.matrices]
+    fair = max(sum(costs) / len(ranks), max(costs, default=0.0))
+    best: tuple[float, int] | None = None
+    chosen: list[int] = []
+    for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
+        owners, heaviest = _assign_under(cap, order, costs, holders, layout.world_size, ranks)
+        moved = sum(
+            matrix.numel - sum(s.numel for s in matrix.shards if owner in s.holders)
+            for matrix, owner in zip(layout.matrices, owners, strict=True)
+        )
+        # Loads within 3 % of the even share count as equal: below that, bytes decide.
+        merit = (max(heaviest / fair, 1.03) if fair else 0.0, moved)
+        if best is None or merit < best:
+            best, chosen = merit, owners
+    return chosen
+
+
+def _assign_under(
+    cap: float,
+    order: list[int],
+    costs: Sequence[float],
+    holders: list[tuple[int, ...]],
+    world_size: int,
+    ranks: list[int],
+) -> tuple[list[int], float]:
+    loads = np.full(world_size, np.inf)
+    loads[ranks] = 0.0
+    owners = [0] * len(order)
+    for index in order:
+        cost = costs[index]
+        owner = next((rank for rank in holders[index] if loads[rank] + cost <= cap), -1)
+        if owner < 0:
+            owner = int(loads.argmin())
+            least = loads[owner]
+            owner = next((rank for rank in holders[index] if loads[rank] <= least), owner)
+        loads[owner] += cost
+        owners[index] = owner
+    return owners, float(loads[ranks].max())
+
+
+def _holders(matrix: Matrix, ranks: set[int]) -> tuple[int, ...]:
+    """Ranks that hold part of the matrix, largest part first."""
+    held = sorted((-shard.numel, rank) for shard in matrix.shards for rank in shard.holders if rank in ranks)
+    return tuple(rank for _, rank in held)
+
+
+def _waves(
+    layout: Layout,
+    owners: Sequence[int],
+    costs: Sequence[float],
+    travelling: list[int],
+    wave_bytes: int,
+    element_bytes: int,
+) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Cut the travelling matrices into waves in which every owner has its share of work and no rank's buffer overflows.
+
+    Owners' matrices are interleaved by the share of the owner's work that lies before them, equal shapes together, so
+    that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a buffer, or
+    where it has its share of all bytes.
+
+    Where a matrix is larger than the buffer, every wave may fill what the largest one and its rows take, whatever the
+    number of layers: that memory is needed anyway, and alone in a wave a matrix would leave every other rank idle.
+    """
+    footprint = {index: _footprint(layout.matrices[index], owners[index], element_bytes) for index in travelling}
+    oversized = tuple(index for index in travelling if any(size > wave_bytes for _, size in footprint[index]))
+    peak = np.zeros(layout.world_size, dtype=np.int64)
+    for index in travelling:
+        ranks, sizes = _columns(footprint[index])
+        peak[ranks] += sizes
+    # A limit smaller than the largest matrix would put every matrix into a wave of its own.
+    least = max((_round_bytes(layout.matrices[index], element_bytes) for index in travelling), default=0)
+    room = max(wave_bytes, least) if oversized else wave_bytes
+    limit = min(room, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), least))
+    return _cut(_interleave(travelling, owners, costs, layout), footprint, limit, layout), oversized
+
+
+def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[float], layout: Layout) -> list[int]:
+    """The matrices ordered by the share of their owner's work that lies before them, costly ones first."""
+    by_owner: dict[int, list[int]] = {}
+    for index in sorted(indices, key=lambda i: (-costs[i], layout.matrices[i].shape, i)):
+        by_owner.setdefault(owners[index], []).append(index)
+    sequence = []
+    for owned in by_owner.values():
+        total = sum(costs[index] for index in owned) or 1.0
+        before = 0.0
+        for index in owned:
+            sequence.append((before / total, index))
+            before += costs[index]
+    sequence.sort()
+    return [index for _, index in sequence]
+
+
+def _cut(
+    sequence: Sequence[int], footprint: Mapping[int, list[tuple[int, int]]], limit: int, layout: Layout
+) -> tuple[tuple[int, ...], ...]:
+    """Cut the sequence where a rank's buffer would overflow."""
+    waves: list[tuple[int, ...]] = []
+    current: list[int] = []
+    filled = np.zeros(layout.world_size, dtype=np.int64)
+    for index in sequence:
+        ranks, sizes = _columns(footprint[index])
+        if current and (filled[ranks] + sizes).max() > limit:
+            waves.append(tuple(current))
+            current = []
+            filled[:] = 0
+        current.append(index)
+        filled[ranks] += sizes
+    if current:
+        waves.append(tuple(current))
+    return tuple(waves)
+
+
+def _columns(parts: list[tuple[int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    table = np.array(parts, dtype=np.int64)
+    return table[:, 0], table[:, 1]
+
+
+def _round_bytes(matrix: Matrix, element_bytes: int) -> int:
+    """What a rank needs to own this matrix while it serves as many rows to other owners."""
+    return 2 * matrix.numel * (2 * element_bytes + UPDATE_BYTES)
+
+
+def _footprint(matrix: Matrix, owner: int, element_bytes: int) -> list[tuple[int, int]]:
+    """Bytes that a matrix takes on each rank while its wave is under way: `(rank, bytes)`."""
+    parts = {rank: 2 * shard.numel * element_bytes for shard in matrix.shards for rank in shard.holders}
+    parts[owner] = 2 * matrix.numel * element_bytes + 2 * matrix.numel * UPDATE_BYTES
+    return list(parts.items())
+
+
+def _wave_bytes(plan: Plan, wave: Sequence[int], element_bytes: int) -> list[int]:
+    filled = [0] * plan.layout.world_size
+    for index in wave:
+        for rank, size in _footprint(plan.layout.matrices[index], plan.owners[index], element_bytes):
+            filled[rank] += size
+    return filled

@@ -1,0 +1,1 @@
+"""`megatron-muon doctor`: checks of an environment, a checkpoint and offloaded momentum."""

@@ -1,1 +1,0 @@
-"""Experiments around training: what a run did, and what to try next."""

@@ -1,0 +1,196 @@
+"""The step contract around the chain of Muon and scalar optimizers.
+
+One step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
+gradient is not finite, step every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm,
+clipping and zero counts; this class adds the rest. It does no mathematics of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
+
+from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
+from megatron_muon.errors import OffloadError
+from megatron_muon.megatron.metrics import Sampler
+from megatron_muon.megatron.replicated_muon import ReplicatedMuon
+
+
+class MuonChainedOptimizer(ChainedOptimizer):
+    """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
+
+    Args:
+        chained_optimizers: megatron-core's DistributedOptimizer around each inner optimizer, all with the same config.
+        metrics_interval: measure every so many steps; 0 never.
+    """
+
+    def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
+        super().__init__(chained_optimizers)
+        inner = [member.optimizer for member in chained_optimizers if not member.is_stub_optimizer]
+        self.metrics = Sampler(inner, interval=metrics_interval)
+        self._grad_norm: float | torch.Tensor = 0.0
+        self._muons = [
+            (member, member.optimizer)
+            for member in self.chained_optimizers
+            if not member.is_stub_optimizer and isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
+        ]
+        self.offload_failure: OffloadError | None = None
+        """What kept momentum from being read or written, once the step in which it happened is finished."""
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, Any, Any]:
+        """Take one optimizer step.
+
+        Returns:
+            `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they
+            were, where a gradient was not finite.
+
+        Raises:
+            OffloadError: momentum could not be read or written in an earlier step, on any rank. That step was finished
+                on every rank, and a checkpoint can be saved; another step is not begun.
+        """
+        if self.offload_failure is not None:
+            raise self.offload_failure
+        for chunk in self.model_chunks:
+            # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
+            # have. Under `optim` without overlap Megatron-FSDP reduces in place, so a second time would be wrong.
+            if not chunk.module.is_param_fsdp_distributed:
+                chunk.finish_grad_sync()
+        result: tuple[bool, Any, Any] = super().step()
+        return result
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float | torch.Tensor:
+        """The gradient norm over all parameters, kept for the finiteness check of the same step."""
+        self._grad_norm = super().get_grad_norm()
+        return self._grad_norm
+
+    @torch.no_grad()
+    def step_with_ready_grads(self) -> bool:
+        """Step every optimizer, then install the weights once for all of them."""
+        norms = [self._grad_norm, *self.grad_norms_by_group.values()]
+        if not all(math.isfinite(norm) for norm in norms):
+            self.metrics.skipped_steps += 1
+            return False
+        timers = self.config.timers
+        if timers is not None:
+            timers("optimizer-inner-step", log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        with self.metrics.step():
+            for optimizer in self.chained_optimizers:
+                if not optimizer.is_stub_optimizer:
+                    optimizer.optimizer.step()
+        if timers is not None:
+            timers("optimizer-inner-step").stop()
+            timers("optimizer-copy-main-to-model-params", log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        for chunk in self.model_chunks:
+            chunk.module.install_optimized_model_weights()
+        if timers is not None:
+            timers("optimizer-copy-main-to-model-params").stop()
+            timers("params-all-gather", log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        for chunk in self.model_chunks:
+            chunk.start_param_sync()
+        if timers is not None:
+            timers("params-all-gather").stop()
+        self._look_for_failures()
+        return True
+
+    def skipped_updates(self) -> dict[str, int]:
+        """Muon's updates that were not finite since the last call, by matrix; these matrices kept their weights.
+
+        Collective; waits for the device.
+        """
+        mine: dict[str, int] = {}
+        for member in self.chained_optimizers:
+            if not member.is_stub_optimizer and isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
+                mine |= member.optimizer.skipped_updates()
+        found = torch.tensor([bool(mine)], dtype=torch.int32, device=self.get_parameters()[0].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if not found.item():
+            return {}
+        everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
+
+    def _look_for_failures(self) -> None:
+        """Tell every rank what kept one of them from reading or writing momentum. Collective with files alone."""
+        stores = [muon.store for _, muon in self._muons if muon.store is not None and muon.store.on_disk]
+        if not stores:
+            return
+        found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]
+        failed = torch.tensor([bool(found)], dtype=torch.int32, device=self.get_parameters()[0].device)
+        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
+        if not failed.item():
+            return
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, min(found, default=None))
+        # One is told: where momentum was lost, if it was.
+        (_, text), rank = min((failure, rank) for rank, failure in enumerate(everyone) if failure is not None)
+        self.offload_failure = OffloadError(f"rank {rank} {text}")
+
+    def sharded_state_dict(
+        self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """One state dict for all optimizers, keyed by parameter name, as megatron-core's fsdp_dtensor format wants it.
+
+        A chain's usual form, a dict for each optimizer, is not understood by the handlers of that format. State exists
+        from construction, so loading needs no dummy step.
+        """
+        merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
+        for optimizer in self.chained_optimizers:
+            if not optimizer.is_stub_optimizer:
+                part = optimizer.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
+                merged["state"].update(part["state"])
+                merged["param_to_group_meta"].update(part["param_to_group_meta"])
+        for optimizer, muon in self._muons:
+            for parameter, momentum in muon.momentum_state(empty=is_loading).items():
+                merged["state"].setdefault(optimizer._param_name(parameter), {})[MOMENTUM] = momentum
+        self._look_for_failures()
+        return merged
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `sharded_state_dict` returned, each optimizer its own parameters.
+
+        Raises:
+            OffloadError: momentum could not be written, on any rank.
+        """
+        for optimizer in self.chained_optimizers:
+            if optimizer.is_stub_optimizer:
+                continue
+            parameters = {optimizer._param_name(parameter): parameter for parameter in optimizer.get_parameters()}
+            self._tell_of_other_momentum(optimizer, state_dict["param_to_group_meta"])
+            state = {name: value for name, value in state_dict["state"].items() if name in parameters}
+            muon = next((muon for member, muon in self._muons if member is optimizer), None)
+            kept_elsewhere = {}
+            if muon is not None:
+                kept_elsewhere = {parameters[name]: slots[MOMENTUM] for name, slots in state.items()}
+                state = {name: {k: v for k, v in slots.items() if k != MOMENTUM} for name, slots in state.items()}
+            optimizer.load_state_dict(
+                {
+                    "state": state,
+                    "param_to_group_meta": {
+                        name: meta for name, meta in state_dict["param_to_group_meta"].items() if name in parameters
+                    },
+                }
+            )
+            if muon is not None:
+                muon.load_momentum(kept_elsewhere)
+        self._look_for_failures()
+        if self.offload_failure is not None:
+            raise self.offload_failure
+
+    @staticmethod
+    def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
+        """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
+        for group in optimizer.optimizer.param_groups:
+            stored = settings[optimizer._param_name(group["params"][0])].get("momentum") if group["params"] else None
+            if stored is not None and stored != group["momentum"] and dist.get_rank() == 0:
+                print(
+                    f"megatron-muon: warning: the checkpoint's momentum {stored:g} goes on, not --muon-momentum "
+                    f"{group['momentum']:g}; --no-load-optim starts afresh with it",
+                    flush=True,
+                )
+                return

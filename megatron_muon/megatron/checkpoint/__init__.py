@@ -1,0 +1,1 @@
+"""Saving and loading through Megatron's fsdp_dtensor format."""

@@ -1,0 +1,340 @@
+"""The patches of megatron-core for loading fsdp_dtensor checkpoints, for Muon and for Adam.
+
+Only what is complete is loaded, with the state that another optimizer left started afresh, and never in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.checkpoint import checksums, content, files
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.checkpoint import step_counts
+from megatron_muon.megatron.checkpoint.first_rank import of_all_ranks, of_first_rank, on_first_rank
+from megatron_muon.patching import Patches
+
+_RATES = ("max_lr", "min_lr")
+_FLOPS = "num_floating_point_operations_so_far"
+_SHOWN = 5
+"""Names listed in a message; the rest is counted."""
+
+
+def load_what_is_there(patches: Patches) -> None:
+    """Load complete checkpoints only, and start the state afresh that another optimizer did not keep.
+
+    0.19 fails in the middle of a damaged checkpoint. Entries that it lacks are either all fatal, with a name of torch's
+    inner workings, or all passed over in silence (--no-strict-fsdp-dtensor-load). Random-number states are stored for
+    each data-parallel rank with --data-parallel-random-init, so more ranks than before find none; tensor-parallel ranks
+    share theirs under Megatron-FSDP. The count of floating-point operations is stored and never asked for.
+    """
+    import megatron.training.checkpointing as checkpointing
+
+    asked: dict[str, Any] = {}  # while _load_base_checkpoint runs: its folder, and what it was not asked for
+
+    def around_load(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
+            folder = _folder_to_load(load_dir, args)
+            if folder is None:
+                return load(load_dir, args, rank0, *rest, **kwargs)
+            if rank0:
+                on_first_rank(lambda: files.recover(folder.parent))
+                verify = getattr(args, "verify_checkpoint", True)
+                _require_complete(folder, verify=verify)
+                if dist.is_initialized() and verify:
+                    _require_unchanged(folder)
+                return load(load_dir, args, rank0, *rest, **kwargs)
+            asked.update(folder=folder)
+            try:
+                state, *others = load(load_dir, args, rank0, *rest, **kwargs)
+                if state is not None and "rng_state" in asked:
+                    state["rng_state"] = asked["rng_state"]
+                _require_same_rates(asked.get("rates", {}), asked.get("settings", {}))
+                for parameter, settings in asked.get("settings", {}).items():
+                    state["optimizer"]["param_to_group_meta"][parameter].update(settings)
+            finally:
+                asked.clear()
+            return state, *others
+
+        return load_base_checkpoint
+
+    def around_preprocess(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+        def preprocess_state_dict(args: Any, raw_state_dict: Any, model: Any) -> Any:
+            state = preprocess(args, raw_state_dict, model)
+            if "folder" not in asked:
+                return state
+            entries = content.read_entries(asked["folder"])
+            theirs = content.wrappers(content.optimized(entries))
+            ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
+            entries = content.rewrapped(entries, theirs, ours)
+            allow = getattr(args, "muon_allow_missing_state", False)
+            keep = _RATES if args.override_opt_param_scheduler else ()
+            tensor_parallel = args.tensor_model_parallel_size
+            state = _ask_for_what_is_there(
+                state,
+                entries,
+                asked["folder"],
+                allow_missing=allow,
+                allow_dropped=not args.strict_fsdp_dtensor_load,
+                keep=keep,
+                tensor_parallel=tensor_parallel,
+            )
+            if "optimizer" in state:
+                settings = state["optimizer"]["param_to_group_meta"]
+                asked["settings"] = settings
+                if not args.use_checkpoint_opt_param_scheduler:
+                    asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
+                state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
+            if _FLOPS in entries:
+                state[_FLOPS] = 0
+            if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
+                asked["rng_state"] = state.pop("rng_state")
+                _tell("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
+            return state
+
+        return preprocess_state_dict
+
+    patches.wrap(checkpointing, "_load_base_checkpoint", around_load, takes=["load_dir", "args", "rank0"])
+    patches.wrap(
+        checkpointing,
+        "preprocess_fsdp_dtensor_state_dict",
+        around_preprocess,
+        takes=["args", "raw_state_dict", "model"],
+    )
+
+
+def explain_load_refusals(patches: Patches) -> None:
+    """Turn the assertions by which 0.19 refuses a checkpoint of another model or schedule into one-line messages."""
+    import megatron.training.training as training
+
+    def around(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return load(*args, **kwargs)
+            except AssertionError as refusal:
+                schedule = "OptimizerParamScheduler" in str(refusal)
+                if not schedule and "from checkpoint" not in str(refusal):
+                    raise
+                remedy = (
+                    "use --override-opt-param-scheduler for this run's schedule, --use-checkpoint-opt-param-scheduler "
+                    "for that of the checkpoint"
+                    if schedule
+                    else "give this run the flags that wrote it"
+                )
+                raise UserError(f"megatron-core refuses this checkpoint: {refusal}; {remedy}") from refusal
+
+        return load_checkpoint
+
+    patches.wrap(training, "load_checkpoint", around)
+
+
+def keep_loaded_main_weights(patches: Patches) -> None:
+    """Let a bf16 run load weights without optimizer state (--no-load-optim, --finetune).
+
+    0.19 then copies the model's weights to the main weights, which it does not implement for Megatron-FSDP. There the
+    main weights are what is saved and loaded, and loading them has installed the model's.
+    """
+    import megatron.training.training as training
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    loading: list[bool] = []
+
+    def around_load(load: Callable[..., Any]) -> Callable[..., Any]:
+        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+            loading.append(True)
+            try:
+                return load(*args, **kwargs)
+            finally:
+                loading.pop()
+
+        return load_checkpoint
+
+    def around_copy(copy: Callable[..., None]) -> Callable[..., None]:
+        def copy_model_params_to_main_params(self: Any, state_dict: Any = None) -> None:
+            if not loading or not self.ddp_config.use_megatron_fsdp or hasattr(self.optimizer, "sub_optimizers"):
+                copy(self, state_dict)
+
+        return copy_model_params_to_main_params
+
+    patches.wrap(training, "load_checkpoint", around_load)
+    patches.wrap(DistributedOptimizer, "_copy_model_params_to_main_params", around_copy, takes=["state_dict"])
+
+
+def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
+    """The folder that megatron-core is about to load; None where it finds none, or it is not of this format."""
+    if load_dir is None or args.ckpt_format != "fsdp_dtensor" or args.non_persistent_ckpt_type is not None:
+        return None
+    save_dir = Path(load_dir)
+    named = files.latest(save_dir)  # asked for with --ckpt-step, too: megatron-core reads it and stops at a damaged one
+    iteration = args.ckpt_step or named
+    if iteration is None:
+        _tell_unfinished(save_dir)
+        return None
+    return save_dir / "release" if iteration == "release" else files.iteration_folder(save_dir, int(iteration))
+
+
+def _require_complete(folder: Path, *, verify: bool = True) -> None:
+    """Check a checkpoint's files on the first rank, for all.
+
+    Args:
+        folder: the checkpoint.
+        verify: False with `--no-verify-checkpoint`.
+
+    Raises:
+        UserError: what is wrong with it, and which one to take instead.
+    """
+
+    def look() -> None:
+        if found := files.problems(folder, verify=verify):
+            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+            raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
+        _tell_unfinished(folder.parent)
+
+    of_first_rank(look)
+
+
+def _require_unchanged(folder: Path) -> None:
+    """Compare a checkpoint's files with their checksums, each on one rank.
+
+    The first rank reads the checksums for all: what a file server shows to one rank, another may not see yet.
+
+    Raises:
+        UserError: which are not as they were written, and which checkpoint to take instead.
+    """
+    sums = of_first_rank(lambda: checksums.read(folder))
+    if sums is None:
+        _tell(checksums.absent(folder), kind="")
+        return
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))
+    if found := [line for lines in of_all_ranks(mine) for line in lines]:
+        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+        raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
+
+
+def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
+    """Check that a checkpoint's learning rates, which groups would take on, are those of the run.
+
+    megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where it is told to
+    override them.
+
+    Raises:
+        UserError: the first that differs.
+    """
+    for parameter, rates in run.items():
+        for name, rate in rates.items():
+            if stored[parameter][name] != rate:
+                raise UserError(
+                    f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
+                    f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
+                    "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+                )
+
+
+def _ask_for_what_is_there(
+    state: Any,
+    entries: dict[str, Any],
+    folder: Path,
+    *,
+    allow_missing: bool,
+    allow_dropped: bool = False,
+    keep: Sequence[str] = (),
+    tensor_parallel: int = 1,
+) -> Any:
+    """The part of a state dict that a checkpoint can fill; what it cannot starts afresh, or is an error.
+
+    Args:
+        state: what the run wants: `model`, `optimizer` and more.
+        entries: what the checkpoint holds.
+        folder: the checkpoint, for messages.
+        allow_missing: `--muon-allow-missing-state`.
+        allow_dropped: `--no-strict-fsdp-dtensor-load`.
+        keep: settings of parameter groups that stay the run's.
+        tensor_parallel: the run's tensor parallel size.
+
+    Raises:
+        UserError: a weight is missing, of another shape or the checkpoint's alone, or state is missing that should be
+            there.
+    """
+    optimizer = state.get("optimizer")
+    missing, fresh = content.compare(optimizer["state"], entries) if optimizer else (content.Missing(), set())
+    if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
+        stored = content.read_objects(folder, ["args"]).get("args")
+        if getattr(stored, "tensor_model_parallel_size", tensor_parallel) != tensor_parallel:
+            fresh |= moved
+            missing.replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
+    weights = state.get("model", {})
+    missing.misfits |= {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
+    missing.misfits |= content.other_shapes("model.", weights, entries)
+    for other in of_all_ranks(missing):  # ranks hold different experts, and must agree
+        missing.add(other)
+    if missing.misfits:
+        raise UserError(
+            f"{folder} is of another model: {_some(sorted(missing.misfits))}; give this run its model flags"
+        )
+    if dropped := _dropped(weights, entries):
+        if not allow_dropped:
+            raise UserError(
+                f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; "
+                "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
+            )
+        _tell(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
+    if missing.absent and not allow_missing:
+        raise UserError(
+            f"{folder} lacks {len(missing.absent)} entries of optimizer state: {_some(sorted(missing.absent))}; "
+            "use --muon-allow-missing-state to start them at zero, or --no-load-optim to load no optimizer state at all"
+        )
+    if lost := missing.absent | missing.replaced:
+        by = "another optimizer or layout wrote this checkpoint" if missing.replaced else "it lacks them"
+        _tell(
+            f"{len(lost)} entries of optimizer state start at zero, because {by}: "
+            f"{_some(sorted(content.plain(name) for name in lost))}"
+        )
+    if optimizer:
+        optimizer, counts = step_counts.carry_over(optimizer, fresh, entries, folder, _tell)
+        state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
+    return state
+
+
+def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
+    """Weights of a checkpoint that no rank's model takes. Collective: ranks hold different experts.
+
+    The states that Transformer Engine keeps of fp8 are none: megatron-core neither saves nor loads them in this format.
+    """
+    stored = sorted(name for name in content.weight_names(entries) if not name.endswith("._extra_state"))
+    device = next((tensor.device for tensor in weights.values() if isinstance(tensor, torch.Tensor)), None)
+    taken = torch.tensor([name.removeprefix("model.") in weights for name in stored], dtype=torch.uint8, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return [
+        content.plain(n.removeprefix("model."))
+        for n, is_taken in zip(stored, taken.tolist(), strict=True)
+        if not is_taken
+    ]
+
+
+def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:
+    """Whether a checkpoint has the random-number states that this rank, and every other one, looks for."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    holds = all(name in entries for name in flatten_state_dict({"rng_state": rng_state})[0])
+    return all(of_all_ranks(holds))
+
+
+def _tell_unfinished(save_dir: Path) -> None:
+    for left in files.unfinished(save_dir):
+        _tell(f"{left} is a save that did not finish; it is not used, and may be deleted")
+
+
+def _tell(text: str, *, kind: str = "warning: ") -> None:
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"megatron-muon: {kind}{text}", flush=True)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

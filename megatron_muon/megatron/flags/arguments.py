@@ -1,0 +1,468 @@
+"""The command line: megatron.training's parser with our flags, and the defaults that a run needs.
+
+Defaults are written as flags in front of the user's, so the user's win and the list of them can be shown. This module
+checks what can be checked before torch.distributed starts; it changes nothing in megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_muon.core.cost import check_proven
+from megatron_muon.core.numbers import check_numbers
+from megatron_muon.errors import Reasons, UserError
+from megatron_muon.megatron.flags.offload_flags import add_offload_arguments, check_offload, given_flag
+from megatron_muon.megatron.flags.path_checks import check_load, require_data
+from megatron_muon.megatron.flags.refusals import (
+    ADAPTIVE_DEFAULTS,
+    BUFFER_MB,
+    check_adaptive,
+    check_async_save,
+    check_blocks,
+    check_dump,
+    check_features,
+    check_heeded,
+    check_share,
+    refuse_adaptive_settings,
+    refuse_layer_wise,
+)
+from megatron_muon.suggest import did_you_mean
+
+MODEL_FLAGS = (
+    "--num-layers",
+    "--hidden-size",
+    "--num-attention-heads",
+    "--hybrid-layer-pattern",
+    "--heterogeneous-layers-config-path",
+    "--use-checkpoint-args",
+    "--yaml-cfg",
+)
+"""Flags that say that the user brings a model of their own."""
+
+MUONS = ("muon", "adaptive_muon")
+"""Values of --optimizer that this package's factory serves under Megatron-FSDP."""
+
+METRICS_INTERVAL = 10
+"""Default of --muon-metrics-interval."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that raises UserError instead of printing megatron-core's 500 flags and exiting."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what argparse found wrong."""
+        raise UserError(message)
+
+
+def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add this package's flags to megatron.training's parser."""
+    group = parser.add_argument_group(title="muon under megatron-fsdp")
+    group.add_argument(
+        "--config",
+        metavar="FILE.yaml",
+        help="experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it",
+    )
+    group.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="where to train; auto takes CUDA where it is",
+    )
+    group.add_argument(
+        "--muon-exchange",
+        choices=("owner", "allgather"),
+        default="owner",
+        help="how sharded matrices become whole: owner sends the rows of each to one rank that orthogonalises it; "
+        "allgather, the reference, has every rank orthogonalise all of them",
+    )
+    group.add_argument(
+        "--muon-exchange-buffer-mb",
+        type=float,
+        default=BUFFER_MB,
+        metavar="MIB",
+        help="what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time",
+    )
+    group.add_argument(
+        "--muon-exchange-dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway",
+    )
+    group.add_argument(
+        "--muon-ns",
+        choices=("auto", "standard", "gram"),
+        default="auto",
+        help="the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations",
+    )
+    group.add_argument("--muon-lr", type=float, help="peak learning rate of Muon's parameters; default --lr")
+    group.add_argument("--muon-min-lr", type=float, help="lowest learning rate of Muon's parameters; default --min-lr")
+    group.add_argument(
+        "--muon-split-gated-mlp",
+        action="store_true",
+        help="orthogonalise gate and up of a gated MLP's first projection (--swiglu) as two matrices, not as one",
+    )
+    group.add_argument(
+        "--muon-split-heads",
+        action="store_true",
+        help="orthogonalise every attention head alone: each query, key and value head of the projections that make "
+        "heads (rows). The output projection, which takes heads in (columns), stays one matrix",
+    )
+    group.add_argument(
+        "--muon-exclude",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, hold a "
+        "shell-style pattern: router, layers.0.*fc1; a pattern that matches no matrix is an error",
+    )
+    group.add_argument(
+        "--adaptive-muon-moment2-method",
+        choices=("adamuon", "normuon"),
+        default=ADAPTIVE_DEFAULTS["moment2_method"],
+        help="with --optimizer adaptive_muon: the second moment of each element of the orthogonalised update (adamuon) "
+        "or of each row, in a wide matrix each column (normuon)",
+    )
+    group.add_argument(
+        "--adaptive-muon-beta2",
+        type=float,
+        default=ADAPTIVE_DEFAULTS["beta2"],
+        help="with --optimizer adaptive_muon: what the second moment's average keeps in a step",
+    )
+    group.add_argument(
+        "--adaptive-muon-eps",
+        type=float,
+        default=ADAPTIVE_DEFAULTS["eps"],
+        help="with --optimizer adaptive_muon: keeps the division by the second moment finite",
+    )
+    group.add_argument(
+        "--muon-log-params",
+        action="store_true",
+        help="print every parameter with the optimizer that takes it",
+    )
+    group.add_argument(
+        "--muon-share-replicated",
+        action="store_true",
+        help="with no_shard: each matrix is orthogonalised by one rank, which broadcasts the update, instead of by all",
+    )
+    group.add_argument(
+        "--muon-dump-layout",
+        metavar="FILE",
+        help="write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts "
+        "also to NAME.experts.SUFFIX",
+    )
+    group.add_argument(
+        "--muon-allow-missing-state",
+        action="store_true",
+        help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
+    )
+    group.add_argument(
+        "--no-verify-checkpoint",
+        action="store_false",
+        dest="verify_checkpoint",
+        help="with --load: do not compare the checkpoint's files with their checksums, which reads each of them once",
+    )
+    group.add_argument(
+        "--muon-metrics-interval",
+        type=int,
+        default=METRICS_INTERVAL,
+        metavar="K",
+        help="with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of "
+        "every K-th step, and log them under muon/; 0 never",
+    )
+    add_offload_arguments(group)
+    allow_full_precision(parser)
+    return parser
+
+
+def allow_full_precision(parser: argparse.ArgumentParser) -> None:
+    """Add "highest", torch's name for products in full fp32, to the choices of --muon-fp32-matmul-prec."""
+    precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
+    if "highest" not in (precision.choices or ()):
+        precision.choices = [*(precision.choices or ()), "highest"]
+
+
+def build_parser() -> Parser:
+    """megatron.training's parser with this package's flags."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False)
+    add_megatron_arguments(parser)
+    add_muon_arguments(parser)
+    _mend_help(parser)
+    return parser
+
+
+def _mend_help(parser: argparse.ArgumentParser) -> None:
+    """Double the percent signs of help texts that argparse cannot format: one of 0.19's ended --help in a traceback."""
+    for action in parser._actions:
+        try:
+            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
+        except (KeyError, TypeError, ValueError):
+            action.help = (action.help or "").replace("%", "%%")
+
+
+def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse `argv`.
+
+    Raises:
+        UserError: an unknown flag, with the nearest known one, or a value that a flag does not take.
+    """
+    if {"--help", "-h"} & set(argv):  # argparse would print it and exit, here in the middle of another command
+        raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
+    args, unknown = parser.parse_known_args(list(argv))
+    flags = [token.split("=")[0] for token in unknown if token.startswith("--")]
+    if flags:
+        hint = did_you_mean(flags[0], parser._option_string_actions) or "; see pretrain_gpt.py --help"
+        raise UserError(f"unknown flag {flags[0]}{hint}")
+    if unknown:
+        raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")
+    return args
+
+
+def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str) -> list[str]:
+    """The flags that this run needs and that `argv` does not settle, as they would be typed.
+
+    Args:
+        parser: tells which flags set the same value.
+        argv: config file and command line.
+        device: "cuda" or "cpu".
+    """
+    actions = parser._option_string_actions
+    chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
+    wanted = [["--eval-interval", "1000"]]  # 0.19 has no default and divides by it
+    if "use_megatron_fsdp" in chosen:
+        wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
+    if device == "cpu":
+        wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
+    if (device == "cpu" or _last_value(argv, "--muon-ns-device") == "cpu") and not cpu_has_bf16():
+        wanted.append(["--muon-fp32-matmul-prec", "highest"])
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
+        # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
+        wanted.append(["--no-gradient-accumulation-fusion"])
+    if device == "cpu" or not has_transformer_engine():
+        wanted.append(["--transformer-impl", "local"])
+        if device == "cpu" or importlib.util.find_spec("apex") is None:
+            # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same.
+            wanted += [
+                ["--no-persist-layer-norm"],
+                ["--no-masked-softmax-fusion"],
+                ["--no-rope-fusion"],
+                ["--no-bias-gelu-fusion"],
+            ]
+    return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
+
+
+def _last_value(argv: Sequence[str], flag: str) -> str | None:
+    """The value that `argv` gives to a flag, the last one if several."""
+    value = None
+    for token, following in itertools.pairwise((*argv, "")):
+        if token == flag:
+            value = following
+        elif token.startswith(f"{flag}="):
+            value = token.removeprefix(f"{flag}=")
+    return value
+
+
+def cpu_has_bf16() -> bool:
+    """Whether this processor multiplies bf16 matrices in hardware.
+
+    Without it a bf16 Newton-Schulz iteration takes up to 800 times as long as one in fp32.
+    """
+    import torch
+
+    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if any(getattr(torch.cpu, name, lambda: False)() for name in names):
+        return True
+    flags = Path("/proc/cpuinfo")
+    return flags.exists() and any(
+        line.startswith("Features") and "bf16" in line.split() for line in flags.read_text().splitlines()
+    )
+
+
+def has_transformer_engine() -> bool:
+    """Whether Transformer Engine is installed."""
+    return importlib.util.find_spec("transformer_engine") is not None
+
+
+def check_settings(
+    args: argparse.Namespace,
+    *,
+    device: str,
+    environ: Mapping[str, str] = os.environ,
+    writes: bool = True,
+    check_data: bool = True,
+    elsewhere: bool = False,
+) -> None:
+    """Check what a user can get wrong, before torch.distributed starts.
+
+    Args:
+        args: the settings.
+        device: "cuda" or "cpu".
+        environ: has WORLD_SIZE and RANK.
+        writes: whether this is the start of a run, which needs its --load.
+        check_data: whether the training data should be there by now.
+        elsewhere: whether the run is for another machine, where Transformer Engine may be.
+
+    Raises:
+        UserError: names the value and the remedy; of several mistakes each in a line of its own.
+    """
+    check_numbers(args)
+    reasons = Reasons()
+    with reasons:
+        check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
+    with reasons:
+        _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
+    with reasons:
+        if args.optimizer in MUONS and args.fp16:
+            raise UserError(
+                f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32"
+            )
+    with reasons:
+        if args.optimizer == "dist_muon" and args.use_megatron_fsdp:
+            refuse_layer_wise("--optimizer dist_muon")
+    with reasons:
+        _check_adaptive(args)
+    with reasons:
+        if args.optimizer in MUONS and args.use_megatron_fsdp:
+            _check_muon(args, device=device, first_rank=environ.get("RANK", "0") == "0")
+        else:
+            _refuse_without_muon(args)
+    with reasons:
+        if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise UserError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
+                "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
+            )
+    with reasons:
+        if args.async_save:
+            check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
+    with reasons:
+        if check_data:
+            require_data(args)
+    with reasons:
+        if args.load and writes:
+            check_load(args)
+    with reasons:
+        if args.save and args.save_interval is None:
+            raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
+    reasons.tell()
+
+
+def _check_transformer_engine(args: argparse.Namespace, *, device: str, is_installed: bool) -> None:
+    if args.transformer_impl == "transformer_engine" and not is_installed:
+        raise UserError(
+            "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
+            "pip install 'megatron-muon[te]' on a machine with a GPU, or use --transformer-impl local"
+        )
+    if args.transformer_impl == "transformer_engine" and device == "cpu":
+        raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
+
+
+def _check_adaptive(args: argparse.Namespace) -> None:
+    if args.optimizer != "adaptive_muon":
+        refuse_adaptive_settings(args)
+        return
+    if not args.use_megatron_fsdp:
+        raise UserError(
+            "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first "
+            "step with emerging-optimizers 0.3; add the flag, or use --optimizer muon"
+        )
+    check_adaptive(
+        args.adaptive_muon_moment2_method,
+        strategy=args.data_parallel_sharding_strategy,
+        tensor_parallel=max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1),
+        tp_mode=args.muon_tp_mode,
+    )
+
+
+def _refuse_without_muon(args: argparse.Namespace) -> None:
+    """Refuse flags that only this package's Muon heeds in a run of another optimizer."""
+    given = {
+        "--muon-lr": args.muon_lr is not None,
+        "--muon-min-lr": args.muon_min_lr is not None,
+        "--muon-ns": args.muon_ns != "auto",
+        "--muon-exchange": args.muon_exchange != "owner",
+        "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
+        "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != BUFFER_MB,
+        "--muon-log-params": args.muon_log_params,
+        "--muon-metrics-interval": args.muon_metrics_interval != METRICS_INTERVAL,
+        "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,
+        "--muon-share-replicated": args.muon_share_replicated,
+        "--muon-dump-layout": args.muon_dump_layout is not None,
+        "--muon-split-gated-mlp": args.muon_split_gated_mlp,
+        "--muon-split-heads": args.muon_split_heads,
+        "--muon-exclude": args.muon_exclude,
+    }
+    if flag := next((flag for flag, is_given in given.items() if is_given), given_flag(args)):
+        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
+
+
+def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> None:
+    check_features(args, args, main_params_dtype=args.megatron_fsdp_main_params_dtype)
+    check_heeded(args, args.data_parallel_sharding_strategy, gated=args.swiglu)
+    check_proven(args.muon_coefficient_type, args.muon_num_ns_steps, args.muon_fp32_matmul_prec, args.muon_ns)
+    plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
+    check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)
+    if args.muon_offload == "nvme":
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.muon_offload_dir))
+    check_blocks(
+        args.data_parallel_sharding_strategy,
+        split_qkv=args.muon_split_qkv,
+        split_heads=args.muon_split_heads,
+        tensor_parallel=args.tensor_model_parallel_size,
+        tp_mode=args.muon_tp_mode,
+    )
+    if args.muon_share_replicated:
+        largest = max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1)
+        check_share(
+            args.data_parallel_sharding_strategy,
+            exchange=args.muon_exchange,
+            tensor_parallel=largest,
+            tp_mode=args.muon_tp_mode,
+        )
+    if args.muon_dump_layout is not None:
+        from megatron_muon.megatron.layout_file import check_dump_file
+
+        check_dump(args.data_parallel_sharding_strategy)
+        if first_rank:  # it writes; other nodes need not have the folder
+            check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))
+
+
+def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
+    """Check that the parallel sizes fit the number of ranks, and each other.
+
+    Raises:
+        UserError: names the size and the remedy.
+    """
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    product = 1
+    for flag, size in sizes.items():
+        product *= size
+        if product > world_size or world_size % product:
+            raise UserError(
+                f"{flag} {size} does not fit {world_size} rank{'s' * (world_size != 1)}: the product of tensor, "
+                "pipeline and context parallel sizes must divide the number of ranks; start a multiple of "
+                f"{product} ranks (torchrun --nproc-per-node) or lower {flag}"
+            )
+    if args.context_parallel_size > 1 and args.transformer_impl == "local":
+        raise UserError(
+            f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, and a GPU; "
+            "use --transformer-impl transformer_engine there, or --context-parallel-size 1"
+        )
+    if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
+        raise UserError(
+            f"--pipeline-model-parallel-size {args.pipeline_model_parallel_size} does not work with "
+            "--use-megatron-fsdp: Megatron-FSDP of megatron-core 0.19 builds its device mesh from all ranks; use 1"
+        )

@@ -1,0 +1,337 @@
+"""From a command line to a training run: config, device, patches, flags, megatron.training.pretrain.
+
+`prepare` settles everything that can be settled without torch.distributed, in the order in which later parts need it:
+the environment before torch, the device before megatron-core, the patches before arguments are validated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import NoReturn
+
+from megatron_muon.checkpoint import lock as checkpoint_lock
+from megatron_muon.data import ensure_stdlib_corpus
+from megatron_muon.ending import end_alone
+from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
+from megatron_muon.gpu import refuse_unusable_gpu
+from megatron_muon.megatron.flags import config_file
+from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser, build_parser
+from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
+from megatron_muon.megatron.one_process import settle_one_process
+from megatron_muon.megatron.version import check_versions
+from megatron_muon.quiet import quiet_imports
+
+QUICKSTART = Path("configs/quickstart.yaml")
+QUICKSTART_CORPUS = Path("data/stdlib")
+EXIT_TEMPFAIL = 75
+"""Status of a run that a signal ended and that is to be started again: EX_TEMPFAIL of sysexits.h."""
+STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
+"""Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
+
+_SECONDS_FOR_FIRST_RANK = 30.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A settled command line.
+
+    Attributes:
+        argv: all flags, defaults first, then the config's, then the user's.
+        args: `argv` parsed; megatron-core's validation still to come.
+        device: "cuda" or "cpu".
+        notes: what a user should be told, one line each.
+        defaults: the beginning of `argv` that was filled in.
+        parser: what knows the flags.
+        config: the experiment file.
+    """
+
+    argv: tuple[str, ...]
+    args: argparse.Namespace
+    device: str
+    notes: tuple[str, ...]
+    defaults: tuple[str, ...]
+    parser: Parser
+    config: config_file.ExperimentConfig | None
+
+
+def prepare(
+    argv: Sequence[str],
+    *,
+    root: Path,
+    writes: bool = True,
+    amend: Callable[[Parser, config_file.ExperimentConfig | None, list[str]], list[str]] | None = None,
+    overridden: Iterable[str] = (),
+) -> Launch:
+    """Settle a command line and make this process ready for it: environment, CPU backend, patches, sys.argv.
+
+    Args:
+        argv: the command line without the program's name.
+        root: the folder of `configs/`, for a run that names no model.
+        writes: whether the quickstart's corpus and the folder of --save may be made.
+        amend: given the parser, the config and the rest of the command line, returns what to take instead of that rest.
+        overridden: flags that `amend` will give, whose values in the config do not matter.
+
+    Raises:
+        UserError: anything that a user got wrong.
+    """
+    check_versions()
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--config")
+    early.add_argument("--device", choices=("auto", "cuda", "cpu"))
+    given, rest = early.parse_known_args(list(argv))
+    notes: list[str] = []
+
+    flags = {token.split("=")[0] for token in rest}
+    if given.config is None and not flags & {*MODEL_FLAGS}:
+        given.config = str(_relative(root / QUICKSTART))
+        notes.append(f"no model flags and no --config: taking {given.config}")
+    config = None
+    if given.config is not None:
+        config = config_file.load_config(Path(given.config), overridden={*config_file.given_flags(rest), *overridden})
+        env = config_file.apply_env(config, os.environ)
+        if config.ignored:
+            notes.append(f"{given.config}: no meaning here, passed over: {', '.join(config.ignored)}")
+        notes += [f"environment from {given.config}: {name}={value}" for name, value in env.applied.items()]
+        notes += [
+            f"environment wins over {given.config}: {name}={value}, not {config.env[name]}"
+            for name, value in env.kept.items()
+            if value != config.env[name]
+        ]
+    in_file = dict(config.flags).get("--device") if config is not None else None
+    with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
+        device = settle_device(given.device or (in_file[0] if in_file else "auto"), on_paper=not writes)
+
+        from megatron_muon import cpu
+        from megatron_muon.megatron import validation
+        from megatron_muon.megatron.flags import arguments
+        from megatron_muon.megatron.model import gpt  # noqa: F401
+        from megatron_muon.megatron.patches import install as patches
+        from megatron_muon.patching import Patches
+
+        parser = arguments.build_parser()
+    if amend is not None:
+        rest = amend(parser, config, rest)
+    merged = list(rest)
+    if config is not None:
+        config_file.check_flags(config, parser, software=f"megatron-core {metadata.version('megatron-core')}")
+        merged = config_file.merge(config, rest)
+    defaults = arguments.missing_defaults(parser, merged, device=device)
+    if defaults:
+        notes.append("defaults filled in: " + " ".join(defaults))
+    full = (*defaults, *merged, "--device", device)
+    args = arguments.parse(parser, full)
+    is_quickstart = args.data_path == [str(QUICKSTART_CORPUS)]
+    if is_quickstart and writes:
+        ensure_stdlib_corpus(QUICKSTART_CORPUS)
+    elsewhere = device == "cuda" and cpu.installed()
+    if elsewhere:
+        notes.append(
+            "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
+            "not looked for here, other packages are taken to be those of this machine"
+        )
+    muon_under_fsdp = args.optimizer in arguments.MUONS and args.use_megatron_fsdp
+    reasons = Reasons()
+    with reasons:
+        check_data = not elsewhere and (writes or not is_quickstart)
+        arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
+    with reasons:
+        validated = validation.check(
+            args,
+            parser,
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            muon_under_fsdp=muon_under_fsdp,
+            elsewhere=elsewhere,
+            refused=reasons.lines,
+        )
+    reasons.tell()
+    if not elsewhere:
+        check_vocabularies(validated)
+    if args.save and writes:
+        check_writable(Path(args.save), "--save")
+    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
+    sys.argv = [sys.argv[0], *full]
+    return Launch(
+        argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
+    )
+
+
+def settle_device(wanted: str, *, on_paper: bool = False) -> str:
+    """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
+
+    Args:
+        wanted: "auto", "cuda" or "cpu".
+        on_paper: nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
+
+    Raises:
+        UserError: CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
+    """
+    import torch
+
+    from megatron_muon import cpu
+
+    has_cuda = torch.cuda.is_available() and not cpu.installed()
+    if wanted == "cuda" and not has_cuda and not on_paper:
+        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
+    if not has_cuda:
+        refuse_unusable_gpu(wanted)
+    if wanted == "cpu" or not has_cuda:
+        from megatron_muon.cpu.memory import keep_freed_memory
+
+        cpu.install(force=wanted == "cpu")
+        keep_freed_memory()
+        return "cuda" if wanted == "cuda" else "cpu"
+    return "cuda"
+
+
+def _relative(path: Path) -> Path:
+    """`path` as a user in the current folder would write it."""
+    try:
+        return path.resolve().relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+def run(*, root: Path) -> NoReturn:
+    """`main` and the end of the process; of one that failed while other ranks may wait for it at once."""
+    try:
+        status = main(root=root)
+    except SystemExit:
+        raise
+    except BaseException:
+        if not _has_group():
+            raise
+        end_alone(1)
+    if status and _has_group():
+        end_alone(status)
+    sys.exit(status)
+
+
+def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
+    """Train a GPT as the command line says; the exit status.
+
+    A user's mistake is one line on the first rank of each node and status 2, a checkpoint that cannot be written one
+    line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
+    """
+    status = 1
+    try:
+        status = _main(argv, root=root)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        raise
+    finally:
+        if (file := os.environ.get(STATUS_FILE)) and int(os.environ.get("LOCAL_RANK", "0")) == 0:
+            Path(file).write_text(f"{status}\n", "utf-8")
+    return status
+
+
+def _main(argv: Sequence[str] | None, *, root: Path) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        if {"--help", "-h"} & set(argv):
+            _help()
+            return 0
+        launch = prepare(argv, root=root)
+        alone = None if _has_group() else settle_one_process(os.environ)
+        if int(os.environ.get("RANK", "0")) == 0:
+            for note in (*launch.notes, *([alone] if alone else [])):
+                print(f"megatron-muon: {note}", flush=True)
+        with _save_folder_held(launch.args.save):
+            _train()
+    except UserError as error:
+        _tell(error)
+        return 2
+    except (SaveError, OffloadError) as error:
+        _tell(error)
+        return 1
+    except SystemExit as end:
+        if end.code in (None, 0) and _ended_by_signal():
+            return EXIT_TEMPFAIL
+        raise
+    return 0
+
+
+def _has_group() -> bool:
+    """Whether whoever called has made the process group already."""
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def _help() -> None:
+    """Print all flags, on the first rank."""
+    check_versions()
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    with quiet_imports():
+        parser = build_parser()
+    try:
+        parser.print_help()
+        sys.stdout.flush()
+    except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _save_folder_held(save: str | None) -> contextlib.AbstractContextManager[object]:
+    """Keeps a second training away from the checkpoints; the first rank does that for all."""
+    if save is None or int(os.environ.get("RANK", "0")) > 0:
+        return contextlib.nullcontext()
+    return checkpoint_lock.lock_of(Path(save)).held(wait_s=checkpoint_lock.SECONDS_FOR_A_DEAD_MACHINE)
+
+
+def _ended_by_signal() -> bool:
+    """Whether a signal reached a rank of a run with --exit-signal-handler."""
+    from megatron.training import get_args
+    from megatron.training.global_vars import get_signal_handler
+
+    return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
+
+
+def _tell(error: Exception) -> None:
+    """Print a user's mistake, or a failed save, once per node.
+
+    All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
+    the others wait for their end. One that waits in vain found a mistake that the first did not, and speaks then.
+    """
+    if int(os.environ.get("LOCAL_RANK", "0")) > 0:
+        time.sleep(_SECONDS_FOR_FIRST_RANK)
+    for line in str(error).splitlines():
+        print(f"pretrain_gpt.py: error: {line}", file=sys.stderr, flush=True)
+
+
+def _train() -> None:
+    import torch
+    from megatron.core.enums import ModelType
+    from megatron.training import pretrain
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.arguments import parse_and_validate_args
+
+    from megatron_muon.megatron.flags.arguments import add_muon_arguments
+    from megatron_muon.megatron.model.gpt import forward_step, train_valid_test_datasets
+    from megatron_muon.megatron.validation import DEFAULTS
+    from megatron_muon.offload.run import close_runs
+
+    args = parse_and_validate_args(extra_args_provider=add_muon_arguments, args_defaults=DEFAULTS)
+    together = False
+    try:
+        pretrain(
+            pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+            train_valid_test_datasets,
+            ModelType.encoder_or_decoder,
+            forward_step,
+        )
+        together = True
+    except SystemExit:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
+        together = True
+        raise
+    finally:
+        close_runs()
+        if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
+            torch.distributed.destroy_process_group()

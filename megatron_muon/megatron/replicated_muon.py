@@ -1,0 +1,100 @@
+"""megatron-core's TensorParallelMuon on the replicated DTensors of Megatron-FSDP's `no_shard` strategy.
+
+Every rank holds whole matrices, so nothing is exchanged: the class only shows the local tensor to the base class's
+orthogonalisation, and keeps its result independent of the momentum's magnitude.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.optimizer import local_rows
+from megatron_muon.core.orthogonalize import unit_magnitude_exponent
+
+
+def give_blocks(parameter: torch.Tensor, split: RowSplit) -> None:
+    """Have ReplicatedMuon orthogonalise the blocks of `parameter` alone, by upstream's mechanism for QKV.
+
+    TensorParallelMuon splits rows into repetitions of `qkv_split_shapes`, as many as there are; that is a RowSplit.
+    """
+    parameter.qkv_split_shapes = list(split.parts)  # type: ignore[attr-defined]
+
+
+def has_blocks(parameter: torch.Tensor) -> bool:
+    """Whether `give_blocks` gave this parameter more than one block."""
+    return len(getattr(parameter, "qkv_split_shapes", ())) > 1
+
+
+class ReplicatedMuon(TensorParallelMuon):
+    """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors.
+
+    A matrix whose update is not finite keeps its weights, as with ShardedMuon.
+
+    Args:
+        names: a name for each parameter, for messages.
+        settings: those of TensorParallelMuon.
+    """
+
+    def __init__(self, *args: Any, names: dict[torch.Tensor, str], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._names = names
+        self._finite = torch.tensor(True)
+        self._decay = 0.0
+        self._skipped: dict[torch.Tensor, torch.Tensor] = {}
+
+    def skipped_updates(self) -> dict[str, int]:
+        """As `ShardedMuon.skipped_updates`."""
+        counts = {self._names[parameter]: int(count) for parameter, count in self._skipped.items()}
+        self._skipped.clear()
+        return {name: count for name, count in counts.items() if count}
+
+    def _apply_weight_decay_inplace(self, p: torch.Tensor, grad: torch.Tensor, lr: float, weight_decay: float) -> None:
+        """Leave decoupled decay to `pre_weight_update_fn_inplace`, where the update is known."""
+        if self.weight_decay_method == "decoupled":
+            self._decay = -weight_decay * lr
+        else:
+            super()._apply_weight_decay_inplace(p, grad, lr, weight_decay)
+
+    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
+        """Decay the weights where the update is finite, and count where it is not."""
+        rows = local_rows(p)
+        if self._decay:
+            rows.add_(torch.where(self._finite, rows, 0.0), alpha=self._decay)
+        skipped = (~self._finite).int()
+        self._skipped[p] = self._skipped[p] + skipped if p in self._skipped else skipped
+
+    def initialize_state(self) -> None:
+        """Give every parameter its momentum of zeros, also those that never get a gradient."""
+        for group in self.param_groups:
+            self._init_group(group, skip_non_grad_params=False)
+
+    def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The scaled update of `grad`, 2D `(rows, cols)` or a 3D stack of experts, a DTensor as `grad` is.
+
+        The power of two is common to the ranks that share a matrix by tensor parallelism.
+        """
+        momentum = local_rows(grad)
+        exponent = unit_magnitude_exponent(momentum)
+        if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
+            tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
+            if tp_group.size() > 1:
+                dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
+        update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
+        self._finite = update.sum().isfinite()
+        update = torch.where(self._finite, update, 0.0)
+        if isinstance(grad, DTensor):
+            return DTensor.from_local(
+                update.view(grad._local_tensor.shape),
+                grad.device_mesh,
+                grad.placements,
+                run_check=False,
+                shape=grad.shape,
+                stride=grad.stride(),
+            )
+        return update.view(grad.shape)

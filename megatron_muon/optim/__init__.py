@@ -1,1 +1,0 @@
-"""The mathematics of Muon on tensors: block splits, orthogonalisation and the sharded optimizer."""

@@ -1,0 +1,420 @@
+"""`megatron-muon plan`: what the owner scheme would do at a size, on paper.
+
+Takes a model's flags and a number of ranks, or the layout of a real run, makes the plan that training would make, and
+says how even it is, what travels, what memory it takes and what a step may cost on a named machine. Needs no GPU, no
+Megatron and no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_muon.core.cost import Iteration, check_proven, runs_in_half
+from megatron_muon.core.layout import BlockedLayout, LayoutError, check_ranks
+from megatron_muon.core.numbers import check_number
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.layout_file import read_layout
+from megatron_muon.planning import plan_flags
+from megatron_muon.planning.estimate import HARDWARE, GroupEstimate, Hardware, estimate
+from megatron_muon.planning.model_layout import ParallelSizes, model_layouts
+from megatron_muon.planning.plan_flags import Flags
+
+EVEN = 1.05
+"""Loads whose maximum is within this factor of the mean count as even."""
+
+EXAMPLES = """\
+examples:
+  an 8B model on 64 GPUs:
+    megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
+  a mixture of experts on 4,096, with figures as JSON:
+    megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --json plan.json
+  the layout of a real run, captured with --muon-dump-layout:
+    megatron-muon plan --layout layout.json
+"""
+
+DESCRIPTION = """\
+Plan a Muon step on paper: who orthogonalises what, how even that is, what travels, how long it may take.
+
+Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, without latency, launches
+and elementwise work. They rank configurations; measure with megatron-muon bench.
+"""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides costs and bytes: the values of training's flags.
+
+    Attributes:
+        buffer_mb: `--muon-exchange-buffer-mb`.
+        exchange_dtype: "fp32" or "bf16", what travels.
+        ns: "auto", "standard" or "gram".
+        ns_dtype: "fp32" or "bf16", what Newton-Schulz starts from.
+        iteration: which iteration a block gets and what it costs on the machine.
+    """
+
+    buffer_mb: float
+    exchange_dtype: str
+    ns: str
+    ns_dtype: str
+    iteration: Iteration
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element on the wire."""
+        return 2 if self.exchange_dtype == "bf16" else 4
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group whose matrices are planned together.
+
+    Attributes:
+        name: "dense", "experts", or "layout" for one that was captured.
+        blocked: its layout.
+        stride: so many groups lie side by side in the world.
+        together: so many neighbours of a group lie together before the next group's come.
+    """
+
+    name: str
+    blocked: BlockedLayout
+    stride: int = 1
+    together: int = 1
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group with its plan and the plan's figures."""
+
+    group: Group
+    plan: Plan
+    estimate: GroupEstimate
+    seconds: float
+    largest: float
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megatron-muon plan`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--config", type=Path, metavar="FILE.yaml", help="experiment file; its model and parallel flags count")
+    add("--world-size", type=int, metavar="N", help="ranks of the run; needed with --config")
+    add("--layout", type=Path, metavar="FILE.json", help="a captured layout instead of a model")
+    add("--buffer-mb", type=float, metavar="MIB",
+        help="buffer of the waves on a rank (the config's --muon-exchange-buffer-mb, or 256)")  # fmt: skip
+    add("--exchange-dtype", choices=("auto", "fp32", "bf16"),
+        help="what travels; auto: as Newton-Schulz starts (the config's --muon-exchange-dtype, or auto)")  # fmt: skip
+    add("--ns", choices=("auto", "standard", "gram"), help="the iteration (the config's --muon-ns, or auto)")
+    add("--ns-dtype", choices=("bf16", "fp32"),
+        help="its precision (the config's --muon-fp32-matmul-prec: bf16 for medium and without it)")  # fmt: skip
+    add("--hardware", choices=tuple(HARDWARE), default="h100-sxm", metavar="NAME",
+        help=f"machine to estimate for: {', '.join(HARDWARE)} (the first)")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, writes the figures as JSON where asked, and prints them."""
+    flags, groups, world_size, parallel = _groups(args)
+    hardware = HARDWARE[args.hardware]
+    settings = _settings(args, flags, hardware)
+    plans = [plan_group(group, settings, hardware) for group in groups]
+    figures = report(plans, world_size, settings, hardware, parallel)
+    if args.json is not None:
+        try:
+            args.json.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", "utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    show(figures, str(args.config or args.layout), hardware)
+    return 0
+
+
+def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
+    """Make a group's plan as training would, and estimate it."""
+    layout = group.blocked.layout
+    flops = _flops(group.blocked, settings)
+    started = time.perf_counter()
+    plan = make_plan(layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=settings.element_bytes)
+    seconds = time.perf_counter() - started
+    estimated = estimate(
+        plan,
+        flops,
+        hardware,
+        element_bytes=settings.element_bytes,
+        ns_dtype=settings.ns_dtype,
+        rank_stride=group.stride,
+    )
+    return GroupPlan(group, plan, estimated, seconds, max(flops, default=0.0))
+
+
+def report(
+    plans: Sequence[GroupPlan],
+    world_size: int,
+    settings: Settings,
+    hardware: Hardware,
+    parallel: ParallelSizes | None = None,
+) -> dict[str, Any]:
+    """The figures of a rank, which is in one group of each kind, and of each group, in the form of the JSON file.
+
+    Groups are stepped one after the other: times add up, buffers do not.
+    """
+    everywhere = [_spread(item, world_size, parallel) for item in plans]
+
+    def total(of: Callable[[GroupEstimate], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        return np.sum([of(item.estimate)[ranks] for item, ranks in zip(plans, everywhere, strict=True)], axis=0)
+
+    loads = total(lambda figures: figures.ns_flops)
+    largest = max(item.largest for item in plans)
+    return {
+        "world_size": world_size,
+        "matrices": sum(len(item.plan.layout.matrices) for item in plans),
+        "parameters": sum(_parameters(item) for item in plans),
+        "ns_load": _load(loads, largest),
+        "exchange_bytes": {
+            "max_per_rank": int(total(lambda figures: figures.received_bytes).max()),
+            "allgather_per_rank": int(total(lambda figures: figures.all_gather_bytes).max()),
+        },
+        "extra_bytes_max": max(int(item.estimate.extra_bytes.max()) for item in plans),
+        "waves": sum(len(item.plan.waves) for item in plans),
+        "oversized": sum(len(item.plan.oversized) for item in plans),
+        "plan_seconds": sum(item.seconds for item in plans),
+        "estimated_ms": {
+            "step": sum(item.estimate.step_ms for item in plans),
+            "ns": sum(item.estimate.ns_ms for item in plans),
+            "exchange": sum(item.estimate.exchange_ms for item in plans),
+        },
+        "hardware": hardware.name,
+        "settings": {
+            "buffer_mb": settings.buffer_mb,
+            "exchange_dtype": settings.exchange_dtype,
+            "ns": settings.ns,
+            "ns_dtype": settings.ns_dtype,
+            "ns_steps": settings.iteration.steps,
+        },
+        "groups": [_group_report(item) for item in plans],
+    }
+
+
+def _group_report(item: GroupPlan) -> dict[str, Any]:
+    figures = item.estimate
+    return {
+        "name": item.group.name,
+        "ranks": item.plan.layout.world_size,
+        "matrices": len(item.plan.layout.matrices),
+        "whole_matrices": sum(map(len, item.plan.whole)),
+        "parameters": _parameters(item),
+        "ns_load": _load(figures.ns_flops, item.largest),
+        "exchange_bytes": {
+            "max_per_rank": int(figures.received_bytes.max()),
+            "allgather_per_rank": int(figures.all_gather_bytes.max()),
+        },
+        "extra_bytes_max": int(figures.extra_bytes.max()),
+        "waves": len(item.plan.waves),
+        "oversized": len(item.plan.oversized),
+        "plan_seconds": item.seconds,
+        "estimated_ms": {"step": figures.step_ms, "ns": figures.ns_ms, "exchange": figures.exchange_ms},
+    }
+
+
+def _load(loads: np.ndarray[Any, Any], largest: float) -> dict[str, float]:
+    """How even the loads are, and the least that any plan could reach with a matrix of this cost."""
+    mean = float(loads.mean())
+    if not mean:
+        return {"max_over_mean": 1.0, "least_possible": 1.0}
+    return {"max_over_mean": float(loads.max()) / mean, "least_possible": max(largest / mean, 1.0)}
+
+
+def _parameters(item: GroupPlan) -> int:
+    return sum(matrix.numel for matrix in item.plan.layout.matrices)
+
+
+def _spread(item: GroupPlan, world_size: int, parallel: ParallelSizes | None) -> np.ndarray[Any, Any]:
+    """For each rank of the world, its rank in its group of this kind.
+
+    Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
+    """
+    ranks = np.arange(world_size)
+    if parallel is None:
+        return ranks
+    group = item.group
+    return (ranks // (group.stride * group.together) * group.together + ranks % group.together) % (
+        item.plan.layout.world_size
+    )
+
+
+def _flops(blocked: BlockedLayout, settings: Settings) -> list[float]:
+    """The cost of each matrix over its blocks, by the rule that training follows."""
+    of = functools.cache(settings.iteration.flops)
+    return [
+        float(sum(of(*shape) for shape in blocked.block_shapes(index))) for index in range(len(blocked.layout.matrices))
+    ]
+
+
+def _groups(args: argparse.Namespace) -> tuple[Flags | None, list[Group], int, ParallelSizes | None]:
+    if (args.config is None) == (args.layout is None):
+        raise UserError("give either --config FILE.yaml with --world-size N, or --layout FILE.json")
+    if args.layout is not None:
+        blocked = read_layout(args.layout)
+        if args.world_size not in (None, blocked.layout.world_size):
+            raise UserError(
+                f"{args.layout} holds a layout of {blocked.layout.world_size} ranks, not {args.world_size}; "
+                "leave --world-size out"
+            )
+        if not blocked.layout.matrices:
+            raise UserError(f"{args.layout} holds no matrices")
+        return None, [Group("layout", blocked)], blocked.layout.world_size, None
+    if args.world_size is None:
+        raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
+    try:
+        check_ranks(args.world_size)
+    except LayoutError as error:
+        raise UserError(f"--world-size {args.world_size}: {error}") from None
+    flags = plan_flags.read_flags(args.config)
+    parallel = plan_flags.parallel_sizes(flags, args.world_size)
+    dense, experts = model_layouts(
+        plan_flags.model_sizes(flags),
+        parallel,
+        strategy=plan_flags.sharding_strategy(flags),
+        bucket_size=plan_flags.bucket_size(flags, parallel.dense_ranks),
+        over_tp=(over_tp := plan_flags.whole_over_tp(flags)),
+    )
+    groups = [Group("dense", dense, *((1, parallel.tensor) if over_tp else (parallel.tensor, 1)))]
+    if experts is not None:
+        expert, tensor = parallel.expert, parallel.expert_tensor
+        groups.append(Group("experts", experts, *((expert, tensor) if over_tp else (expert * tensor, 1))))
+    return flags, groups, args.world_size, parallel
+
+
+def _settings(args: argparse.Namespace, flags: Flags | None, hardware: Hardware) -> Settings:
+    """The command line's settings, else the config's, else training's defaults."""
+    flags = flags or Flags(Path("-"), {})
+    precision = flags.text("--muon-fp32-matmul-prec", "medium")
+    ns_dtype = args.ns_dtype or ("bf16" if runs_in_half(precision) else "fp32")
+    exchange = args.exchange_dtype or flags.text("--muon-exchange-dtype", "auto")
+    ns = args.ns or flags.text("--muon-ns", "auto")
+    if exchange not in ("auto", "fp32", "bf16"):
+        raise UserError(f"{flags.path}: --muon-exchange-dtype {exchange} does not exist; use auto, fp32 or bf16")
+    if ns not in ("auto", "standard", "gram"):
+        raise UserError(f"{flags.path}: --muon-ns {ns} does not exist; use auto, standard or gram")
+    buffer = args.buffer_mb
+    if buffer is None:
+        text = flags.text("--muon-exchange-buffer-mb", "256")
+        try:
+            buffer = float(text)
+        except ValueError:
+            raise UserError(f"{flags.path}: --muon-exchange-buffer-mb must be a number, found {text!r}") from None
+    check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
+    steps, half = flags.number("--muon-num-ns-steps", 5), ns_dtype == "bf16"
+    if args.ns_dtype is not None:
+        precision = "medium" if half else "highest"
+    coefficient_type = flags.text("--muon-coefficient-type", "quintic")
+    check_proven(coefficient_type, steps, precision, ns)
+    return Settings(
+        buffer_mb=buffer,
+        exchange_dtype=ns_dtype if exchange == "auto" else exchange,
+        ns=ns,
+        ns_dtype=ns_dtype,
+        iteration=Iteration(
+            steps=steps,
+            half=half,
+            method=ns,
+            products=hardware.products(half=half),
+            coefficient_type=coefficient_type,
+        ),
+    )
+
+
+def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
+    """Print the figures as a table, a column for each group and one for a rank in all."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    groups = figures["groups"]
+    columns = [*groups, figures] if len(groups) > 1 else groups
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("")
+    for group in groups:
+        table.add_column(f"{group['name']}, {group['ranks']:,} ranks", justify="right")
+    if len(groups) > 1:
+        table.add_column("a rank in all", justify="right")
+    for label, value in _rows():
+        table.add_row(label, *(value(column) for column in columns))
+    settings = figures["settings"]
+    console.print(Text(f"Plan of {source} at {figures['world_size']:,} ranks", style="bold"), soft_wrap=True)
+    console.print(table)
+    for line in (
+        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
+        f"{settings['exchange_dtype']}; buffer {settings['buffer_mb']:g} MiB",
+        f"{hardware.name}: {hardware.source}",
+        *notes(figures),
+    ):
+        console.print(Text(line, style="dim"), soft_wrap=True)
+
+
+def notes(figures: dict[str, Any]) -> list[str]:
+    """What the figures do not say by themselves."""
+    lines = []
+    for group in figures["groups"]:
+        load = group["ns_load"]
+        if load["max_over_mean"] <= EVEN:
+            continue
+        if load["max_over_mean"] <= EVEN * load["least_possible"]:
+            why = f"the largest matrix alone is {load['least_possible']:.2f} times a rank's even share"
+        else:
+            why = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
+        lines.append(f"{group['name']}, uneven: {why}")
+    if figures["oversized"]:
+        lines.append(
+            f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; waves are as large as the largest "
+            "of them needs, and so is the extra memory"
+        )
+    if figures["exchange_bytes"]["max_per_rank"] and not HARDWARE[figures["hardware"]].processor:
+        lines.append(
+            "not counted: NCCL's point-to-point buffers, which the first all-to-all allocates (on 8 H100 memory in use "
+            "went from 1.06 to 4.34 GB, NVIDIA/nccl#1685)"
+        )
+    return lines
+
+
+def _rows() -> list[tuple[str, Callable[[dict[str, Any]], str]]]:
+    def share(column: dict[str, Any]) -> str:
+        ours, theirs = column["exchange_bytes"]["max_per_rank"], column["exchange_bytes"]["allgather_per_rank"]
+        return f"{theirs / ours:,.1f} times less" if ours else "nothing travels" if theirs else "-"
+
+    return [
+        ("matrices", lambda c: f"{c['matrices']:,}"),
+        ("parameters in them", lambda c: f"{c['parameters'] / 1e6:,.1f} M"),
+        ("owners' load, max / mean", lambda c: f"{c['ns_load']['max_over_mean']:.3f}"),
+        ("most received by a rank", lambda c: _size(c["exchange_bytes"]["max_per_rank"])),
+        ("  by all-gather", lambda c: _size(c["exchange_bytes"]["allgather_per_rank"])),
+        ("  owner scheme", share),
+        ("waves", lambda c: f"{c['waves']:,}"),
+        ("extra memory, at most", lambda c: _size(c["extra_bytes_max"])),
+        ("Newton-Schulz", lambda c: _duration(c["estimated_ms"]["ns"])),
+        ("exchange", lambda c: _duration(c["estimated_ms"]["exchange"])),
+        ("step, overlapped", lambda c: _duration(c["estimated_ms"]["step"])),
+        ("planned in", lambda c: f"{c['plan_seconds']:.2f} s"),
+    ]
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
+        count /= 1024
+    raise AssertionError(unit)
+
+
+def _duration(ms: float) -> str:
+    return f"{ms / 1e3:,.2f} s" if ms >= 1e4 else f"{ms:,.1f} ms"

@@ -1,0 +1,1 @@
+"""`megatron-muon report`: a page with tables and plots on runs."""

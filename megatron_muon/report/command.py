@@ -1,0 +1,56 @@
+"""`megatron-muon report`: a page with pictures on one run or many, and on how optimizers compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron_muon.errors import UserError
+from megatron_muon.runs.run_folder import write_json
+
+DESCRIPTION = """\
+Reads runs of `megatron-muon train` and whole folders of `megatron-muon sweep`, and writes DIR/report.md with PNG plots
+beside it: losses against steps, tokens and seconds with seeds as bands, final loss against learning rate, time and
+memory, Muon and AdamW side by side, and the commands, versions, commits and machines behind them. report.json has the
+figures. Runs that differ in their seed alone are taken together; the best settings of each optimizer stand for it.
+Runs whose data, split or sequence length differ are shown and not compared.
+"""
+
+EXAMPLES = """\
+examples:
+  megatron-muon report runs/compare --out runs/compare/report
+  megatron-muon report runs/first runs/second --out runs/report
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `megatron-muon report`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a sweep")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the page and pictures go")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the page."""
+    from megatron_muon.report import page as report_page
+    from megatron_muon.report.arms import find_runs, read_arms
+
+    arms, empty = read_arms(find_runs(args.runs))
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        pictures = report_page.draw(args.out, arms)
+        command = report_page.shown_command(sys.argv[1:])
+        text = report_page.page(arms, empty, pictures, places=args.runs, command=command)
+        (args.out / report_page.PAGE).write_text(text, "utf-8")
+        write_json(args.out / "report.json", report_page.figures(arms))
+    except OSError as error:
+        raise UserError(f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR") from None
+    drawn = [name for name, _ in pictures.losses]
+    drawn += [name for name in (pictures.rates, pictures.step_times, pictures.memory) if name is not None]
+    print(f"{args.out / report_page.PAGE}: {sum(len(arm.runs) for arm in arms)} runs of {len(arms)} settings")
+    print(f"pictures: {', '.join(drawn)}")
+    for record in empty:
+        print(f"left out, no step was logged: {record.folder}")
+    return 0

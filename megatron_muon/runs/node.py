@@ -1,0 +1,211 @@
+"""One node of a cluster's run: torchrun, with the flags that a requeued run needs and its workers' exit status.
+
+    python -m megatron_muon.runs.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
+
+It is torchrun, started by scripts/slurm/pretrain.sbatch once on each node, but for four things. SIGTERM is handed to
+the workers and waited for, however long they take; torchrun would kill them after 30 seconds. The exit status is the
+workers' own, where torchrun's is 1 whatever happened: 75 says that a signal ended the run after it had written a
+checkpoint. `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a checkpoint. And the
+first node of the job holds the rendezvous, whatever the others make of its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from megatron_muon.checkpoint import files
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags import config_file
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+EXIT_TEMPFAIL = 75
+"""Status of a run that is to be started again; `megatron_muon.megatron.launch` gives it to the workers."""
+
+FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
+"""Flags, and how many values they take, that say how to begin: not for going on from the run's own checkpoint.
+
+A --ckpt-step that is typed without a --load means one of the run's own checkpoints, and holds for that start.
+"""
+
+_asked_to_end = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the workers of this node; their exit status, see `status`."""
+    signal.signal(signal.SIGTERM, _hand_on)  # first of all: what follows takes seconds
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(list(sys.argv[1:] if argv is None else argv))
+    try:
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        args.training_script_args = list(requeueable(args.training_script_args, restarts=restarts))
+    except UserError as error:
+        print(f"node: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    settle(args, os.environ)
+    try:
+        run(args)
+    except ChildFailedError as error:
+        ended = status(error, asked_to_end=_asked_to_end)
+        print(ended_by_sigterm() if ended == EXIT_TEMPFAIL else error, file=sys.stderr, flush=True)
+        return ended
+    except RendezvousConnectionError as error:
+        why = "after SIGTERM, as it should" if _asked_to_end else error
+        print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
+        return 1  # the first node's status counts, which srun takes where it is higher
+    return 0
+
+
+def requeueable(flags: Sequence[str], *, restarts: int = 0) -> Iterable[str]:
+    """The flags of a run that can be ended by SIGTERM and started again.
+
+    Args:
+        flags: those of pretrain_gpt.py, `--config` among them.
+        restarts: how often SLURM has put the job back into the queue.
+
+    Returns:
+        These, with `--exit-signal-handler`. Where the folder of `--save` holds a checkpoint, the run goes on from
+        there: with `--load`, and without `FIRST_START_ONLY`.
+
+    Raises:
+        UserError: no `--save`, or a configuration that cannot be read.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    given, rest = parser.parse_known_args(list(flags))
+    in_file: list[str] = []
+    merged = rest
+    if given.config is not None:
+        config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
+        in_file = [flag for flag, _ in config.flags]
+        merged = config_file.merge(config, rest)
+    parser.add_argument("--save")
+    save = parser.parse_known_args(merged)[0].save
+    if save is None:
+        raise UserError("no --save, so the run could not be resumed; add --save DIR, on a disk that all nodes share")
+    start = [] if given.config is None else ["--config", given.config]
+    found = files.latest(Path(save))
+    if found is None:
+        print(f"node: no checkpoint in {save} yet: a first start", flush=True)
+        return [*start, *rest, "--exit-signal-handler"]
+    left_out = dict(FIRST_START_ONLY)
+    typed = config_file.given_flags(rest)
+    if restarts == 0 and "--ckpt-step" in typed and "--load" not in typed:
+        del left_out["--ckpt-step"]
+        print(f"node: going on from {save}, the iteration of --ckpt-step", flush=True)
+    else:
+        print(f"node: going on from {save}, iteration {found}", flush=True)
+    unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
+    return [*start, *_without(rest, left_out), *unset, "--load", save, "--exit-signal-handler"]
+
+
+def _without(flags: Sequence[str], left_out: Mapping[str, int]) -> Iterable[str]:
+    """`flags` but for some, which take so many values."""
+    skip = 0
+    for token in flags:
+        name, equals, _ = token.partition("=")
+        if skip:
+            skip -= 1
+        elif name in left_out:
+            skip = 0 if equals else left_out[name]
+        else:
+            yield token
+
+
+def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Set torchrun's options from what SLURM says of this node.
+
+    Args:
+        args: torchrun's options, changed here.
+        environ: of a task that srun started: SLURM_NODEID, SLURMD_NODENAME.
+    """
+    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
+    if args.nproc_per_node == "auto":  # torchrun's own would start a rank for each core of a machine without GPUs
+        import torch
+
+        args.nproc_per_node = str(torch.cuda.device_count() or 1)
+    if "SLURM_NODEID" in environ and args.rdzv_backend == "c10d":
+        # By itself torchrun compares names, and those of SLURM, of DNS and of the machine need not agree.
+        is_host = f"is_host={environ['SLURM_NODEID'] == '0'}"
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, is_host)))
+    name = environ.get("SLURMD_NODENAME")
+    if args.local_addr is None and name and _resolves(name):
+        args.local_addr = name
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(name, None))
+    except OSError:
+        return False
+
+
+def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
+    """The exit status of a node whose workers failed.
+
+    Args:
+        error: who had ended, and how, when torchrun saw the first end.
+        asked_to_end: SIGTERM has come.
+
+    Returns:
+        75 where a worker says so, or where SIGTERM met workers before training had begun; else the worker's own if they
+        agree on one, else 1.
+    """
+    codes = {failure.exitcode for failure in error.failures.values()}
+    if EXIT_TEMPFAIL in codes:
+        return EXIT_TEMPFAIL
+    # Before training has begun SIGTERM ends some ranks; others have Megatron's handler already, wait for these in vain,
+    # and are killed by torchrun.
+    if asked_to_end and -signal.SIGTERM in codes and codes <= {-signal.SIGTERM, -signal.SIGKILL}:
+        return EXIT_TEMPFAIL
+    code = codes.pop() if len(codes) == 1 else 1
+    return code if code > 0 else 1
+
+
+def ended_by_sigterm() -> str:
+    """The line that pretrain.sbatch looks for in the logs: other nodes may end later, with a higher status."""
+    return f"node: start {int(os.environ.get('SLURM_RESTART_COUNT', '0')) + 1} ended by SIGTERM"
+
+
+def _hand_on(number: int, _: FrameType | None) -> None:
+    """Send SIGTERM to the workers: SLURM may have sent it to this process alone. Twice does no harm."""
+    global _asked_to_end
+    _asked_to_end = True
+    workers = list(_children())
+    print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
+    if not workers:
+        print(ended_by_sigterm(), file=sys.stderr, flush=True)
+        sys.exit(EXIT_TEMPFAIL)
+    for pid in workers:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def _children() -> Iterable[int]:
+    """The processes that this one started."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                fields = (entry / "stat").read_text().rpartition(") ")[2].split()  # state, parent, ...
+            except OSError:
+                continue  # it has ended
+            if int(fields[1]) == os.getpid():
+                yield int(entry.name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,90 @@
+"""Where figures and runs come from: machine, versions of the packages that matter, commit. Imports none of them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.runs.processes import ROOT, cores
+from megatron_muon.version import __version__
+
+_PACKAGES = (
+    "megatron-core",
+    "torch",
+    "emerging-optimizers",
+    "transformer-engine",
+    "deepspeed",
+    "muon-fsdp2",
+)
+
+
+def provenance(argv: Sequence[str]) -> dict[str, Any]:
+    """Where figures come from: `machine`, `versions`, `commit`, `command`, `time`.
+
+    Args:
+        argv: the command line without the program's name.
+    """
+    return {
+        "machine": machine(),
+        "versions": package_versions(),
+        "commit": commit(),
+        "command": shlex.join(("megatron-muon", *argv)),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The processor's name, cores that may be used, the load now, and the system."""
+    return {
+        "processor": _processor(),
+        "cores": cores(),
+        "load_average_before": round(os.getloadavg()[0], 2),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """The versions of Python and of the installed packages that matter, by name."""
+    versions = {"python": platform.python_version(), "megatron-muon": __version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" where tracked files differ from it; None outside a checkout."""
+    return _described(ROOT)
+
+
+def checkout() -> tuple[str | None, bool | None]:
+    """The commit of the checkout that the package runs from, else of the working folder's, and whether files differ."""
+    described = _described(ROOT if (ROOT / "pretrain_gpt.py").is_file() else Path.cwd())
+    return (None, None) if described is None else (described.removesuffix("-dirty"), described.endswith("-dirty"))
+
+
+def _described(folder: Path) -> str | None:
+    try:
+        described = subprocess.run(
+            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"],
+            capture_output=True, text=True, timeout=10, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return described.stdout.strip() or None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,274 @@
+"""The folder of a run: where it is, what lies in it, when it may be used again. Plain files, no torch.
+
+    RUN/
+      config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together. It runs
+                      alone: pretrain_gpt.py --config RUN/config.yaml, or megatron-muon train --config RUN/config.yaml
+      run.json        what was started, where, with which software; written before the training starts
+      train.log       everything that torchrun and the ranks printed; a resumed run adds to it
+      tensorboard/    Megatron's events, where the flags do not name another place
+      checkpoints/    checkpoints, where the flags ask for them (--save)
+      summary.json    what came of it; written when the run has ended, whatever its end
+      .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
+
+On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
+
+run.json has these keys:
+
+    name, folder    the folder's name, and where it was when the run was started
+    command         what the user typed, one string
+    torchrun        the command that was launched, one string; without what makes it wait longer
+    directory       the working folder, which relative paths start from
+    host, machine   the host's name; {processor, cores, load_average_before, system}
+    versions        {python, torch, megatron-core, emerging-optimizers, megatron-muon, ...} of what is installed
+    commit, dirty   of the checkout that the package runs from, else of the working folder's; null where there is none
+    config_files    experiment files read, bases first
+    config_hash     sha256 of the settings, --save, --load and --tensorboard-dir left out: equal for equal experiments
+    device          "cuda" or "cpu"
+    nodes, ranks    machines; processes on each
+    settings        Megatron's arguments that one asks for first: optimizer, train_iters, train_samples, seq_length,
+                    micro_batch_size, global_batch_size, exit_signal_handler, data_parallel_sharding_strategy
+    filled_in       flags that this machine needed and nobody chose, as typed
+    tensorboard_dir, checkpoint_dir     the latter null where nothing is saved
+    started         ISO 8601, UTC; of the last start
+    starts          how often the run was started, resumes included
+    resumed_from    the checkpoint that the last start continued, or null
+
+What summary.json has is said in `run_summary`. Paths are as the user would write them from `directory`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.checkpoint import lock as checkpoint_lock
+from megatron_muon.errors import UserError
+from megatron_muon.locks import Lock
+from megatron_muon.runs.events import LOSS_TAG
+
+CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
+TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
+
+PLACES = ("--tensorboard-dir", "--save", "--load")
+"""Flags that say where things lie, not what is trained."""
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Where the files of a run lie.
+
+    Attributes:
+        root: the folder.
+        tensorboard: Megatron's events.
+        checkpoints: None where the run saves nothing.
+    """
+
+    root: Path
+    tensorboard: Path
+    checkpoints: Path | None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The latest checkpoint that Megatron's tracker file names."""
+        if self.checkpoints is None:
+            return None
+        try:
+            latest = (self.checkpoints / _TRACKER).read_text("utf-8").strip()
+        except OSError:
+            return None
+        return self.checkpoints / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether a training has logged a step in the TensorBoard folder: its events begin with the arguments alone."""
+        tag = LOSS_TAG.encode()
+        return any(tag in file.read_bytes() for file in self.tensorboard.glob("events.out.tfevents.*"))
+
+
+def locate(
+    values: Mapping[str, str], chosen: Mapping[str, str], *, out: str | None, default: str
+) -> tuple[RunFolder, dict[str, str]]:
+    """Where a run's files go.
+
+    With `out` everything goes there that the command line does not place: a --save or --tensorboard-dir of the
+    experiment file, too. Without, the flags decide: the folder is the parent of a --tensorboard-dir named tensorboard,
+    or of a --save named checkpoints, or else `default`.
+
+    Args:
+        values: flags of the experiment file.
+        chosen: flags of the command line.
+        out: the folder, where the user gives it.
+        default: the folder where nothing says.
+
+    Returns:
+        The folder, and the flags that have to be added.
+    """
+    flags = {}
+    tensorboard, save = ({**values, **chosen}.get(flag) for flag in ("--tensorboard-dir", "--save"))
+    if out is not None:
+        root = Path(out)
+        if "--tensorboard-dir" not in chosen:
+            tensorboard = None
+        if "--save" in values and "--save" not in chosen:
+            save = flags["--save"] = str(root / CHECKPOINTS)
+            if values.get("--load") == values["--save"] and "--load" not in chosen:
+                flags["--load"] = save
+    elif tensorboard and Path(tensorboard).name == TENSORBOARD:
+        root = Path(tensorboard).parent
+    elif save and Path(save).name == CHECKPOINTS:
+        root = Path(save).parent
+    else:
+        root = Path(default)
+    if not tensorboard:
+        tensorboard = flags["--tensorboard-dir"] = str(root / TENSORBOARD)
+    return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
+
+
+def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
+    """Where a file or folder of a run is now that its folder may have been copied or renamed.
+
+    A copy must neither go on from the original's checkpoints nor write into them.
+
+    Args:
+        path: as the run's files name it.
+        run: what run.json says.
+        root: the run's folder.
+
+    Returns:
+        The same place within `root` where `path` was within another folder of this run; else `path`.
+    """
+    if "folder" not in run:  # of an earlier version
+        return path
+    was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
+    if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
+        return path
+    return str(root / now.relative_to(was))
+
+
+def name_of(config: Path) -> str:
+    """A run's name after its experiment file; Megatron-LM's are all called model_config.yaml, so after their folder."""
+    return config.resolve().parent.name if config.stem in ("model_config", "config") else config.stem
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file of a run; empty where it is not there or not whole."""
+    try:
+        read = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file such that it is there whole or not at all."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")
+    partial.replace(file)
+
+
+def lock_of(root: Path) -> Lock:
+    """The lock of a run's folder, which whoever launched the run holds to its end."""
+    return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")
+
+
+def refuse_living(folder: RunFolder) -> None:
+    """Refuses a folder where a run is under way, or whose ranks have outlived it.
+
+    Raises:
+        UserError: says whose.
+    """
+    lock_of(folder.root).refuse_if_held()
+    if folder.checkpoints is not None:
+        checkpoint_lock.lock_of(folder.checkpoints).refuse_if_held()
+
+
+def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    """Refuses to run where another run's results lie, unless told to go on or to start anew.
+
+    A start that came to nothing, without a training step or a checkpoint, is in nobody's way.
+
+    Raises:
+        UserError: says what is there and what to type.
+    """
+    if resume or overwrite:
+        return
+    summary = read_json(folder.root / SUMMARY)
+    if not (summary.get("iterations") or folder.checkpoint or folder.has_steps):
+        return
+    place = folder.root
+    if summary:
+        done, asked = summary.get("iterations") or 0, summary.get("train_iters")
+        what = f"a run that {summary.get('outcome', 'ended')} after {done} of {asked} iterations"
+    elif (folder.root / RUN).exists():
+        what = "a run that was cut off"
+    else:
+        place = folder.tensorboard if folder.has_steps else folder.checkpoints or folder.root
+        what = "a run's events or checkpoints"
+    raise UserError(
+        f"{place} holds {what}; go on with it with --resume, start it anew with --overwrite (deletes it), or "
+        "give another folder with --out DIR"
+    )
+
+
+def clear(folder: RunFolder) -> None:
+    """Deletes what a run left in its folder: its own files, events and checkpoints.
+
+    Raises:
+        UserError: events or checkpoints lie elsewhere, where others' may lie too; nothing is deleted then.
+    """
+    root = folder.root.resolve()
+    places = [folder.tensorboard, *([folder.checkpoints] if folder.checkpoints else [])]
+    if elsewhere := next((place for place in places if place.exists() and place.resolve().parent != root), None):
+        raise UserError(
+            f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
+        )
+    for name in (CONFIG, RUN, LOG, SUMMARY):
+        (root / name).unlink(missing_ok=True)
+    for file in (*root.glob("train.node-*.log"), *root.glob("config.node-*.yaml")):
+        file.unlink()
+    for file in folder.tensorboard.glob("events.out.tfevents.*"):
+        file.unlink()
+    if folder.checkpoints is not None and folder.checkpoints.exists():
+        shutil.rmtree(folder.checkpoints)
+
+
+def config_text(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str], *, heading: str) -> str:
+    """An experiment file that `config_file.load_config` reads back as exactly these flags and variables."""
+    lines = [f"# {line}" for line in heading.splitlines()]
+    if env:
+        lines += ["ENV_VARS:", *(f"  {name}: {_scalar(value)}" for name, value in env.items())]
+    lines.append("MODEL_ARGS:")
+    lines += [f"  {flag}: {_written(values)}" for flag, values in flags]
+    return "\n".join(lines) + "\n"
+
+
+def config_hash(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str]) -> str:
+    """sha256 of the settings, in hexadecimal, whatever their order; where things lie is left out."""
+    settings = sorted((flag, list(values)) for flag, values in flags if flag not in PLACES)
+    return hashlib.sha256(json.dumps([settings, sorted(env.items())]).encode()).hexdigest()
+
+
+def _written(values: tuple[str, ...]) -> str:
+    if not values:
+        return "true"
+    if len(values) == 1 and values[0].lower() not in ("true", "false") and not values[0].startswith("["):
+        return _scalar(values[0])
+    return f"[{', '.join(_quoted(value) for value in values)}]"
+
+
+def _scalar(text: str) -> str:
+    return text if _PLAIN.match(text) and text.lower() not in ("null", "true", "false") else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)

@@ -1,0 +1,171 @@
+"""What summary.json of a run's folder says, from Megatron's events and the log. Needs neither torch nor megatron-core.
+
+    outcome           finished, stopped (by a signal, after a checkpoint: start it again), interrupted (Ctrl-C), killed
+                      (by another signal, nothing saved), refused (a user's mistake) or failed
+    status            exit status, see docs/experiments.md
+    error             of a run that was refused, failed or killed: the line that says why, where there is one; else null
+    go_on             the command that goes on from the last checkpoint, or starts again where there is none; null where
+                      the run has finished, met a loss that is not a number, or was refused before its first step
+    diverged          whether the loss stopped being a number, or ended above where it began by more than noise
+    diverged_at       first iteration whose loss is not a number; null where it ended too high, or did not diverge
+    diverged_why      in words, or null
+    started, ended    ISO 8601, UTC; of the last start
+    seconds           from `started` to `ended`
+    train_seconds     in Megatron's training loop, all starts together; null where nothing was logged, as all below
+    iterations        last iteration that was logged; 0 where there is none
+    train_iters       iterations asked for; null where --train-samples asks for samples
+    tokens            trained on, all starts together: samples times sequence length
+    loss_first        training loss of the first logged iteration
+    loss_last         mean training loss of the last 10 logged iterations, or of all where there are fewer
+    validation_loss   last validation loss by name of the set, "validation" where there is one
+    validation_iteration    where that is from
+    skipped_iterations      steps that gradients which are no numbers made Megatron skip, of those logged
+    step_ms           median time of an iteration after the first 10, or of all where there are fewer
+    tokens_per_second median after the first 10 iterations, all ranks together
+    optimizer_share   of an iteration, 0 to 1; where timers are logged
+    parameters        of the model, as Megatron counts them on a model-parallel rank
+    muon_parameters   those that Muon takes; null in a run without Muon
+    world_size        ranks of all nodes
+    checkpoint        latest checkpoint, or null
+    name, optimizer, command, torchrun, config_hash, tensorboard_dir     as in run.json
+
+A number that is not finite is null: the file is strict JSON.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.runs.events import LOSS_TAG, RunEvents, read_events
+from megatron_muon.runs.run_folder import RunFolder
+from megatron_muon.runs.summary import summarize
+
+EXIT_RERUN = 16
+"""Megatron's status of a run whose loss or gradients were no numbers, again when the step was repeated."""
+
+_OUTCOMES = {
+    0: "finished",
+    2: "refused",
+    75: "stopped",
+    130: "interrupted",
+    129: "killed",
+    137: "killed",
+    143: "killed",
+}
+
+_PARAMETERS = re.compile(r"number of parameters on \(.*?\) model parallel rank \(.*?\): (\d+)")
+_MUON_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
+_NOT_FINITE = re.compile(r"Unexpected result (?:nan|-?inf)\b")
+_ERRORS = (
+    re.compile(r"^pretrain_gpt\.py: error: (.+)$", re.MULTILINE),
+    re.compile(r"^\[rank\d+\]: ((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", re.MULTILINE),
+)
+"""What a rank prints of a user's mistake, and the last line of a traceback."""
+
+_KILLED = re.compile(
+    r"^ +rank +: (\d+) .*\n +exitcode +: -\d+ .*\n.*\n +traceback : Signal \d+ \((\w+)\)", re.MULTILINE
+)
+"""A rank in torchrun's report that a signal ended."""
+
+_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?number of skipped iterations: +(\d+)")
+
+
+def summary_of(
+    folder: RunFolder, *, status: int, log: Path, run: Mapping[str, Any], began_at: int = 0
+) -> dict[str, Any]:
+    """The contents of summary.json but for its times.
+
+    Args:
+        folder: the run's.
+        status: exit status.
+        log: the output of all starts.
+        run: contents of run.json.
+        began_at: where the last start's output begins in `log`, in bytes.
+    """
+    settings = run["settings"]
+    output = log.read_bytes() if log.exists() else b""
+    text, latest = (piece.decode("utf-8", "replace") for piece in (output, output[began_at:]))
+    outcome = _OUTCOMES.get(status, "failed")
+    figures = _figures(folder)
+    divergence = _divergence(figures, latest)
+    skipped = {int(number): int(count) for number, count in _ITERATION.findall(text)}
+    # Which machine has the first rank, which tells these, is for torchrun to say.
+    everywhere = [text, *(file.read_text("utf-8", errors="replace") for file in folder.root.glob("train.node-*.log"))]
+    parameters, muon = (pattern.findall("\n".join(everywhere)) for pattern in (_PARAMETERS, _MUON_ROW))
+    return {
+        "name": run["name"],
+        "outcome": outcome,
+        "status": status,
+        "error": _error(latest) if outcome in ("refused", "failed", "killed") else None,
+        "go_on": _go_on(folder, outcome, figures, divergence),
+        **{name: value for name, value in figures.items() if name != "rose"},
+        **divergence,
+        "train_iters": settings.get("train_iters"),
+        "skipped_iterations": sum(skipped.values()),
+        "parameters": int(parameters[-1]) if parameters else None,
+        "muon_parameters": int(muon[-1].replace(",", "")) if muon else None,
+        "world_size": run["nodes"] * run["ranks"],
+        "checkpoint": str(folder.checkpoint) if folder.checkpoint else None,
+        **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
+        "optimizer": settings.get("optimizer"),
+    }
+
+
+def _figures(folder: RunFolder) -> dict[str, Any]:
+    """What the events say."""
+    names = ("train_seconds", "loss_first", "loss_last", "validation_loss", "validation_iteration", "tokens_per_second")
+    try:
+        events = read_events(folder.tensorboard)
+        page = summarize(folder.root, tensorboard_dir=folder.tensorboard, events=events)
+    except UserError:  # it ended before its first step
+        absent = dict.fromkeys((*names, "tokens", "step_ms", "optimizer_share"))
+        return {"iterations": 0, "rose": False, **absent}
+    return {
+        "iterations": page.iterations,
+        "rose": page.rose,
+        "diverged_at": page.diverged_at,
+        "tokens": _tokens(events),
+        **{name: getattr(page, name) for name in names},
+        "step_ms": page.step_seconds * 1e3 if page.step_seconds is not None else None,
+        "optimizer_share": page.optimizer_share,
+    }
+
+
+def _tokens(events: RunEvents) -> int | None:
+    """Samples consumed, which Megatron writes as the step of these points, times the sequence length."""
+    samples = events.points(f"{LOSS_TAG} vs samples")
+    length = events.args.get("seq_length", "")
+    return samples[-1].step * int(length) if samples and length.isdigit() else None
+
+
+def _error(text: str) -> str | None:
+    """The first line of the output that says why a run failed; else which rank a signal ended."""
+    if said := next((match[1] for pattern in _ERRORS if (match := pattern.search(text))), None):
+        return said
+    if killed := _KILLED.search(text):
+        why = "; where nobody sent it, the host's memory was full: see dmesg" if killed[2] == "SIGKILL" else ""
+        return f"rank {killed[1]} was ended by {killed[2]}{why}"
+    return None
+
+
+def _go_on(folder: RunFolder, outcome: str, figures: Mapping[str, Any], divergence: Mapping[str, Any]) -> str | None:
+    began = bool(figures["iterations"] or folder.checkpoint)
+    if outcome == "finished" or divergence["diverged_at"] or (outcome == "refused" and not began):
+        return None
+    return f"megatron-muon train --resume --out {shlex.quote(str(folder.root))}"
+
+
+def _divergence(figures: Mapping[str, Any], text: str) -> dict[str, Any]:
+    at, why = figures.get("diverged_at"), None
+    if at is None and _NOT_FINITE.search(text):  # Megatron ends such a step before it is logged
+        at = figures["iterations"] + 1
+    if at is not None:
+        why = f"the loss or a gradient is not a number at iteration {at}"
+    elif figures["rose"]:
+        why = f"the loss rose from {figures['loss_first']:.3f} to {figures['loss_last']:.3f}"
+    return {"diverged": why is not None, "diverged_at": at, "diverged_why": why}

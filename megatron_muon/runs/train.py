@@ -1,0 +1,356 @@
+"""Runs one experiment: settles it, writes its folder, launches torchrun, and sums up what came of it.
+
+`prepare` settles and shows nothing, `execute` runs what was prepared; the command `megatron-muon train` does one after
+the other, and so may whatever runs many. The folder's files are described in `run_folder` and `run_summary`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.checkpoint import files
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG
+from megatron_muon.megatron.launch import EXIT_TEMPFAIL, STATUS_FILE
+from megatron_muon.runs import run_folder
+from megatron_muon.runs.node import FIRST_START_ONLY
+from megatron_muon.runs.processes import (
+    Ended,
+    Nodes,
+    environment,
+    pretrain_program,
+    torchrun,
+    torchrun_on_nodes,
+    watch,
+)
+from megatron_muon.runs.provenance import checkout, machine, package_versions
+from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Flag, Request, Resolved, resolve
+from megatron_muon.runs.run_folder import RunFolder
+from megatron_muon.runs.run_summary import summary_of
+from megatron_muon.runs.summary import strict
+
+GRACE_SECONDS = 600
+"""How long ranks may take to finish their step and save, once they have been asked to end."""
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A settled run.
+
+    Attributes:
+        resolved: its settings and folder.
+        nodes: the machines, where there are several.
+        resume: whether it goes on from its own checkpoint, where there is one.
+        overwrite: whether what lies in its folder is deleted first.
+        grace_s: see `GRACE_SECONDS`.
+        command: what the user typed.
+    """
+
+    resolved: Resolved
+    nodes: Nodes | None = None
+    resume: bool = False
+    overwrite: bool = False
+    grace_s: int = GRACE_SECONDS
+    command: str = ""
+
+    @property
+    def folder(self) -> RunFolder:
+        """Where its files lie."""
+        return self.resolved.folder
+
+    @property
+    def is_first_node(self) -> bool:
+        """Whether this machine writes what there is once for all of them."""
+        return self.nodes is None or self.nodes.rank == 0
+
+    @property
+    def config_file(self) -> Path:
+        """The resolved experiment file that this machine's ranks read."""
+        name = run_folder.CONFIG if self.nodes is None or self.is_first_node else f"config.node-{self.nodes.rank}.yaml"
+        return self.folder.root / name
+
+    @property
+    def log(self) -> Path:
+        """Where this machine's output goes."""
+        name = run_folder.LOG if self.nodes is None or self.is_first_node else f"train.node-{self.nodes.rank}.log"
+        return self.folder.root / name
+
+    @property
+    def ckpt_step(self) -> int | None:
+        """The iteration of the run's own checkpoints that this start asks for: a --ckpt-step typed without a --load.
+
+        One of an experiment file, or beside a --load of other checkpoints, says how the first start began.
+        """
+        typed = {flag.name: flag.values for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
+        step = typed.get("--ckpt-step")
+        return int(step[0]) if self.resume and step and self.folder.checkpoint and "--load" not in typed else None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """What the run goes on from."""
+        if self.ckpt_step is not None and self.folder.checkpoints is not None:
+            return files.iteration_folder(self.folder.checkpoints, self.ckpt_step)
+        return self.folder.checkpoint if self.resume else None
+
+    @property
+    def shown_command(self) -> str:
+        """`torchrun` as a user would type it: by its name, and without what makes it wait longer."""
+        command = self.torchrun(waits=False)
+        return shlex.join(["torchrun", *command[command.index("torch.distributed.run") + 1 :]])
+
+    def torchrun(self, *, waits: bool = True) -> list[str]:
+        """The command that runs it.
+
+        Args:
+            waits: with the flag that gives ranks `grace_s` seconds to save.
+        """
+        wait = ("--shutdown-timeout", str(self.grace_s)) if waits and self.resolved.can_wait else ()
+        program = [*pretrain_program(), "--config", str(self.config_file)]
+        if self.checkpoint is not None:
+            given = [flag.name for flag in self.resolved.flags]
+            program += ["--load", str(self.folder.checkpoints)]
+            left_out = set(FIRST_START_ONLY) & set(given) - ({"--ckpt-step"} if self.ckpt_step is not None else set())
+            program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
+        if self.nodes is not None:
+            return torchrun_on_nodes(self.resolved.ranks, self.nodes, *program, more=wait)
+        return torchrun(self.resolved.ranks, *program, more=wait)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        status: exit status, see docs/experiments.md.
+        summary: contents of summary.json; empty on other machines than the first.
+        started: whether anything was started: False where the run was finished before.
+    """
+
+    status: int
+    summary: Mapping[str, Any]
+    started: bool = True
+
+
+def prepare(
+    request: Request,
+    *,
+    nodes: Nodes | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    grace_s: int = GRACE_SECONDS,
+    command: str = "",
+    resolved: Resolved | None = None,
+) -> Experiment:
+    """Settles an experiment; writes nothing but what `request.writes` allows.
+
+    Args:
+        request: what is asked for.
+        nodes: see `Experiment`, as all that follow.
+        resume: see there.
+        overwrite: see there.
+        grace_s: see there.
+        command: see there.
+        resolved: what `resolve` or `resolve_each` returned for this request.
+
+    Raises:
+        UserError: what the user got wrong, a folder that is taken included.
+    """
+    is_first = nodes is None or nodes.rank == 0
+    if request.out is not None and is_first:  # told at once, where the flags have no say
+        folder = run_folder.locate({}, {}, out=request.out, default="")[0]
+        run_folder.refuse_living(folder)
+        run_folder.check_free(folder, resume=resume, overwrite=overwrite)
+    resolved = resolve(request) if resolved is None else resolved
+    experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
+    if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
+        raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
+    if experiment.ckpt_step is not None and experiment.checkpoint is not None and not experiment.checkpoint.is_dir():
+        held = ", ".join(map(str, files.iterations(experiment.checkpoint.parent)))
+        raise UserError(
+            f"--ckpt-step {experiment.ckpt_step}: {experiment.checkpoint.parent} has no checkpoint of that iteration; "
+            f"it has {held or 'none'}"
+        )
+    if is_first:
+        run_folder.refuse_living(resolved.folder)
+        run_folder.check_free(resolved.folder, resume=resume, overwrite=overwrite)
+    return experiment
+
+
+def execute(
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None = None,
+    on_line: Callable[[str], object] | None = None,
+    stop: threading.Event | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Outcome:
+    """Runs an experiment to its end and writes its folder.
+
+    Args:
+        experiment: what `prepare` returned.
+        show: gets the output as it comes, in pieces.
+        on_line: gets every line of it.
+        stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
+        env: variables for the ranks, which win over all others.
+
+    Raises:
+        UserError: another run is under way in the folder, or has been there since `prepare` looked.
+    """
+    if not experiment.is_first_node:
+        return _run(experiment, show=show, on_line=on_line, stop=stop, env=env or {})
+    folder = experiment.folder
+    run_folder.refuse_living(folder)
+    with run_folder.lock_of(folder.root).held() as lock:
+        run_folder.check_free(folder, resume=experiment.resume, overwrite=experiment.overwrite)
+        if experiment.resume and experiment.ckpt_step is None and (done := _finished(experiment)):
+            return Outcome(0, done, started=False)
+        if experiment.overwrite:
+            run_folder.clear(folder)
+        keeps = () if lock is None else (lock,)
+        return _run(experiment, show=show, on_line=on_line, stop=stop, env=env or {}, keeps=keeps)
+
+
+def _run(
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None,
+    on_line: Callable[[str], object] | None,
+    stop: threading.Event | None,
+    env: Mapping[str, str],
+    keeps: Sequence[int] = (),
+) -> Outcome:
+    """`execute` in a folder that is this run's; torchrun keeps the descriptors `keeps`."""
+    folder = experiment.folder
+    folder.root.mkdir(parents=True, exist_ok=True)
+    run = _run_record(experiment)
+    experiment.config_file.write_text(_config_text(experiment, run), "utf-8")
+    if experiment.is_first_node:
+        (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
+        run_folder.write_json(folder.root / run_folder.RUN, run)
+    append = experiment.checkpoint is not None
+    began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
+    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop, more_env=env, keeps=keeps)
+    status = _exit_status(ended, status)
+    if not experiment.is_first_node:
+        return Outcome(status, {})
+    now = datetime.now(UTC)
+    summary = {
+        **summary_of(folder, status=status, log=experiment.log, run=run, began_at=began_at),
+        "started": run["started"],
+        "ended": now.isoformat(timespec="seconds"),
+        "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
+    }
+    summary = strict(summary)
+    run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
+    return Outcome(status, summary)
+
+
+def _launch(
+    experiment: Experiment,
+    *,
+    show: Callable[[str], object] | None,
+    on_line: Callable[[str], object] | None,
+    stop: threading.Event | None,
+    more_env: Mapping[str, str],
+    keeps: Sequence[int],
+) -> tuple[Ended, int | None]:
+    """How torchrun ended, and what status the first rank left."""
+    resolved = experiment.resolved
+    env = environment(resolved.ranks, nodes=experiment.nodes.count if experiment.nodes else 1, settings=resolved.env)
+    with tempfile.TemporaryDirectory(prefix="train-") as scratch:
+        file = Path(scratch, "status")
+        ended = watch(
+            experiment.torchrun(),
+            experiment.log,
+            env={**env, **more_env, STATUS_FILE: str(file)},
+            show=show,
+            on_line=on_line,
+            append=experiment.checkpoint is not None,
+            keeps=keeps,
+            grace_s=experiment.grace_s,
+            stop=stop,
+        )
+        with contextlib.suppress(OSError, ValueError):
+            return ended, int(file.read_text("utf-8"))
+    return ended, None
+
+
+def _exit_status(ended: Ended, rank: int | None) -> int:
+    """The run's status: what a rank said counts for more than torchrun's, which is 1 for anything but 0."""
+    if ended.signal == signal.SIGINT:
+        return 128 + signal.SIGINT
+    if ended.signal is not None:
+        return rank if rank == EXIT_TEMPFAIL else 128 + ended.signal
+    if ended.status == 0:
+        return 0
+    return rank or ended.status
+
+
+def _finished(experiment: Experiment) -> dict[str, Any] | None:
+    """The summary of a run that has done all that is asked for."""
+    summary = run_folder.read_json(experiment.folder.root / run_folder.SUMMARY)
+    done, asked = summary.get("iterations"), experiment.resolved.settings.get("train_iters")
+    is_done = summary.get("outcome") == "finished" and asked is not None and done is not None and done >= asked
+    return summary if is_done else None
+
+
+def _run_record(experiment: Experiment) -> dict[str, Any]:
+    """The contents of run.json."""
+    resolved, folder = experiment.resolved, experiment.folder
+    before = run_folder.read_json(folder.root / run_folder.RUN) if experiment.resume else {}
+    flags = [(flag.name, flag.values) for flag in resolved.flags]
+    found, dirty = checkout()
+    return {
+        "name": folder.root.resolve().name,
+        "folder": str(folder.root),
+        "command": experiment.command,
+        "torchrun": experiment.shown_command,
+        "directory": os.getcwd(),
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "versions": package_versions(),
+        "commit": found,
+        "dirty": dirty,
+        "config_files": list(resolved.files),
+        "config_hash": run_folder.config_hash(flags, resolved.env),
+        "device": resolved.device,
+        "nodes": experiment.nodes.count if experiment.nodes else 1,
+        "ranks": resolved.ranks,
+        "settings": dict(resolved.settings),
+        "filled_in": [token for flag in resolved.filled_in for token in (flag.name, *flag.values)],
+        "tensorboard_dir": str(folder.tensorboard),
+        "checkpoint_dir": str(folder.checkpoints) if folder.checkpoints else None,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "starts": before.get("starts", 0) + 1,
+        "resumed_from": str(experiment.checkpoint) if experiment.checkpoint else None,
+    }
+
+
+def _config_text(experiment: Experiment, run: Mapping[str, Any]) -> str:
+    heading = f"Resolved from {', '.join(run['config_files'])}"
+    heading += f" at {run['started']}; runs alone:\n{run['torchrun']}" if run["started"] else ""
+    flags = [(flag.name, flag.values) for flag in experiment.resolved.flags]
+    return run_folder.config_text(flags, experiment.resolved.env, heading=heading)
+
+
+def settings_lines(experiment: Experiment) -> list[str]:
+    """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
+    flags = (*experiment.resolved.flags, *experiment.resolved.filled_in)
+    rows = [(flag.name, _shown(flag), flag.source) for flag in flags]
+    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 44), (1, 40))]
+    return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
+
+
+def _shown(flag: Flag) -> str:
+    return shlex.join(flag.values) if flag.values else "true"

@@ -1,0 +1,202 @@
+"""`megatron-muon train`: one experiment, from its YAML file to the summary in its folder.
+
+This module has the arguments and what is shown; `train` does the work, `run_folder` and `run_summary` say what it
+leaves behind.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon.command_parser import CommandParser
+from megatron_muon.errors import UserError
+from megatron_muon.runs import run_folder
+from megatron_muon.runs.processes import Nodes, sigterm_unwinds
+
+if TYPE_CHECKING:
+    from megatron_muon.runs.resolve import Request
+
+DESCRIPTION = """\
+Trains what an experiment file says (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml load as they are):
+shows the settings and where each comes from, launches torchrun with pretrain_gpt.py, and leaves in the run's folder
+config.yaml, run.json, train.log, tensorboard/ and summary.json.
+"""
+
+EXAMPLES = """\
+examples:
+  megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
+  megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
+  megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
+  megatron-muon train --config configs/quickstart.yaml --resume
+  megatron-muon train --resume --out runs/first
+  on each of two machines, with R its number, 0 or 1:
+    megatron-muon train --config my.yaml --nproc 8 --nnodes 2 --node-rank R --rdzv-endpoint node0:29500 --out runs/my
+
+exit status:
+  that of the run: 0 finished, 1 failed, 2 a mistake of the user, 16 the loss is not a number (Megatron),
+  75 ended by SIGTERM after a checkpoint (start it again with --resume), 130 Ctrl-C, 143 SIGTERM without a checkpoint
+"""
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon train`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.usage = "megatron-muon train --config FILE [options] [any flag of pretrain_gpt.py]"
+    what = parser.add_argument_group("what to train")
+    what.add_argument("--config", type=Path, metavar="FILE", help="experiment file; not needed to --resume --out DIR")
+    what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+        help="a flag instead of the file's: lr=0.001, muon_lr=0.01, bf16=true; null takes it away "
+        "(repeatable)")  # fmt: skip
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
+    where = parser.add_argument_group("where")
+    where.add_argument("--nproc", type=positive, metavar="N",
+        help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
+    where.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines (1)")
+    where.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0")
+    where.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="where the machines meet: one of them, a free port")
+    where.add_argument("--rdzv-id", default="none", metavar="ID", help="the run's name among others at that place")
+    folder = parser.add_argument_group("the run's folder")
+    folder.add_argument("--out", type=Path, metavar="DIR",
+        help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
+        "else runs/NAME-TIME")  # fmt: skip
+    folder.add_argument("--resume", action="store_true",
+        help="go on from the run's own checkpoint, where there is one; "
+        "may be given from the first start on")  # fmt: skip
+    folder.add_argument("--overwrite", action="store_true", help="delete the run that lies there, and start anew")
+    how = parser.add_argument_group("how")
+    how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
+    how.add_argument(
+        "--quiet", action="store_true", help="do not show the settings; run.json and config.yaml have them"
+    )
+    how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
+        help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, or shows what would be trained."""
+    from megatron_muon.runs.train import execute, prepare, settings_lines
+
+    request, nodes = request_of(args)
+    with sigterm_unwinds():
+        experiment = prepare(
+            request,
+            nodes=nodes,
+            resume=args.resume,
+            overwrite=args.overwrite,
+            grace_s=args.grace,
+            command=shlex.join(("megatron-muon", *sys.argv[1:])),
+        )
+    for note in experiment.resolved.notes:
+        print(f"megatron-muon: {note}")
+    if not args.quiet:
+        print(f"\nsettings of {args.config or experiment.config_file}")
+        print("\n".join(settings_lines(experiment)))
+    root = experiment.folder.root
+    print(f"\nrun folder  {root}")
+    if experiment.checkpoint is not None:
+        print(f"going on    from {experiment.checkpoint}")
+    print(f"command     {experiment.shown_command}\n", flush=True)
+    if args.dry_run:
+        print("dry run: nothing was started or written")
+        return 0
+
+    def show(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    outcome = execute(experiment, show=show)
+    if not outcome.started:
+        print(f"finished before: {outcome.summary['iterations']} iterations; see {root / run_folder.SUMMARY}")
+    elif outcome.summary:
+        print(f"\n{_in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
+        if outcome.summary["error"]:
+            print(f"why: {outcome.summary['error']}")
+        if outcome.summary["go_on"]:
+            what = "to go on" if outcome.summary["checkpoint"] else "nothing was saved; to start again"
+            print(f"{what}: {outcome.summary['go_on']}")
+    return outcome.status
+
+
+def request_of(args: argparse.Namespace) -> tuple[Request, Nodes | None]:
+    """What the arguments ask for.
+
+    Raises:
+        UserError: arguments that do not go together.
+    """
+    from megatron_muon.runs.resolve import Request
+
+    if args.resume and args.overwrite:
+        raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
+    config = args.config
+    if config is None:
+        if not (args.resume and args.out):
+            raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
+        config = args.out / run_folder.CONFIG
+    if args.nproc is None and args.resume and args.out:
+        args.nproc = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
+    request = Request(
+        config=str(config),
+        sets=tuple(assignment(text) for text in args.sets),
+        flags=tuple(args.flags),
+        ranks=args.nproc,
+        nodes=args.nnodes,
+        out=str(args.out) if args.out else None,
+        keeps_places=args.config is None,
+        default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
+        writes=not args.dry_run,
+    )
+    return request, _nodes(args)
+
+
+def _nodes(args: argparse.Namespace) -> Nodes | None:
+    if args.nnodes == 1:
+        if args.node_rank or args.rdzv_endpoint:
+            raise UserError("--node-rank and --rdzv-endpoint are for several machines; give --nnodes N too")
+        return None
+    if args.node_rank is None or args.rdzv_endpoint is None:
+        raise UserError(
+            f"--nnodes {args.nnodes} needs --node-rank R (0 to {args.nnodes - 1}) and --rdzv-endpoint HOST:PORT, one "
+            "of the machines and a free port on it"
+        )
+    if not 0 <= args.node_rank < args.nnodes:
+        raise UserError(f"--node-rank {args.node_rank} is out of range; choose 0 to {args.nnodes - 1}")
+    return Nodes(args.nnodes, args.node_rank, args.rdzv_endpoint, args.rdzv_id)
+
+
+def _in_words(summary: Mapping[str, Any]) -> str:
+    from megatron_muon.runs.summary import validation_label
+
+    words = f"{summary['outcome']} with status {summary['status']} after {summary['iterations']} iterations"
+    if summary["loss_last"] is not None:
+        words += f", training loss {summary['loss_last']:.4f}"
+    for name, value in (summary["validation_loss"] or {}).items():
+        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
+    return words + (f"; DIVERGED: {summary['diverged_why']}" if summary["diverged"] else "")
+
+
+def assignment(text: str) -> tuple[str, str]:
+    """Key and value of a `--set`.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip("-"):
+        raise UserError(f"--set {text}: write KEY=VALUE, such as --set lr=0.001")
+    return key, value
+
+
+def positive(text: str) -> int:
+    """A number of at least 1, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number

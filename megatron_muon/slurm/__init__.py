@@ -1,0 +1,1 @@
+"""`megatron-muon submit`: runs as jobs of SLURM."""

@@ -1,0 +1,287 @@
+"""`megatron-muon submit`: puts a training into SLURM's queue, after its flags have been checked.
+
+It calls `sbatch` with scripts/slurm/pretrain.sbatch, which trains, and requeues itself until the run is finished. What
+takes hours to find out in a queue is found here: a flag that does not exist, a size that does not fit the ranks, a run
+that could not be resumed, array tasks that would overwrite each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.command_parser import CommandParser
+from megatron_muon.errors import Reasons, RunFailedError, UserError
+from megatron_muon.runs.processes import ROOT
+
+SCRIPT = Path("scripts/slurm/pretrain.sbatch")
+LOGS = Path("logs")
+
+EXAMPLES = """\
+examples:
+  what would be submitted, without SLURM:
+    megatron-muon submit --config configs/quickstart.yaml --nodes 2 --dry-run
+  four nodes of eight GPUs, for four hours at a time until it is finished:
+    megatron-muon submit --config configs/llama3-8b.yaml --nodes 4 --gpus-per-node 8 --time 4:00:00 -- \\
+        --save /scratch/8b --save-interval 500
+  a sweep, one line of flags per task, four tasks at once:
+    megatron-muon submit --config configs/quickstart.yaml --nodes 1 --array rates.txt --at-once 4
+"""
+
+DESCRIPTION = """\
+Submit a training to SLURM with scripts/slurm/pretrain.sbatch, which resumes after preemption and time limits.
+
+Needs --save among the configuration's flags or after --, on a disk that all nodes share. See docs/clusters.md.
+"""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is handed to sbatch.
+
+    Attributes:
+        command: sbatch with its options, the script, and the script's arguments.
+        env: variables that the script reads, beside those that are set already.
+        settings: (name, value) of what a user should see.
+    """
+
+    command: tuple[str, ...]
+    env: Mapping[str, str]
+    settings: tuple[tuple[str, str], ...]
+
+    @property
+    def line(self) -> str:
+        """The whole as it would be typed."""
+        return " ".join(
+            [*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.command)]
+        )
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon submit`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
+    add("--nodes", type=_positive, required=True, metavar="N", help="nodes of the job")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--gpus-per-node", type=_positive, metavar="G",
+        help="ask SLURM for so many, and start a rank on each")  # fmt: skip
+    ranks.add_argument("--nproc-per-node", type=_positive, metavar="P",
+        help="ranks on each node, where SLURM gives out whole nodes or there are no GPUs "
+        "(what the job finds: a rank for each GPU, or one)")  # fmt: skip
+    add("--time", metavar="D-HH:MM:SS", help="time limit of one start (the partition's)")
+    add("--partition", metavar="NAME", help="partition (the cluster's default)")
+    add("--account", metavar="NAME", help="account to charge (the user's default)")
+    add("--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)")
+    add("--array", type=Path, metavar="FILE", help="an array job: a task for each line of FILE, which holds its flags")
+    add("--at-once", type=_positive, metavar="M",
+        help="with --array: so many tasks at a time (as many as there is room for)")  # fmt: skip
+    add("--sbatch", action="append", default=[], metavar="OPTION",
+        help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
+    add("--dry-run", action="store_true", help="check everything, show the command and the script, submit nothing")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --; they win over the file's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, shows and submits; 0 when the job is queued, or would be."""
+    script = ROOT / SCRIPT
+    if not script.is_file():
+        raise UserError(
+            f"{script} does not exist: submit needs a checkout of megatron_muon, installed with pip install -e"
+        )
+    if args.at_once is not None and args.array is None:
+        raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
+    submission = plan(args, os.environ)
+    check_as_run(args)
+    for name, value in submission.settings:
+        print(f"{name:<12} {value}")
+    print(submission.line, flush=True)
+    if args.dry_run:
+        print(f"\n{'-' * 20} {script} {'-' * 20}\n{script.read_text('utf-8')}", end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "sbatch is not installed here: type this on a login node of a SLURM cluster, see the command alone with "
+            "--dry-run, or try it on a cluster of your own with scripts/slurm/local_cluster.sh start"
+        )
+    LOGS.mkdir(exist_ok=True)  # SLURM does not, and a job that cannot open its log ends without a word
+    done = subprocess.run(
+        submission.command, env={**os.environ, **submission.env}, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RunFailedError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+    print(done.stdout, end="")
+    return 0
+
+
+def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Submission:
+    """The submission that the arguments ask for.
+
+    Raises:
+        UserError: the run would fail at its start, or could not be resumed.
+    """
+    tasks = [()] if args.array is None else read_tasks(args.array)
+    runs = check_flags(args, tasks)
+    ranks = args.gpus_per_node or args.nproc_per_node
+    name = args.job_name or args.config.stem
+    options = {
+        "--nodes": args.nodes,
+        "--job-name": name,
+        "--gpus-per-node": args.gpus_per_node,
+        "--time": args.time,
+        "--partition": args.partition,
+        "--account": args.account,
+        "--array": None if args.array is None else f"1-{len(tasks)}" + (f"%{args.at_once}" if args.at_once else ""),
+    }
+    command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    command += [*args.sbatch, str(ROOT / SCRIPT), str(args.config), *args.flags]
+    env = {"MUON_ROOT": str(ROOT)}
+    if not environ.get("VENV") and not environ.get("CONTAINER_IMAGE"):
+        env["VENV"] = sys.prefix
+    if ranks is not None:
+        env["NPROC_PER_NODE"] = str(ranks)
+    if args.array is not None:
+        env["ARRAY_FLAGS"] = str(args.array)
+    each = "a rank for each GPU, or one" if ranks is None else f"{ranks} = {args.nodes * ranks} ranks"
+    settings = [
+        ("config", str(args.config)),
+        ("flags", shlex.join(args.flags) or "none beside the file's"),
+        ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
+        ("time limit", f"{args.time or 'the partition’s'}; SIGTERM three minutes ahead"),
+        (
+            "checkpoints",
+            _checkpoints(runs[0], args.flags) if args.array is None else "of each task in a folder of its own",
+        ),
+        ("python", environ.get("CONTAINER_IMAGE") or environ.get("VENV") or sys.prefix),
+        ("logs", f"{LOGS}/{name}-JOB.log, and for each node {LOGS}/{name}-JOB-NUMBER-HOST.log"),
+    ]
+    if args.array is not None:
+        settings.insert(2, ("tasks", f"{len(tasks)}, from {args.array}"))
+    return Submission(tuple(command), env, tuple(settings))
+
+
+def read_tasks(file: Path) -> list[tuple[str, ...]]:
+    """The flags of an array's tasks, one task a line, quoted as in a shell.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or has a line without flags.
+    """
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --array {str(file)!r}: {getattr(error, 'strerror', 'it is not text')}") from None
+    if not lines:
+        raise UserError(
+            f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save runs/a"
+        )
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        try:
+            flags = shlex.split(line)
+        except ValueError as error:
+            raise UserError(f"{file}:{number}: {error}; quote as in a shell") from None
+        if not flags or not flags[0].startswith("--"):
+            raise UserError(f"{file}:{number}: a line holds the flags of a task, found {line!r}; line N is task N")
+        tasks.append(tuple(flags))
+    return tasks
+
+
+def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Any]:
+    """The parsed flags of every task's run.
+
+    Raises:
+        UserError: a flag that does not exist, sizes that do not fit the ranks, no --save or one that tasks share.
+    """
+    from megatron_muon.megatron.flags import config_file
+    from megatron_muon.quiet import quiet_imports
+
+    with quiet_imports():
+        from megatron_muon.megatron.flags import arguments
+
+        parser = arguments.build_parser()
+    ranks = args.gpus_per_node or args.nproc_per_node
+    runs = []
+    for flags in tasks:
+        typed = [*args.flags, *flags]
+        config = config_file.load_config(args.config, overridden=config_file.given_flags(typed))
+        config_file.check_flags(config, parser)
+        run = arguments.parse(parser, config_file.merge(config, typed))
+        if run.save is None:
+            raise UserError(
+                "no --save, so the run could not be resumed; add '-- --save DIR', on a disk all nodes share"
+            )
+        if run.save_interval is None:
+            raise UserError(f"--save {run.save} needs --save-interval N too; add it after --")
+        if ranks is not None:
+            arguments.check_parallelism(run, args.nodes * ranks)
+        runs.append(run)
+    folders = [run.save for run in runs]
+    for number, folder in enumerate(folders, 1):
+        first = folders.index(folder) + 1
+        if first != number:
+            raise UserError(
+                f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {folder}; "
+                "give each line a --save of its own"
+            )
+    return runs
+
+
+def check_as_run(args: argparse.Namespace) -> None:
+    """Checks every task's run as its ranks would, for the number of ranks and, with GPUs, for CUDA.
+
+    Where the number of ranks is left to what the job finds, its first start says what is wrong.
+
+    Raises:
+        UserError: what the user got wrong, all of it.
+    """
+    ranks = args.gpus_per_node or args.nproc_per_node
+    if ranks is None:
+        return
+    from megatron_muon.runs.resolve import Request, resolve_each
+
+    tasks = [()] if args.array is None else read_tasks(args.array)
+    device = (("device", "cuda"),) if args.gpus_per_node else ()
+    requests = [
+        Request(str(args.config), device, (*args.flags, *flags), ranks=ranks, nodes=args.nodes, writes=False)
+        for flags in tasks
+    ]
+    reasons = Reasons()
+    for number, answer in enumerate(resolve_each(requests), 1):
+        with reasons:
+            if isinstance(answer, UserError):
+                task = "" if args.array is None else f"{args.array}:{number}: "
+                raise UserError("\n".join(f"{task}{line}" for line in str(answer).splitlines()))
+    reasons.tell()
+
+
+def _checkpoints(run: Any, typed: Sequence[str]) -> str:
+    """Where the run begins, as `node.requeueable` settles it."""
+    from megatron_muon.checkpoint import files
+    from megatron_muon.megatron.flags.config_file import given_flags
+
+    found = files.latest(Path(run.save))
+    if found is None:
+        return f"{run.save}: a first start"
+    if run.ckpt_step is not None and "--ckpt-step" in given_flags(typed) and "--load" not in given_flags(typed):
+        found = run.ckpt_step
+    if isinstance(found, int) and run.train_iters is not None and found >= run.train_iters:
+        return (
+            f"{run.save}: finished, iteration {found} of {run.train_iters}: nothing would be trained; raise "
+            "--train-iters to go on, or give another --save"
+        )
+    return f"{run.save}: goes on from iteration {found}"
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a positive whole number, found {text!r}")
+    return int(text)

@@ -1,0 +1,1 @@
+"""`megatron-muon sweep`: many runs over settings and seeds."""

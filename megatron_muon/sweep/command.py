@@ -1,0 +1,220 @@
+"""`megatron-muon sweep`: an experiment file at many settings and seeds, and one table of what came of it.
+
+This module has the arguments and what is shown; `sweep_grid` says what is tried, `sweep` runs it, `sweep_results` sums
+up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon.command_parser import CommandParser
+from megatron_muon.errors import UserError
+from megatron_muon.runs import run_folder
+from megatron_muon.runs.processes import sigterm_unwinds
+from megatron_muon.runs.train_command import assignment, positive
+from megatron_muon.sweep.grid import Point, Task, parse_grids, tasks_of
+
+if TYPE_CHECKING:
+    from megatron_muon.sweep.trials import Plan
+
+DESCRIPTION = """\
+Trains an experiment file at every point of a grid with several seeds, each run in its own folder below --out, as
+`megatron-muon train` does, and writes results.csv and results.json there. The same command goes on where it was
+stopped: runs that are done are skipped, those with a checkpoint resumed, others started again.
+
+--grid KEY=VALUE,VALUE KEY=VALUE,... tries every combination. Several --grid are alternatives, each for itself, so that
+AdamW and Muon get their own learning rates:
+
+  --grid optimizer=adam lr=1e-3,2e-3,4e-3  --grid optimizer=muon lr=4e-3,8e-3,1.6e-2
+
+A key is a flag of pretrain_gpt.py without its dashes; KEY=null takes the file's away. Seeds are 1 to N of --seeds N,
+the same for every point.
+"""
+
+EXAMPLES = """\
+examples:
+  megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --grid lr=4e-3,8e-3,1.6e-2
+  megatron-muon sweep --config configs/quickstart.yaml --nproc 2 --seeds 3 --set save=null --out runs/compare \\
+      --grid optimizer=adam lr=1e-3,2e-3,4e-3 --grid optimizer=muon lr=4e-3,8e-3,1.6e-2
+  megatron-muon sweep --config configs/quickstart.yaml --grid lr=4e-3,8e-3 --dry-run
+  megatron-muon sweep --config configs/quickstart.yaml --grid lr=4e-3,8e-3 --list-flags > rates.txt
+  megatron-muon report runs/compare --out runs/compare/report
+
+exit status:
+  0 all runs finished or diverged, 1 a run failed (the others went on), 2 a mistake of the user, 130 Ctrl-C, 143 SIGTERM
+"""
+
+
+_TABLE_WIDTH = 200
+"""The table of results is not squeezed into less; a narrower terminal breaks its lines."""
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon sweep`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.usage = (
+        "megatron-muon sweep --config FILE --grid KEY=VALUE,... [KEY=...] [--grid ...] [options] "
+        "[any flag of pretrain_gpt.py]"
+    )
+    what = parser.add_argument_group("what to try")
+    what.add_argument("--config", type=Path, metavar="FILE", required=True, help="experiment file")
+    what.add_argument("--grid", action="append", nargs="+", metavar="KEY=VALUE,...", required=True,
+        help="settings to combine; repeat it for alternatives")  # fmt: skip
+    what.add_argument("--seeds", type=positive, default=1, metavar="N", help="run each point with the seeds 1 to N (1)")
+    what.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="sets",
+        help="a setting of all runs, as of train (repeatable)")  # fmt: skip
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, for all runs, among these or after --")
+    where = parser.add_argument_group("where")
+    where.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
+    where.add_argument("--overwrite", action="store_true",
+        help="delete runs that were trained with other settings, and train them anew")  # fmt: skip
+    where.add_argument("--nproc", type=positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
+    where.add_argument("--jobs", type=positive, default=1, metavar="N",
+        help="runs at once on this machine, which share its cores and GPUs evenly (1)")  # fmt: skip
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--dry-run", action="store_true", help="check all, show runs and commands, start and write nothing"
+    )
+    how.add_argument("--list-flags", action="store_true",
+        help="print a line of flags for each run, as array tasks of scripts/slurm take them, and end")  # fmt: skip
+    how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
+        help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the sweep, or shows what it would run."""
+    from megatron_muon.sweep import trials as sweep
+
+    points = parse_grids(args.grid)
+    sets = [assignment(text) for text in args.sets]
+    in_grid = [setting for point in points for setting in point.settings]
+    _check_places([*sets, *in_grid])
+    _check_flags(args.flags, {_flag(key) for key, _ in in_grid})
+    out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
+    tasks = tasks_of(points, args.seeds, out)
+    shows_only = args.dry_run or args.list_flags
+    with sigterm_unwinds():
+        print(f"checking {len(tasks)} runs", file=sys.stderr, flush=True)
+        plans = sweep.settle(tasks, args.config, sets=sets, flags=args.flags, ranks=args.nproc, writes=not shows_only)
+    sweep.check_devices(plans, args.jobs)
+    if args.list_flags:
+        print("\n".join(shlex.join(plan.flags) for plan in plans))
+        return 0
+    if args.dry_run:
+        _show_plans(plans)
+        return 0
+    with sweep.only_one(out):
+        plans = sweep.settled_now(plans)
+        sweep.refuse_changed(plans, overwrite=args.overwrite)
+        return _run(args, points, plans, out)
+
+
+def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan], out: Path) -> int:
+    from megatron_muon.runs.provenance import checkout, machine, package_versions
+    from megatron_muon.sweep import results as sweep_results
+    from megatron_muon.sweep.show import Display, in_words
+    from megatron_muon.sweep.trials import DONE, Sweep, Watcher
+
+    command = shlex.join(("megatron-muon", *sys.argv[1:]))
+    commit, dirty = checkout()
+    head = {
+        "command": command,
+        "config": str(args.config),
+        "seeds": args.seeds,
+        "versions": package_versions(),
+        "machine": machine(),
+        "commit": commit,
+        "dirty": dirty,
+    }
+    rows: dict[Task, dict[str, Any]] = {plan.task: sweep_results.row(plan.task) for plan in plans}
+    dirty_rows: list[Task] = []
+    to_do = [plan for plan in plans if plan.state != DONE]
+    print(f"{len(plans)} runs in {out}: {len(plans) - len(to_do)} done before, {len(to_do)} to do", flush=True)
+
+    def write() -> None:
+        while dirty_rows:
+            task = dirty_rows.pop()
+            rows[task] = sweep_results.row(task)
+        sweep_results.write(out, points, list(rows.values()), head)
+
+    failed: dict[Task, str] = {}
+    with Display(len(plans), len(plans) - len(to_do)) as display:
+
+        def ended(plan: Plan, outcome: Any) -> None:
+            display.ended(plan, outcome)
+            if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
+                failed[plan.task] = in_words(outcome.summary)
+            dirty_rows.append(plan.task)
+
+        def every() -> None:
+            display.refresh()
+            if dirty_rows:
+                write()
+
+        sweep = Sweep(to_do, args.jobs, args.grace, command, Watcher(display.started, display.line, ended))
+        try:
+            sweep.run(every=every)
+        finally:
+            write()
+    display.console.print()
+    display.console.width = max(display.console.width, _TABLE_WIDTH)
+    display.console.print(sweep_results.table(points, list(rows.values())))
+    for note in sweep_results.at_the_edge(sweep_results.by_point(points, list(rows.values()))):
+        print(f"note: {note}")
+    print(f"\nresults: {out / sweep_results.CSV}, {out / sweep_results.JSON}")
+    if sweep.signal is not None:
+        print("stopped; the same command goes on")
+        return 128 + sweep.signal
+    for task, words in failed.items():
+        print(f"failed: {task.name}: {words}; see {task.folder / run_folder.LOG}", file=sys.stderr)
+    if failed:
+        print(f"{len(failed)} of {len(plans)} runs failed; the same command tries them again", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _show_plans(plans: Sequence[Plan]) -> None:
+    """All runs with state, folder and command."""
+    from megatron_muon.runs.train import prepare
+
+    for plan in plans:
+        experiment = prepare(plan.request, overwrite=True, resolved=plan.resolved)
+        print(f"{plan.task.name}: {plan.state}{f' ({plan.changes[0]})' if plan.changes else ''}, {plan.task.folder}")
+        print(f"  {experiment.shown_command}")
+        print(f"  with {shlex.join(plan.flags)}")
+    print("dry run: nothing was started or written")
+
+
+def _check_places(settings: Sequence[tuple[str, str]]) -> None:
+    """Refuses one place for the files of all runs."""
+    for key, value in settings:
+        flag = _flag(key)
+        if flag == "--tensorboard-dir" or (flag == "--save" and value.lower() not in ("null", "false")):
+            raise UserError(
+                f"{key}={value}: every run of a sweep has its own folder below --out; with {flag} in the experiment "
+                f"file each writes there, and {flag[2:]}=null takes it away"
+            )
+        if flag == "--seed":
+            raise UserError(f"--set {key}={value}: seeds come from --seeds N, which takes 1 to N")
+
+
+def _check_flags(typed: Sequence[str], in_grid: set[str]) -> None:
+    """Refuses flags of pretrain_gpt.py that would make runs of the sweep one: they win over the grid and the seeds."""
+    for flag in (token.partition("=")[0] for token in typed):
+        if flag in in_grid:
+            raise UserError(f"{flag} is in --grid and beside it, where it holds for all runs; give it once")
+        if flag == "--seed":
+            raise UserError("--seed is that of one run; seeds come from --seeds N, which takes 1 to N")
+        if flag in ("--save", "--tensorboard-dir"):
+            raise UserError(f"{flag}: every run of a sweep has its own folder below --out; leave {flag} out")
+
+
+def _flag(key: str) -> str:
+    """The flag that a key of --set or --grid names."""
+    return f"--{key.lstrip('-').replace('_', '-').lower()}"
