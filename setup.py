@@ -58,6 +58,7 @@ setup(
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",
+            "pdoc>=16",
             "psutil>=5.9",
             "pytest>=8.2",
             "pytest-timeout>=2.3",

@@ -1,12 +1,6 @@
-"""The one exception type for what a user can get wrong.
+"""What can go wrong, by whose part it is to mend it; `UserError` is the core's."""
 
-The command line prints it as a single line without a traceback; library code raises it as the `ValueError` it
-is.
-"""
-
-
-class UserError(ValueError):
-    """A mistake in what the user gave; the message says what was given, what would be right, what to type."""
+from megatron_muon.core.errors import UserError as UserError
 
 
 class SaveError(RuntimeError):

@@ -9,7 +9,7 @@ help() {
 Usage: scripts/test.sh [PART...] [-- PYTEST_ARGUMENT...]
 
 PARTs (default: all of them, in this order):
-  lint         ruff check, ruff format --check, mypy
+  lint         ruff check, ruff format --check, mypy, and the API reference into build/api
   unit         tests/unit: one process, seconds
   functional   tests/functional: real ranks over gloo, the real command line; minutes
 
@@ -64,6 +64,8 @@ for part in "${parts[@]}"; do
             check "ruff check" .venv/bin/ruff check .
             check "ruff format" .venv/bin/ruff format --check .
             check "mypy" .venv/bin/mypy
+            check "api reference" .venv/bin/pdoc --docformat google --output-directory build/api \
+                megatron_muon.{core,megatron,offload,checkpoint}
             ;;
         unit) check "unit tests" .venv/bin/python -m pytest tests/unit "$@" ;;
         functional) check "functional tests" .venv/bin/python -m pytest tests/functional --durations=10 "$@" ;;

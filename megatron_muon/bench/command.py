@@ -1,7 +1,7 @@
 """`megatron-muon bench`: measures optimizer steps and whole training steps, and shows what came out.
 
 `bench step` times Muon's two exchanges and Adam on the shards of a GPT, `bench train` whole training steps of a config.
-This module has the arguments and the tables; `bench_step` and `bench_train` measure.
+This module has the arguments and the tables; `benchmarks/step.py`, beside the package, and `train` measure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.offload_flags import DTYPES, OFFLOADS
-from megatron_muon.runs.processes import environment, run_logged, torchrun
+from megatron_muon.runs.processes import ROOT, environment, run_logged, torchrun
 from megatron_muon.runs.provenance import provenance
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 METHODS = ("owner", "allgather", "allgather-tuned", "adam")
 PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": "muon_fsdp2"}
-"""The module that each imports; what they are stands in `bench_peers` and `bench_fsdp2`."""
+"""The module that each imports; what they are stands in `benchmarks/peers.py` and `fsdp2.py`."""
 
 CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
 """Peers that cannot be measured, with the version that this was found of: `zeropower` and `foreach_zeropower` choose
@@ -184,10 +184,15 @@ def check_peers(peers: Sequence[str]) -> None:
 
 def _run_step(args: argparse.Namespace) -> dict[str, Any]:
     spec = step_spec(args)
+    if not (ROOT / "benchmarks" / "step.py").is_file():
+        raise UserError(
+            "bench step measures from a checkout of the repository, not from an installed wheel; clone it, "
+            "pip install -e . there, and repeat the command"
+        )
     source = provenance(sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, _status("measuring optimizer steps"):
         output = Path(folder, "figures.json")
-        worker = ("-m", "megatron_muon.bench.step", json.dumps(dataclasses.asdict(spec)), str(output))
+        worker = ("-m", "benchmarks.step", json.dumps(dataclasses.asdict(spec)), str(output))
         run_logged(
             torchrun(spec.ranks, *worker), Path(folder, "log"), env=environment(spec.ranks), what="the measurement"
         )

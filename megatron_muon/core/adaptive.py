@@ -3,7 +3,7 @@
 AdaMuon's second moment is elementwise: each rank advances that of its own rows when the update's rows arrive. NorMuon
 keeps one number for each row of a tall matrix and each column of a wide one, and keeps the update's norm: that takes
 the whole update, so the rank that orthogonalises a matrix normalises it too, and the numbers go round once before and
-once after the exchange (`exchange.neurons`). In either way the update does not depend on who holds what.
+once after the exchange (`core.neurons`). In either way the update does not depend on who holds what.
 
 Source of the arithmetic, names and shapes: emerging-optimizers 0.3, AdaptiveMuon. The update is orthogonalised
 unscaled, then normalised, then scaled. Second moment and norm are those of the whole parameter, as there. Where it
@@ -12,7 +12,7 @@ differs: every block is scaled by its own shape, as by plain Muon, and each expe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class AdaptiveMuon(ShardedMuon):
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
-        exchange: Callable[[Sequence[torch.Tensor]], Exchange],
+        exchange: Exchange,
         *,
         beta2: float,
         eps: float,
@@ -65,7 +65,7 @@ class AdaptiveMuon(ShardedMuon):
     def initialize_state(self) -> None:
         """Give every parameter that has none its momentum and second moment of zeros, on every rank alike."""
         super().initialize_state()
-        for parameter in self._parameters():
+        for parameter in self._matrices:
             if MOMENT2 not in self.state[parameter]:
                 self.state[parameter][MOMENT2] = self._new_moment(parameter)
 
@@ -88,20 +88,24 @@ class AdaMuon(AdaptiveMuon):
     def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter.detach(), dtype=torch.float32)
 
-    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
-        normalized = list(updates)
-        for group, parameters, places in self._by_group(indices):
-            rows = [updates[place].float() for place in places]
-            moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in parameters]
-            shares = (finite * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
-            torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
-            roots = torch._foreach_sqrt(moments)
-            torch._foreach_add_(roots, group["eps"])
-            rows = list(torch._foreach_div(rows, roots))
-            torch._foreach_mul_(rows, [self._scales[indices[place]] for place in places])
-            for place, update in zip(places, rows, strict=True):
-                normalized[place] = update
-        super()._apply(indices, normalized, finite)
+    def _scaled(
+        self,
+        group: dict[str, Any],
+        indices: Sequence[int],
+        places: Sequence[int],
+        updates: Sequence[torch.Tensor],
+        finite: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """The updates over the roots of their second moments, scaled."""
+        rows = [updates[place].float() for place in places]
+        moments = [local_rows(self.state[self._matrices[indices[place]]][MOMENT2]) for place in places]
+        shares = (finite * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
+        torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
+        roots = torch._foreach_sqrt(moments)
+        torch._foreach_add_(roots, group["eps"])
+        rows = list(torch._foreach_div(rows, roots))
+        torch._foreach_mul_(rows, [self._scales[indices[place]] for place in places])
+        return rows
 
 
 class NorMuon(AdaptiveMuon):
@@ -131,7 +135,7 @@ class NorMuon(AdaptiveMuon):
         self._neurons.spread(moments)
 
     def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
-        index = next(i for i, other in enumerate(self._parameters()) if other is parameter)
+        index = next(i for i, other in enumerate(self._matrices) if other is parameter)
         return neuron_moment(parameter, by_row=self._neurons.by_row(index), over_tp=self._over_tp)
 
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.probe import SILENT, Probe
 
-OrthogonalizeStack = Callable[[torch.Tensor, float], torch.Tensor]
+OrthogonalizeStack = Callable[[torch.Tensor, float, Probe], torch.Tensor]
 """Puts updates times a scale in the place of a stack `(batch, m, n)` with m <= n, fp32 or bf16, zero where one is not
 finite; returns which are finite, `(batch,)` bool."""
 
@@ -69,7 +70,7 @@ class BlockBatch:
                     self._matrices[index] = _upright(self._stacks[kind][place], self._shapes[index])
         return list(self._matrices)
 
-    def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The scaled updates.
 
         Returns:
@@ -81,7 +82,8 @@ class BlockBatch:
         if not matrices:
             return [], torch.empty(0, dtype=torch.bool)
         self._copy_blocks(stacks, matrices, back=False)
-        finite = self._of_matrices(torch.cat([self._orthogonalize(stack, kind[2]) for kind, stack in stacks.items()]))
+        of_blocks = [self._orthogonalize(stack, kind[2], probe) for kind, stack in stacks.items()]
+        finite = self._of_matrices(torch.cat(of_blocks))
         self._copy_blocks(stacks, matrices, back=True)
         for matrix, keep, split in zip(matrices, finite, self._splits, strict=True):
             if len(split.parts) > 1:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_muon.errors import UserError
+from megatron_muon.core.errors import UserError
 
 STANDARD = "standard"
 GRAM = "gram"

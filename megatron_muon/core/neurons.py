@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.exchange.owner import Batch
 from megatron_muon.core.layout import Layout
+from megatron_muon.core.probe import SILENT, Probe
 
 
 @dataclass(frozen=True)
@@ -187,9 +188,9 @@ class NormalizedBatch:
         """Room for each whole matrix."""
         return self._batch.allocate(like, dtype)
 
-    def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The normalised and scaled update of each matrix, in its place; which are finite."""
-        updates, finite = self._batch.orthogonalize()
+        updates, finite = self._batch.orthogonalize(probe)
         for index, update, is_finite in zip(self._indices, updates, finite, strict=True):
             self._normalize(index, update, is_finite)
         return updates, finite

@@ -12,7 +12,7 @@ from decimal import Decimal
 from numbers import Real
 from typing import Any
 
-from megatron_muon.errors import UserError
+from megatron_muon.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -1,31 +1,38 @@
-"""Muon on ZeRO-sharded matrices.
+"""Muon on sharded matrices: the step, on one page.
 
-Each rank keeps the momentum of its own rows; an exchange makes matrices whole for orthogonalisation and brings the
-update's rows back. The exchange sets the pace: it asks for rows wave by wave, and hands updates over as they come, so
-that memory is bounded by its buffer. The phases for a wave are: momentum, look-ahead, exchange (which orthogonalises),
-decay, apply. Gradient reduction, clipping and installing weights belong to the chained optimizer.
+Each rank holds some rows of every matrix (ZeRO), with their gradients and momentum. A step has three phases; the
+exchange runs them wave by wave, a wave being as many matrices as fit its buffer:
+
+    prepare   each rank, its rows   momentum <- lerp(momentum, gradient), look-ahead; elementwise
+    exchange  rows -> owner         all-to-all: a rank's rows of each matrix, (rows, cols), go to the rank that owns it,
+                                    4 bytes an element, or 2 where the iteration runs in bf16
+              owner                 Newton-Schulz on whole matrices, block by block
+              owner -> rows         all-to-all: the update's rows go to all ranks that hold them, as many bytes
+    finalize  each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
+
+While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way. `core.exchange` has the
+exchanges: `OwnerExchange` as above, `AllGatherExchange` to read first, `SharedExchange` and `LocalExchange` for
+matrices that every rank holds whole. Gradient reduction, clipping and installing weights are the caller's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.momentum import Momentum, MomentumStore, StateMomentum
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.offload.store import Momentum, RecordStore
+from megatron_muon.core.probe import SILENT, Probe
 
 MOMENTUM = "momentum_buffer"
 """The momentum's slot of the optimizer state, upstream's name."""
 
 STEPS = "rounding_steps"
 """A parameter group's count of steps where momentum is rounded for storage."""
-
-ParamGroups = list[dict[str, Any]]
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,15 +54,18 @@ class ShardedMuon(torch.optim.Optimizer):
     Args:
         params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
             takes part on every rank.
-        exchange: builds the exchange for the parameters in their order.
+        exchange: makes the matrices of the parameters whole, in their order.
         lr: learning rate.
         momentum: the exponential moving average keeps this share of the old momentum.
         nesterov: look ahead by mixing the gradient with the new momentum.
         weight_decay: decay rate, per unit of learning rate.
         decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
         names: a name for each parameter, for messages.
-        store: makes the store of momentum for the parameters in their order; None keeps it as state, fp32.
+        store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         compute_device: where momentum and exchange compute, if not where the parameters are.
+
+    Attributes:
+        probe: is told of each step; `core.probe`.
 
     Raises:
         ValueError: a hyper-parameter is out of range or a parameter is neither 2D nor 3D.
@@ -64,53 +74,54 @@ class ShardedMuon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[dict[str, Any]],
-        exchange: Callable[[Sequence[torch.Tensor]], Exchange],
+        exchange: Exchange,
         *,
         lr: float,
         momentum: float,
         nesterov: bool,
         weight_decay: float,
         decoupled_weight_decay: bool,
-        names: dict[torch.Tensor, str],
-        store: Callable[[Sequence[torch.Tensor]], RecordStore] | None = None,
+        names: Mapping[torch.Tensor, str],
+        store: MomentumStore | None = None,
         compute_device: torch.device | None = None,
     ) -> None:
         for name, value in (("lr", lr), ("muon_momentum", momentum), ("weight_decay", weight_decay)):
             check_number(name, value)
         super().__init__(list(params), {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
-        self.nesterov = nesterov
-        self.decoupled_weight_decay = decoupled_weight_decay
+        self._matrices = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         self._names = names
-        for parameter in self._parameters():
+        for parameter in self._matrices:
             if parameter.ndim not in (2, 3):
                 raise ValueError(
                     f"{names[parameter]}: Muon takes 2D parameters and 3D stacks of them, "
                     f"got shape {tuple(parameter.shape)}"
                 )
-        self._matrices = self._parameters()
-        self._compute_device = compute_device
-        self.store = store(self._matrices) if store is not None else None
-        if self.store is not None and self.store.codec.name != "fp32":
+        self.nesterov = nesterov
+        self.decoupled_weight_decay = decoupled_weight_decay
+        self.exchange = exchange
+        self.store = store
+        self.probe: Probe = SILENT
+        if store is not None and store.rounds:
             for group in self.param_groups:
                 group.setdefault(STEPS, 0)
-        self.initialize_state()
-        self._momentum: Momentum = self.store or _StateMomentum(self)
-        self.orthogonalizer: Orthogonalizer | None = None
-        """What the exchange orthogonalises with, for metrics."""
+        self._momentum: Momentum = store or StateMomentum(self._momentum_rows)
+        self._compute_device = compute_device
+        self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
+        self._to_prepare, self._to_finalize = _Once([]), _Once([])
         self._skipped: torch.Tensor | None = None
         self._places: dict[tuple[int, ...], torch.Tensor] = {}
-        self._group_of = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
-        self.exchange = exchange(self._matrices)
+        self.initialize_state()
 
     def initialize_state(self) -> None:
         """Give every parameter that has none its momentum of zeros, on every rank alike."""
-        for parameter in self._parameters():
+        for parameter in self._matrices:
             if MOMENTUM not in self.state[parameter] and self.store is None:
                 self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix from its gradient.
+        """One update of every matrix from its gradient. Collective, unless the exchange is local.
 
         Raises:
             RuntimeError: a shard with rows has no gradient.
@@ -118,41 +129,115 @@ class ShardedMuon(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Muon takes no closure")
         self._require_gradients()
-        if self.store is not None and self.store.prepare_stream is not None:
-            self.store.prepare_stream.run(self.exchange.run, self._advance, self._apply)
-        else:
-            self.exchange.run(self._advance, self._apply)
+        self._to_prepare, self._to_finalize = _Once(self._held), _Once(self._held)
+        with self._momentum.step(self) as rows:
+            self.exchange.run(rows, self.probe)  # prepare, exchange, finalize, wave by wave
+        self._to_prepare.check_done()
+        self._to_finalize.check_done()
         self._momentum.end_step()
         for group in self.param_groups:
             if STEPS in group:
                 group[STEPS] += 1
 
-    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
-
-        Of a store they are copies, outside of the process's own memory where momentum is on disk.
+    def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """First phase: momentum and look-ahead.
 
         Args:
-            empty: leave out the values, as they will be loaded.
-        """
-        if self.store is None:
-            return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}
-        shards = [local_rows(parameter) for parameter in self._matrices]
-        state = {}
-        rooms = self.store.scratch([rows.numel() for rows in shards])
-        for index, (parameter, rows, room) in enumerate(zip(self._matrices, shards, rooms, strict=True)):
-            if rows.numel() and not empty:
-                room.view(rows.shape).copy_(self.store.read(index))
-            state[parameter] = _in_place_of(parameter, room)
-        return state
+            indices: matrices of which this rank holds rows.
 
-    def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Take the momentum of a checkpoint, as `momentum_state` gives it, into the store."""
-        assert self.store is not None
-        for index, parameter in enumerate(self._matrices):
-            if parameter in state and local_rows(parameter).numel():
-                self.store.write(index, local_rows(state[parameter]))
-        self.store.go_on_from(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
+        Returns:
+            This rank's rows of what is orthogonalised of each, `(rows, cols)` fp32. Without Nesterov they may be the
+            momentum itself, which the caller must not change.
+        """
+        self._to_prepare.take(indices)
+        ahead: list[torch.Tensor] = []
+        with self.probe.phase("momentum"):
+            for part in self._momentum.parts(indices):
+                momentum = self._momentum.lend(part)
+                ahead_of_part: list[torch.Tensor] = [torch.empty(0)] * len(part)
+                for group, parameters, places in self._by_group(part):
+                    gradients = self._gradients(group, parameters)
+                    rows = [momentum[place] for place in places]
+                    torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
+                    if self.nesterov:
+                        rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
+                    elif self._momentum.staged:
+                        rows = [values.clone() for values in rows]
+                    for place, values in zip(places, rows, strict=True):
+                        ahead_of_part[place] = values
+                self.probe.momentum(part, momentum)
+                self._momentum.take_back(part)
+                ahead += ahead_of_part
+        return ahead
+
+    def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        """Last phase: weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
+
+        Args:
+            indices: the matrices.
+            updates: this rank's rows `(rows, cols)` of the scaled update of each.
+            finite: which updates are finite, `(matrices,)` bool. A matrix whose update is not keeps its weights: the
+                update is zero then, and so is the decay.
+        """
+        self._to_finalize.take(indices)
+        with self.probe.phase("apply"):
+            self._count_skipped(indices, finite)
+            for group, parameters, places in self._by_group(indices):
+                weights = [local_rows(parameter) for parameter in parameters]
+                rows = self._scaled(group, indices, places, updates, finite)
+                self.probe.updates(rows)
+                if group["weight_decay"] and self.decoupled_weight_decay:
+                    shares = finite.to(weights[0]).unbind()
+                    decay = -group["weight_decay"] * group["lr"]
+                    torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=decay)
+                if self._compute_device is not None:
+                    rows = [update.to(weights[0].device) for update in rows]
+                torch._foreach_add_(weights, rows, alpha=-group["lr"])
+
+    def _scaled(
+        self,
+        group: dict[str, Any],
+        indices: Sequence[int],
+        places: Sequence[int],
+        updates: Sequence[torch.Tensor],
+        finite: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """The updates of one group's matrices, to be subtracted. A variant with a second moment applies it here.
+
+        Args:
+            group: the parameter group.
+            indices: matrices of all groups.
+            places: in `indices`, those of this group.
+            updates: of all of `indices`.
+            finite: which of these are finite.
+        """
+        return [updates[place] for place in places]
+
+    def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
+        gradients = [local_rows(parameter.grad).float() for parameter in parameters]  # type: ignore[arg-type]
+        if group["weight_decay"] and not self.decoupled_weight_decay:
+            weights = [local_rows(parameter) for parameter in parameters]
+            gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
+        if self._compute_device is not None:
+            gradients = [rows.to(self._compute_device) for rows in gradients]
+        return gradients
+
+    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
+        """The groups of these matrices, each with its parameters and their places in `indices`."""
+        groups: dict[int, list[int]] = {}
+        for place, index in enumerate(indices):
+            groups.setdefault(self._group_of[index], []).append(place)
+        for group, places in groups.items():
+            yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
+
+    def _require_gradients(self) -> None:
+        for index in self._held:
+            if self._matrices[index].grad is None:
+                raise RuntimeError(
+                    f"{self._names[self._matrices[index]]} has no gradient at the optimizer step; "
+                    "was finish_grad_sync() called?"
+                )
 
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite since the last call, by matrix, of those of which this rank holds rows.
@@ -173,105 +258,56 @@ class ShardedMuon(torch.optim.Optimizer):
             self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
         self._skipped.index_add_(0, self._places[key], (~finite).int())
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+    def _momentum_rows(self, index: int) -> torch.Tensor:
+        return local_rows(self.state[self._matrices[index]][MOMENTUM])
 
-    def _require_gradients(self) -> None:
-        for parameter in self._parameters():
-            if parameter.grad is None and local_rows(parameter).numel():
-                raise RuntimeError(
-                    f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
-                )
+    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
 
-    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
-        """The groups of these matrices, each with its parameters and their places in `indices`."""
-        groups: dict[int, list[int]] = {}
-        for place, index in enumerate(indices):
-            groups.setdefault(self._group_of[index], []).append(place)
-        for group, places in groups.items():
-            yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
+        Of a store they are copies, outside of the process's own memory where momentum is on disk.
 
-    def _advance(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Momentum and look-ahead: this rank's rows of what is orthogonalised of each matrix, fp32.
-
-        Without Nesterov they may be the momentum itself, which the caller must not change.
+        Args:
+            empty: leave out the values, as they will be loaded.
         """
-        ahead: list[torch.Tensor] = []
-        for part in self._momentum.parts(indices):
-            momentum = self._momentum.lend(part)
-            of_part: list[torch.Tensor] = [torch.empty(0)] * len(part)
-            for group, parameters, places in self._by_group(part):
-                gradients = self._gradients(group, parameters)
-                rows = [momentum[place] for place in places]
-                torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
-                if self.nesterov:
-                    rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
-                elif self._momentum.staged:
-                    rows = [values.clone() for values in rows]
-                for place, values in zip(places, rows, strict=True):
-                    of_part[place] = values
-            self._momentum.take_back(part)
-            ahead += of_part
-        return ahead
+        if self.store is None:
+            return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}
+        shards = [local_rows(parameter) for parameter in self._matrices]
+        state = {}
+        rooms = self.store.scratch([rows.numel() for rows in shards])
+        for index, (parameter, rows, room) in enumerate(zip(self._matrices, shards, rooms, strict=True)):
+            if rows.numel() and not empty:
+                room.view(rows.shape).copy_(self.store.read(index))
+            state[parameter] = _sharded_like(parameter, room)
+        return state
 
-    def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
-        gradients = [local_rows(parameter.grad).float() for parameter in parameters]  # type: ignore[arg-type]
-        if group["weight_decay"] and not self.decoupled_weight_decay:
-            weights = [local_rows(parameter) for parameter in parameters]
-            gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
-        if self._compute_device is not None:
-            gradients = [rows.to(self._compute_device) for rows in gradients]
-        return gradients
-
-    def _apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
-        """weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
-
-        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay.
-        """
-        self._count_skipped(indices, finite)
-        for group, parameters, places in self._by_group(indices):
-            weights = [local_rows(parameter) for parameter in parameters]
-            rows = [updates[place] for place in places]
-            if group["weight_decay"] and self.decoupled_weight_decay:
-                shares = finite.to(weights[0]).unbind()
-                decay = -group["weight_decay"] * group["lr"]
-                torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=decay)
-            if self._compute_device is not None:
-                rows = [update.to(weights[0].device) for update in rows]
-            self._subtract(weights, rows, rate=group["lr"])
-
-    def _subtract(self, weights: list[torch.Tensor], updates: list[torch.Tensor], *, rate: float) -> None:
-        torch._foreach_add_(weights, updates, alpha=-rate)
+    def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Take the momentum of a checkpoint, as `momentum_state` gives it, into the store."""
+        assert self.store is not None
+        for index in self._held:
+            if self._matrices[index] in state:
+                self.store.write(index, local_rows(state[self._matrices[index]]))
+        self.store.set_step_count(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
 
 
-def _in_place_of(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+class _Once:
+    """Checks that the exchange takes each matrix of which this rank holds rows through a phase once in a step."""
+
+    def __init__(self, held: Iterable[int]) -> None:
+        self._left = set(held)
+
+    def take(self, indices: Sequence[int]) -> None:
+        """These are taken now."""
+        assert self._left.issuperset(indices), "the exchange takes a matrix twice, or one that this rank does not hold"
+        self._left.difference_update(indices)
+
+    def check_done(self) -> None:
+        """All have been taken."""
+        assert not self._left, f"the exchange left out {len(self._left)} matrices"
+
+
+def _sharded_like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
     """`elements`, fp32, as a tensor that is sharded as `parameter` is, without moving them to another device."""
     if not isinstance(parameter, DTensor):
         return elements.view(parameter.shape)
     local = elements.view(parameter._local_tensor.shape)
     return DTensor(local, parameter._spec, requires_grad=False)
-
-
-class _StateMomentum:
-    """Momentum as the optimizer's state, fp32, where the parameters are."""
-
-    staged = False
-
-    def __init__(self, optimizer: ShardedMuon) -> None:
-        self._optimizer = optimizer
-
-    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """All at once."""
-        yield list(indices)
-
-    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The state itself."""
-        optimizer = self._optimizer
-        return [local_rows(optimizer.state[optimizer._matrices[index]][MOMENTUM]) for index in indices]
-
-    def take_back(self, indices: Sequence[int]) -> None:
-        """It has been changed in place."""
-
-    def end_step(self) -> None:
-        """Nothing is under way."""

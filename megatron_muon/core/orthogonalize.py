@@ -7,7 +7,7 @@ the scale of each block's own shape, and a look at whether the result is finite.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from megatron_muon.core.batch import BlockBatch
 from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.cost import AUTO, GRAM, KERNEL, Iteration, check_proven, runs_in_half
 from megatron_muon.core.numbers import check_number
+from megatron_muon.core.probe import SILENT, Probe
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
@@ -62,7 +63,6 @@ class Orthogonalizer:
         method: "standard", "gram", or "auto" for the one with fewer operations.
         scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
         device: where it runs, which decides what an iteration costs.
-        watch: is shown the first orthogonalised block of every stack, unscaled, fp32, `(m, n)` with m <= n.
         blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
             twice.
     """
@@ -75,7 +75,6 @@ class Orthogonalizer:
     method: str = AUTO
     scaled: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    watch: Callable[[torch.Tensor], None] | None = field(default=None, compare=False)
     blocks_done: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
@@ -133,12 +132,13 @@ class Orthogonalizer:
         updates, finite = batch.orthogonalize()
         return updates[0], finite
 
-    def orthogonalize_stack(self, stack: torch.Tensor, scale: float) -> torch.Tensor:
+    def orthogonalize_stack(self, stack: torch.Tensor, scale: float, probe: Probe = SILENT) -> torch.Tensor:
         """Put a stack's scaled updates in its place, zero where one is not finite.
 
         Args:
             stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here.
             scale: multiplies the updates.
+            probe: is shown the first update.
 
         Returns:
             Whether each update is finite, `(batch,)` bool.
@@ -149,8 +149,8 @@ class Orthogonalizer:
         all_finite = []
         for number, part in enumerate(stack.split(together)):
             updates = self._iterate(to_unit_magnitude(part, self.dtype), scale)
-            if self.watch is not None and number == 0:
-                self.watch(updates[0].float() / scale)
+            if number == 0:
+                probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
             _copy_where(finite[:, None, None], updates, part)
             all_finite.append(finite)

@@ -18,6 +18,7 @@ from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.metrics import Sampler
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
+from megatron_muon.offload.store import RecordStore
 
 
 class MuonChainedOptimizer(ChainedOptimizer):
@@ -117,7 +118,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     def _look_for_failures(self) -> None:
         """Tell every rank what kept one of them from reading or writing momentum. Collective with files alone."""
-        stores = [muon.store for _, muon in self._muons if muon.store is not None and muon.store.on_disk]
+        stores = [store for _, muon in self._muons if isinstance(store := muon.store, RecordStore) and store.on_disk]
         if not stores:
             return
         found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]

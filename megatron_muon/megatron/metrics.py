@@ -1,7 +1,7 @@
 """What a run logs of Muon's steps: sizes of update and momentum, how orthogonal updates are, where time and bytes go.
 
-Measured in one step out of many, by wrapping the optimizers' methods for that step, so that the others pay nothing. On
-a GPU the measured step waits for each phase. The figures are means or sums over all ranks, the same on every rank.
+Measured in one step out of many, by a probe that the optimizers call in that step, so that the others pay nothing. On a
+GPU the measured step waits for each phase. The figures are means or sums over all ranks, the same on every rank.
 """
 
 from __future__ import annotations
@@ -9,18 +9,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-from megatron_muon.core.exchange import LocalExchange, SharedExchange
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, local_rows
-from megatron_muon.megatron.phases import ByteCounter, Timers, attach, synchronize
-from megatron_muon.patching import Patches
+from megatron_muon.core.probe import SILENT, PhaseTimer, Probe, synchronize
+from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 
 _OF_PHASES = {
     "momentum_ms": ("momentum",),
@@ -58,7 +55,7 @@ class Sampler:
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, interval: int) -> None:
-        self._muons = [one for one in optimizers if isinstance(one, (ShardedMuon, TensorParallelMuon))]
+        self._muons = [one for one in optimizers if isinstance(one, (ShardedMuon, ReplicatedMuon))]
         self.interval = interval
         self.steps = 0
         self.skipped_steps = 0
@@ -72,32 +69,60 @@ class Sampler:
             yield
             return
         device = self._muons[0].param_groups[0]["params"][0].device
-        patches, timers, sums = Patches(), Timers(device), _Sums(device)
-        attachments: list[Patches] = []
+        timer, sums = PhaseTimer(device), _Sums(device)
         for muon in self._muons:
-            if isinstance(muon, ShardedMuon):
-                _watch_sharded(muon, sums, patches)
-                attachments.append(attach(muon, timers))
-            else:
-                _watch_replicated(muon, sums, patches, timers)
+            replicas = muon.exchange.replicas if isinstance(muon, ShardedMuon) else None
+            muon.probe = _StepProbe(timer, sums, replicas)
         synchronize(device)
         start = time.perf_counter()
-        counter = ByteCounter()
         try:
-            with counter:
-                yield
+            yield
             synchronize(device)
         finally:
-            for attached in reversed(attachments):
-                attached.undo()
-            patches.undo()
+            for muon in self._muons:
+                muon.probe = SILENT
         elapsed = time.perf_counter() - start
         for muon in self._muons:
-            if isinstance(muon, TensorParallelMuon):
-                sums.add_momentum([local_rows(state[MOMENTUM]) for state in muon.state.values()], _replicas(muon))
-        phases = [sum(timers.seconds[phase] for phase in group) for group in _OF_PHASES.values()]
-        self.latest = StepMetrics(self.steps, sums.reduced(phases, elapsed, counter.received) | {
-            "skipped_steps": float(self.skipped_steps)})  # fmt: skip
+            if isinstance(muon, ReplicatedMuon):
+                sums.add_momentum([local_rows(state[MOMENTUM]) for state in muon.state.values()], muon.replicas)
+        phases = [sum(timer.seconds[phase] for phase in group) for group in _OF_PHASES.values()]
+        values = sums.reduced(phases, elapsed, timer.bytes_received)
+        self.latest = StepMetrics(self.steps, values | {"skipped_steps": float(self.skipped_steps)})
+
+
+class _StepProbe(Probe):
+    """Times the phases of a step, and adds up what one Muon computes in it.
+
+    Args:
+        timer: common to all Muons of the step.
+        sums: likewise.
+        replicas: how many ranks hold this rank's rows of a matrix, by its index; None where `momentum` is not called.
+    """
+
+    def __init__(self, timer: PhaseTimer, sums: _Sums, replicas: Callable[[int], int] | None) -> None:
+        self._timer = timer
+        self._sums = sums
+        self._replicas = replicas
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        return self._timer.phase(name)
+
+    def received(self, size: int) -> None:
+        self._timer.received(size)
+
+    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        assert self._replicas is not None
+        by_count: dict[int, list[torch.Tensor]] = {}
+        for index, values in zip(indices, rows, strict=True):
+            by_count.setdefault(self._replicas(index), []).append(values)
+        for count, alike in by_count.items():
+            self._sums.add_momentum(alike, count)
+
+    def updates(self, rows: Sequence[torch.Tensor]) -> None:
+        self._sums.add_updates(rows)
+
+    def block(self, block: torch.Tensor, scale: float) -> None:
+        self._sums.add_block(block, scale)
 
 
 class _Sums:
@@ -120,10 +145,11 @@ class _Sums:
         if momentum:
             self.momentum += _squares(momentum).to(self.momentum.device) / replicas
 
-    def add_block(self, block: torch.Tensor) -> None:
-        """An orthogonalised block `(m, n)`, m <= n, unscaled."""
+    def add_block(self, block: torch.Tensor, scale: float) -> None:
+        """An orthogonalised block `(m, n)`, m <= n, times `scale`."""
         if self.blocks < _BLOCKS:
-            gram = block.float() @ block.float().mT
+            block = block.float() / scale
+            gram = block @ block.mT
             gram.diagonal().sub_(1.0)
             self.error += (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self.error.device)
             self.blocks += 1
@@ -145,73 +171,3 @@ class _Sums:
 def _squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = torch._foreach_norm([tensor.float() for tensor in tensors])
     return torch.stack(list(norms)).double().square().sum()
-
-
-def _watch_sharded(muon: ShardedMuon, sums: _Sums, patches: Patches) -> None:
-    """Have `sums` see the momentum, the updates and some orthogonalised blocks of a step."""
-    exchange = muon.exchange
-    layout = exchange.layout  # type: ignore[attr-defined]
-    whole = isinstance(exchange, (SharedExchange, LocalExchange))
-    rank = 0 if whole else exchange.group.rank()  # type: ignore[attr-defined]
-    lent: list[torch.Tensor] = []
-
-    def replicas(index: int) -> int:
-        if whole:
-            return int(layout.world_size)
-        shard = layout.matrices[index].shard_of(rank)
-        return 1 if shard is None else len(shard.holders)
-
-    def around_lend(lend: Callable[..., Any]) -> Callable[..., Any]:
-        def remember(indices: Sequence[int]) -> Any:
-            lent[:] = lend(indices)
-            return list(lent)
-
-        return remember
-
-    def around_take_back(take_back: Callable[..., Any]) -> Callable[..., Any]:
-        def add(indices: Sequence[int]) -> None:
-            by_count: dict[int, list[torch.Tensor]] = {}
-            for index, rows in zip(indices, lent, strict=True):
-                by_count.setdefault(replicas(index), []).append(rows)
-            for count, alike in by_count.items():
-                sums.add_momentum(alike, count)
-            lent.clear()
-            take_back(indices)
-
-        return add
-
-    def around_subtract(subtract: Callable[..., Any]) -> Callable[..., Any]:
-        def add(weights: Any, updates: list[torch.Tensor], *, rate: float) -> None:
-            sums.add_updates(updates)
-            subtract(weights, updates, rate=rate)
-
-        return add
-
-    patches.wrap(muon._momentum, "lend", around_lend)
-    patches.wrap(muon._momentum, "take_back", around_take_back)
-    patches.wrap(muon, "_subtract", around_subtract)
-    if muon.orthogonalizer is not None:
-        patches.replace(muon.orthogonalizer, "watch", sums.add_block)
-
-
-def _watch_replicated(muon: TensorParallelMuon, sums: _Sums, patches: Patches, timers: Timers) -> None:
-    """Have `sums` see the updates of a step of plain Muon."""
-    orthogonalize = timers.timed("orthogonalize", muon.orthogonalize)
-
-    def around(_: Callable[..., Any]) -> Callable[..., Any]:
-        def add(p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> Any:
-            update = orthogonalize(p, grad, **kwargs)
-            sums.add_updates([local_rows(update)])
-            return update
-
-        return add
-
-    patches.wrap(muon, "orthogonalize", around)
-
-
-def _replicas(muon: TensorParallelMuon) -> float:
-    """How many ranks hold plain Muon's matrices alike."""
-    parameters = [p for group in muon.param_groups for p in group["params"]]
-    experts = any(getattr(p, "expert_tp", False) for p in parameters)
-    group: dist.ProcessGroup = muon.pg_collection.expt_dp if experts else muon.pg_collection.dp_cp
-    return float(group.size())

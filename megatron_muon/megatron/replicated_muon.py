@@ -6,6 +6,7 @@ orthogonalisation, and keeps its result independent of the momentum's magnitude.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.optimizer import local_rows
 from megatron_muon.core.orthogonalize import unit_magnitude_exponent
+from megatron_muon.core.probe import SILENT, Probe
 
 
 def give_blocks(parameter: torch.Tensor, split: RowSplit) -> None:
@@ -41,9 +43,10 @@ class ReplicatedMuon(TensorParallelMuon):
         settings: those of TensorParallelMuon.
     """
 
-    def __init__(self, *args: Any, names: dict[torch.Tensor, str], **settings: Any) -> None:
+    def __init__(self, *args: Any, names: Mapping[torch.Tensor, str], **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._names = names
+        self.probe: Probe = SILENT
         self._finite = torch.tensor(True)
         self._decay = 0.0
         self._skipped: dict[torch.Tensor, torch.Tensor] = {}
@@ -79,15 +82,9 @@ class ReplicatedMuon(TensorParallelMuon):
 
         The power of two is common to the ranks that share a matrix by tensor parallelism.
         """
-        momentum = local_rows(grad)
-        exponent = unit_magnitude_exponent(momentum)
-        if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
-            tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
-            if tp_group.size() > 1:
-                dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
-        update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
-        self._finite = update.sum().isfinite()
-        update = torch.where(self._finite, update, 0.0)
+        with self.probe.phase("orthogonalize"):
+            update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
+        self.probe.updates([update])
         if isinstance(grad, DTensor):
             return DTensor.from_local(
                 update.view(grad._local_tensor.shape),
@@ -98,3 +95,21 @@ class ReplicatedMuon(TensorParallelMuon):
                 stride=grad.stride(),
             )
         return update.view(grad.shape)
+
+    def _orthogonalize_rows(self, p: torch.Tensor, momentum: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """The scaled update, zero where it is not finite."""
+        exponent = unit_magnitude_exponent(momentum)
+        if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
+            tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
+            if tp_group.size() > 1:
+                dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
+        update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
+        self._finite = update.sum().isfinite()
+        return torch.where(self._finite, update, 0.0)
+
+    @property
+    def replicas(self) -> int:
+        """How many ranks hold these matrices alike."""
+        experts = any(getattr(p, "expert_tp", False) for group in self.param_groups for p in group["params"])
+        group: dist.ProcessGroup = self.pg_collection.expt_dp if experts else self.pg_collection.dp_cp
+        return group.size()

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon import cpu
 from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.offload.store import DEVICE, DISK, HOST
+from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = (DEVICE, HOST, DISK)
 
@@ -25,7 +25,7 @@ def state_report(chain: Any) -> str:
     momentum, rest = state_bytes(chain)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (momentum, rest))
-    stores = [muon.store for _, muon in _sharded(chain) if muon.store is not None]
+    stores = [store for _, muon in _sharded(chain) if isinstance(store := muon.store, RecordStore)]
     text = f"momentum {stores[0].codec.name if stores else 'fp32'}"
     if staging := sum(store.staging_bytes for store in stores):
         text += f", staged through {_mb(staging)} MB"
@@ -70,7 +70,7 @@ def state_bytes(chain: Any) -> tuple[dict[str, int], dict[str, int]]:
                     local = value._local_tensor if isinstance(value, DTensor) else value
                     (momentum if slot == "momentum_buffer" else rest)[DEVICE] += local.nbytes
     for _, muon in _sharded(chain):
-        if muon.store is not None:
+        if isinstance(muon.store, RecordStore):
             for place, size in muon.store.bytes.items():
                 momentum[place] += size
     return momentum, rest

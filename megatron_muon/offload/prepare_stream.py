@@ -14,18 +14,19 @@ third is asked for, `prepare` waits for the products before the last, and the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from megatron_muon.core.exchange.steps import Advance, Apply
+from megatron_muon.core.exchange.steps import RowPhases
 
 _WAVES = 2
 
 
 class PrepareStream:
-    """Runs the steps of an exchange with preparation on a stream of its own.
+    """Runs `prepare` of a step on a stream of its own.
 
     Args:
         device: a GPU.
@@ -35,33 +36,46 @@ class PrepareStream:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def run(self, exchange: Callable[[Advance, Apply], None], advance: Advance, apply: Apply) -> None:
-        """One step: `exchange(advance, apply)`."""
+    @contextmanager
+    def step(self, rows: RowPhases) -> Iterator[RowPhases]:
+        """Around the exchange of a step, which is given what this yields in the place of `rows`."""
         products = torch.cuda.current_stream(self._device)
-        # What has been given of each wave: rows, and the event behind which they have been read.
-        given: list[tuple[list[torch.Tensor], Any]] = []
-        rows_of_wave: list[torch.Tensor] = []
-        applied = False
-
-        def prepare(indices: Sequence[int]) -> list[torch.Tensor]:
-            nonlocal applied, rows_of_wave
-            if applied:  # the products of a wave are enqueued, and another one begins
-                given.append((rows_of_wave, products.record_event()))
-                rows_of_wave, applied = [], False
-                if len(given) == _WAVES:
-                    self._stream.wait_event(given[0][1])  # before the memory of these rows is used again
-                    del given[0]
-            with torch.cuda.stream(self._stream):
-                rows = advance(indices)
-            products.wait_stream(self._stream)
-            rows_of_wave += rows
-            return rows
-
-        def apply_and_note(*update: Any) -> None:
-            nonlocal applied
-            apply(*update)
-            applied = applied or bool(rows_of_wave)
-
         self._stream.wait_stream(products)  # gradients, and the weights of the step before
-        exchange(prepare, apply_and_note)
+        beside = _Beside(rows, self._stream, products)
+        yield beside
         products.wait_stream(self._stream)  # whoever reads momentum and weights next
+        beside.release()
+
+
+class _Beside:
+    """`rows`, with `prepare` on another stream than the caller's, `products`."""
+
+    def __init__(self, rows: RowPhases, stream: Any, products: Any) -> None:
+        self._rows = rows
+        self._stream = stream
+        self._products = products
+        # What has been given of each wave: rows, and the event behind which they have been read.
+        self._given: list[tuple[list[torch.Tensor], Any]] = []
+        self._rows_of_wave: list[torch.Tensor] = []
+        self._finalized = False
+
+    def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        if self._finalized:  # the products of a wave are enqueued, and another one begins
+            self._given.append((self._rows_of_wave, self._products.record_event()))
+            self._rows_of_wave, self._finalized = [], False
+            if len(self._given) == _WAVES:
+                self._stream.wait_event(self._given[0][1])  # before the memory of these rows is used again
+                del self._given[0]
+        with torch.cuda.stream(self._stream):
+            rows = self._rows.prepare(indices)
+        self._products.wait_stream(self._stream)
+        self._rows_of_wave += rows
+        return rows
+
+    def release(self) -> None:
+        """Free the rows of the last waves: the step is over."""
+        self._given, self._rows_of_wave = [], []
+
+    def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        self._rows.finalize(indices, updates, finite)
+        self._finalized = self._finalized or bool(self._rows_of_wave)

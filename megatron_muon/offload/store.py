@@ -18,12 +18,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from megatron_muon.core.exchange.steps import RowPhases
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.files import MomentumFile, in_pages, temporary_memory
 from megatron_muon.offload.prepare_stream import PrepareStream
@@ -33,25 +35,6 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 _THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
 _PARTS = 3
 """Parts of a ring: one is read, one is worked on, one is written back."""
-
-
-class Momentum(Protocol):
-    """Gives the momentum of shards to a step, part by part."""
-
-    staged: bool
-    """What is lent is taken away again, so it must not be kept."""
-
-    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """`indices` in parts that can be lent at once, in order."""
-
-    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
-
-    def take_back(self, indices: Sequence[int]) -> None:
-        """What was lent last has its new value."""
-
-    def end_step(self) -> None:
-        """Every shard has been taken back once."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +186,13 @@ class RecordStore:
         self._lost: set[int] = set()  # of these, the ones whose place on disk is not to be trusted
         self._guard = threading.Lock()
 
-    def go_on_from(self, steps: int) -> None:
-        """The training has taken so many steps."""
+    @property
+    def rounds(self) -> bool:
+        """Whether the storage format rounds momentum."""
+        return self.codec.name != "fp32"
+
+    def set_step_count(self, steps: int) -> None:
+        """The training has taken `steps` steps."""
         self.steps = self.begun_at = steps
 
     @property
@@ -226,6 +214,10 @@ class RecordStore:
     def staging_bytes(self) -> int:
         """Bytes of the rings."""
         return sum(ring.size for ring in (self._host_ring, self._device_ring) if ring)
+
+    def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
+        """Around the exchange of a step: `rows`, prepared on a stream of their own where they are staged to a GPU."""
+        return nullcontext(rows) if self.prepare_stream is None else self.prepare_stream.step(rows)
 
     def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """`indices` in parts of a third of the ring, in order."""

@@ -398,30 +398,30 @@ def sabotaged(how: str) -> Iterator[None]:
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
     from megatron_muon.core.orthogonalize import Orthogonalizer
 
-    def orthogonalise_the_shard(self: Any, advance: Any, apply: Any) -> None:
+    def orthogonalise_the_shard(self: Any, rows: Any, probe: Any) -> None:
         orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
         matrices, rank = self.layout.matrices, self.group.rank()
         held = [index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None]
-        apply(
+        rows.finalize(
             held,
-            [orthogonalizer(rows, whole(len(rows)))[0] for rows in advance(held)],
+            [orthogonalizer(shard, whole(len(shard)))[0] for shard in rows.prepare(held)],
             torch.ones(len(held), dtype=torch.bool),
         )
 
     orthogonalize = BlockBatch.orthogonalize
 
-    def skip_a_stack(self: Any) -> Any:
+    def skip_a_stack(self: Any, probe: Any) -> Any:
         kept, left_out = self._orthogonalize, []
 
-        def all_but_the_first(stack: Any, scale: float) -> Any:
+        def all_but_the_first(stack: Any, scale: float, probe: Any) -> Any:
             if left_out:
-                return kept(stack, scale)
+                return kept(stack, scale, probe)
             left_out.append(stack)
             return torch.ones(len(stack), dtype=torch.bool)
 
         self._orthogonalize = all_but_the_first
         try:
-            return orthogonalize(self)
+            return orthogonalize(self, probe)
         finally:
             self._orthogonalize = kept
 

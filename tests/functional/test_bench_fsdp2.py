@@ -20,7 +20,8 @@ pytestmark = [
 COMPARE = """
 import torch
 import torch.distributed as dist
-from megatron_muon.bench.fsdp2 import Fsdp2Muon, RowCounter
+from benchmarks.fsdp2 import Fsdp2Muon
+from megatron_muon.core.probe import PhaseTimer
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -40,11 +41,13 @@ for _ in range(2):
     peer.prepare()
     for matrix, part in zip(peer.matrices, parts):
         assert torch.equal(matrix.grad.to_local(), part)
-    with RowCounter() as counter:
-        peer.step()
+    timer = PhaseTimer(torch.device("cpu"))
+    patches = peer.attach(timer)
+    peer.step()
+    patches.undo()
     reference.step()
     # Half of each matrix in fp32: the owner receives rows, the other receives the update's.
-    assert counter.received == 4 * sum(weight.numel() for weight in weights) // 2, counter.received
+    assert timer.bytes_received == 4 * sum(weight.numel() for weight in weights) // 2, timer.bytes_received
 for start, found, expected in zip(weights, peer.matrices, matrices):
     moved, off = (expected - start).norm(), (found.full_tensor() - expected).norm()
     assert moved > 0.1 * start.norm(), (moved, start.norm())

@@ -20,7 +20,8 @@ pytestmark = [
 COMPARE = """
 import torch
 import torch.distributed as dist
-from megatron_muon.bench.peers import DeepSpeedMuon, GatherCounter
+from benchmarks.peers import DeepSpeedMuon
+from megatron_muon.core.probe import PhaseTimer
 
 dist.init_process_group("gloo")
 shapes = [(96, 32), (32, 32), (32, 128), (33, 17), (32, 32)]  # an odd number, one cut unevenly: rounds are padded
@@ -38,10 +39,12 @@ for matrix, gradient in zip(matrices, gradients):
 reference = torch.optim.Muon(matrices, nesterov=True, adjust_lr_fn="original", **settings)
 for _ in range(2):
     peer.prepare()
-    with GatherCounter() as counter:
-        peer.step()
+    timer = PhaseTimer(torch.device("cpu"))
+    patches = peer.attach(timer)
+    peer.step()
+    patches.undo()
     reference.step()
-    assert counter.received > 0
+    assert timer.bytes_received > 0
 for start, found, expected in zip(weights, peer._engine.module.matrices, matrices):
     found = safe_get_full_fp32_param(found)
     moved, off = (expected - start).norm(), (found - expected).norm()

@@ -9,12 +9,14 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.probe import SILENT
 from tests.functional.pool import Pool
 
 LAYOUTS = 20
@@ -46,7 +48,7 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
     from megatron_muon.core.blocks import RowSplit, whole
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
-    from megatron_muon.core.exchange.steps import part
+    from megatron_muon.core.exchange.steps import rectangle_view
     from megatron_muon.core.layout import Layout, from_rectangles
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
@@ -69,19 +71,19 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
         full = torch.randn(matrices[index].shape, generator=torch.Generator().manual_seed(index))
         shard = matrices[index].shard_of(rank)
         assert shard is not None, "rows are asked for that this rank does not hold"
-        return part(full, shard)
+        return rectangle_view(full, shard)
 
     def run(exchange: Any, *, slow: int = -1) -> dict[int, torch.Tensor]:
         done: dict[int, torch.Tensor] = {}
 
-        def advance(indices: Any) -> list[torch.Tensor]:
+        def prepare(indices: Any) -> list[torch.Tensor]:
             nonlocal asked
             asked += indices
             if rank == slow:
                 time.sleep(0.05)
             return [rows(index) for index in indices]
 
-        def apply(indices: Any, parts: Any, finite: Any) -> None:
+        def finalize(indices: Any, parts: Any, finite: Any) -> None:
             assert finite.shape == (len(parts),)
             assert bool(finite.all())
             for index, update in zip(indices, parts, strict=True):
@@ -89,18 +91,17 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
                 done[index] = update.clone()
 
         asked: list[int] = []
-        exchange.run(advance, apply)
+        exchange.run(SimpleNamespace(prepare=prepare, finalize=finalize), SILENT)
         assert sorted(asked) == sorted(done), "every matrix takes part once"
         return done
 
     device = torch.device("cpu")
-    gathered = AllGatherExchange(layout, group, lambda i, matrix: orthogonalizer(matrix, splits[i]), device=device)
-    owner = OwnerExchange(
-        plan,
-        group,
-        lambda indices: orthogonalizer.batch([matrices[i].shape for i in indices], [splits[i] for i in indices]),
-        device=device,
-    )
+
+    def batches(indices: Any) -> Any:
+        return orthogonalizer.batch([matrices[i].shape for i in indices], [splits[i] for i in indices])
+
+    gathered = AllGatherExchange(layout, group, batches, device=device)
+    owner = OwnerExchange(plan, group, batches, device=device)
     results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
     held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
     assert all(set(result) == held for result in results)

@@ -106,20 +106,20 @@ def train_with(rank: int, world_size: int, *, fault: str, on_rank: int, **run: A
     """In a worker: a training run that meets a fault on one rank in the middle of its fourth step."""
     from megatron_muon.core.optimizer import ShardedMuon
 
-    advance, step = ShardedMuon._advance, ShardedMuon.step
+    prepare, step = ShardedMuon.prepare, ShardedMuon.step
     undo: list[Callable[[], None]] = []
 
-    def advance_with_fault(self: Any, indices: Any) -> Any:
+    def prepare_with_fault(self: Any, indices: Any) -> Any:
         if rank == on_rank and self.store.steps == FAULTY_STEP - 1 and not undo:
             undo.append(globals()[fault](self.store))
-        return advance(self, indices)
+        return prepare(self, indices)
 
     def step_and_mend(self: Any, closure: None = None) -> None:
         step(self)
         while undo:
             undo.pop()()
 
-    ShardedMuon._advance, ShardedMuon.step = advance_with_fault, step_and_mend
+    ShardedMuon.prepare, ShardedMuon.step = prepare_with_fault, step_and_mend
     return train(rank, world_size, **run)
 
 

@@ -40,7 +40,7 @@ def adaptive(method: str) -> Any:
     settings: dict[str, Any] = {"scales": scales} if method == "adamuon" else {"neurons": neurons}
     return (AdaMuon if method == "adamuon" else NorMuon)(
         [{"params": parameters}],
-        lambda _: LocalExchange(layout, batches, buffer_bytes=1 << 20, device=device),
+        LocalExchange(layout, batches, buffer_bytes=1 << 20, device=device),
         lr=0.1,
         momentum=0.9,
         nesterov=True,

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks.floor import products
+from benchmarks.peers import NS_METHODS
+from benchmarks.step import gpt_layout
 from megatron_muon import cli
 from megatron_muon.bench import command as bench_command
 from megatron_muon.bench import launch as bench_launch
 from megatron_muon.bench import train as bench_train
-from megatron_muon.bench.floor import products
-from megatron_muon.bench.peers import NS_METHODS
-from megatron_muon.bench.step import gpt_layout
 from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 from megatron_muon.errors import RunFailedError, UserError

@@ -7,8 +7,8 @@ import re
 import pytest
 import torch
 
+from benchmarks import step as bench_step
 from megatron_muon import gpu
-from megatron_muon.bench import step as bench_step
 from megatron_muon.doctor import command as doctor_command
 from megatron_muon.doctor.findings import WRONG
 from megatron_muon.errors import UserError

@@ -116,7 +116,7 @@ def test_constructors_keep_to_the_rule():
     good = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "decoupled_weight_decay": True}
     for name, value, flag in (("lr", -1.0, "lr"), ("lr", math.nan, "lr"), ("momentum", math.nan, "muon-momentum")):
         with pytest.raises(ValueError, match=f"--{flag} {value:g} is (out of range|not finite)"):
-            ShardedMuon([], lambda _: None, **{**good, name: value}, names={})
+            ShardedMuon([], None, **{**good, name: value}, names={})
     for settings in ({"num_steps": 0}, {"extra_scale_factor": -1.0}, {"extra_scale_factor": math.inf}):
         with pytest.raises(ValueError, match=r"is (out of range|not finite); choose"):
             Orthogonalizer(**settings)

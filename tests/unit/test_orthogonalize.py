@@ -10,12 +10,12 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from benchmarks.memory import peak_extra_bytes
 from megatron_muon.core import orthogonalize
 from megatron_muon.core.blocks import RowSplit, whole
 from megatron_muon.core.cost import HALVES, KERNEL
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 from megatron_muon.core.plan import UPDATE_BYTES
-from megatron_muon.megatron.phases import peak_extra_bytes
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
 

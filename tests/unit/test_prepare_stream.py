@@ -69,8 +69,8 @@ class Trial:
             batch = orthogonalizer.batch([SHAPES[i] for i in indices], [whole(SHAPES[i][0]) for i in indices])
             orthogonalize = batch.orthogonalize
 
-            def noted() -> Any:
-                result = orthogonalize()
+            def noted(probe: Any) -> Any:
+                result = orthogonalize(probe)
                 if indices:
                     self._last_products = gpu.products.clock["products"]
                     self.order.append("products")
@@ -84,14 +84,14 @@ class Trial:
         self.weights = [torch.randn(shard.rows, shard.cols, generator=generator) for shard in held]
         self.muon = ShardedMuon(
             [{"params": [torch.nn.Parameter(weight) for weight in self.weights]}],
-            lambda _: OwnerExchange(plan, Group(2, 0), batches, device=torch.device("cpu")),  # type: ignore[arg-type]
+            OwnerExchange(plan, Group(2, 0), batches, device=torch.device("cpu")),  # type: ignore[arg-type]
             lr=0.1,
             momentum=0.9,
             nesterov=nesterov,
             weight_decay=0.1,
             decoupled_weight_decay=True,
             names={weight: f"w{i}" for i, weight in enumerate(self.weights)},
-            store=lambda _: self._store(held, folder, place),
+            store=self._store(held, folder, place),
         )
         self.store = self.muon.store
         assert self.store is not None
@@ -190,11 +190,11 @@ def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
     alive: list[int] = []
     most: list[int] = []
     wave = 0
-    advance, apply = one.muon._advance, one.muon._apply
+    prepare, finalize = one.muon.prepare, one.muon.finalize
 
     def watched(indices: Sequence[int]) -> list[torch.Tensor]:
         assert one.gpu.early == []
-        rows = advance(indices)
+        rows = prepare(indices)
         for values in rows:
             alive.append(wave)
             one.gpu.watch_release(values, prepare_stream._stream, lambda of=wave: alive.remove(of))
@@ -203,7 +203,7 @@ def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
 
     def counted(*update: Any) -> None:
         nonlocal wave
-        apply(*update)
+        finalize(*update)
         wave += 1
 
     def between_steps() -> None:  # the next one begins with a wait for all that is enqueued
@@ -212,7 +212,7 @@ def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
 
     end_step = one.store.end_step  # type: ignore[union-attr]
     one.store.end_step = between_steps  # type: ignore[union-attr, method-assign]
-    one.muon._advance, one.muon._apply = watched, counted  # type: ignore[method-assign]
+    one.muon.prepare, one.muon.finalize = watched, counted  # type: ignore[method-assign]
     one.train()
     assert max(most) == 2
     assert alive == []

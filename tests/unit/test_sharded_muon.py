@@ -10,9 +10,11 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_muon.core.blocks import whole
-from megatron_muon.core.exchange.steps import Advance, Apply
+from megatron_muon.core.exchange.steps import RowPhases
+from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.probe import Probe
 
 SHAPES = [(9, 4), (4, 9), (5, 5)]
 SETTINGS: dict[str, Any] = {
@@ -29,17 +31,22 @@ class WholeMatrices:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.runs = 0
-        self.rows = [len(parameter) for parameter in parameters]
+        shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
+        self.layout = Layout(1, tuple(row_sharded(f"w{i}", s, [s[0]]) for i, s in enumerate(shapes) if s[0]))
+        self.rows = [rows for rows, _ in shapes]
         self.orthogonalize = Orthogonalizer(matmul_precision="highest")
 
-    def run(self, advance: Advance, apply: Apply) -> None:
+    def replicas(self, index: int) -> int:
+        return 1
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1
-        held = [index for index, rows in enumerate(self.rows) if rows]
-        inputs = advance(held)
-        before = [rows.clone() for rows in inputs]
-        updates = [self.orthogonalize(rows, whole(len(rows)))[0] for rows in inputs]
-        assert all(torch.equal(rows, old) for rows, old in zip(inputs, before, strict=True))
-        apply(held[::-1], updates[::-1], torch.ones(len(held), dtype=torch.bool))
+        held = [index for index, count in enumerate(self.rows) if count]
+        inputs = rows.prepare(held)
+        before = [one.clone() for one in inputs]
+        updates = [self.orthogonalize(one, whole(len(one)))[0] for one in inputs]
+        assert all(torch.equal(one, old) for one, old in zip(inputs, before, strict=True))
+        rows.finalize(held[::-1], updates[::-1], torch.ones(len(held), dtype=torch.bool))
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -55,7 +62,7 @@ def gradients(step: int) -> list[torch.Tensor]:
 def sharded(params: Any, **changes: Any) -> ShardedMuon:
     tensors = [p for g in params for p in g["params"]] if isinstance(params[0], dict) else params
     names = {p: f"matrix{index}" for index, p in enumerate(tensors)}
-    return ShardedMuon(params, WholeMatrices, names=names, **{**SETTINGS, **changes})
+    return ShardedMuon(params, WholeMatrices(tensors), names=names, **{**SETTINGS, **changes})
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,7 @@ from megatron_muon.core.exchange import shared as module
 from megatron_muon.core.layout import Layout, evenly_sharded
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.probe import SILENT
 
 Shapes = Sequence[tuple[int, int]]
 
@@ -46,8 +48,8 @@ def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[tuple[int, int]], 
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
     orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)
     owned: list[int] = []
-    advanced: list[int] = []
-    applied: list[int] = []
+    prepared: list[int] = []
+    finalized: list[int] = []
     under_way: list[int] = []
     posted: list[tuple[int, int]] = []
 
@@ -63,22 +65,22 @@ def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[tuple[int, int]], 
         assert len(under_way) == 1 or sum(under_way) * 4 <= 2 * plan.wave_bytes
         return mock.Mock(wait=lambda: under_way.pop(0))
 
-    def advance(indices: Sequence[int]) -> list[torch.Tensor]:
-        advanced.extend(indices)
+    def prepare(indices: Sequence[int]) -> list[torch.Tensor]:
+        prepared.extend(indices)
         return [torch.ones(shapes[i]) for i in indices]
 
-    def apply(indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+    def finalize(indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
         assert finite.tolist() == [True] * len(indices)
-        assert set(indices) <= set(advanced)
-        applied.extend(indices)
+        assert set(indices) <= set(prepared)
+        finalized.extend(indices)
         for index, update in zip(indices, updates, strict=True):
             assert update.shape == shapes[index]
             assert bool(update.any()) is (plan.owners[index] == rank)
 
     exchange = SharedExchange(plan, Group(plan.layout.world_size, rank), batches, device=torch.device("cpu"))
     with mock.patch.object(module.dist, "broadcast", broadcast):
-        exchange.run(advance, apply)
-    assert sorted(advanced) == sorted(applied) == list(range(len(shapes)))
+        exchange.run(SimpleNamespace(prepare=prepare, finalize=finalize), SILENT)
+    assert sorted(prepared) == sorted(finalized) == list(range(len(shapes)))
     assert not under_way
     return posted, owned
 

@@ -4,13 +4,5 @@ from megatron_muon.core.exchange.allgather import AllGatherExchange
 from megatron_muon.core.exchange.local import LocalExchange
 from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.exchange.shared import SharedExchange
-from megatron_muon.core.neurons import NeuronMoments, NormalizedBatch
 
-__all__ = [
-    "AllGatherExchange",
-    "LocalExchange",
-    "NeuronMoments",
-    "NormalizedBatch",
-    "OwnerExchange",
-    "SharedExchange",
-]
+__all__ = ["AllGatherExchange", "LocalExchange", "OwnerExchange", "SharedExchange"]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from megatron_muon.core.exchange.owner import BatchMaker
-from megatron_muon.core.exchange.steps import Advance, Apply
+from megatron_muon.core.exchange.steps import RowPhases
 from megatron_muon.core.layout import Layout
+from megatron_muon.core.probe import Probe
 
 
 class LocalExchange:
@@ -33,8 +34,14 @@ class LocalExchange:
             room -= size
         self._parts = [(tuple(part), batches(part)) for part in parts]
 
-    def run(self, advance: Advance, apply: Apply) -> None:
-        """One step, part by part."""
+    def replicas(self, index: int) -> int:
+        """How many ranks hold the same rows of a matrix as this one: all."""
+        return self.layout.world_size
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
+        """One step, part by part. Not collective."""
         for indices, batch in self._parts:
-            torch._foreach_copy_(batch.allocate(self._like, torch.float32), advance(indices))
-            apply(indices, *batch.orthogonalize())
+            with probe.phase("orthogonalize"):
+                torch._foreach_copy_(batch.allocate(self._like, torch.float32), rows.prepare(indices))
+                updates, finite = batch.orthogonalize(probe)
+            rows.finalize(indices, updates, finite)

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.steps import Advance, Apply, FiniteMarks, part
+from megatron_muon.core.exchange.steps import FiniteMarks, RowPhases, rectangle_view
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.probe import SILENT, Probe
 
 
 class Batch(Protocol):
@@ -27,7 +28,7 @@ class Batch(Protocol):
     def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
         """Room for each whole matrix `(rows, cols)`, of `dtype`, on the device of `like`."""
 
-    def orthogonalize(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The scaled update of each matrix, `(rows, cols)`, in its place; which are finite, `(matrices,)` bool."""
 
 
@@ -44,26 +45,27 @@ class _Route:
 
     Attributes:
         owned: matrices of the wave that this rank orthogonalises.
-        own: those of them of which it also holds elements.
+        owned_and_held: owned matrices of which this rank holds a shard.
         batch: the owned matrices as a batch.
         sent: matrices of which this rank sends its elements to their owners.
         idle: matrices of which it holds elements that a replica sends.
         gathered: shards of owned matrices that arrive.
         spread: shards of owned matrices whose updates this rank sends to their holders.
         returned: matrices of which update rows arrive.
-        own_places, spread_places: for each of `own`, and each shard of `spread`, its matrix's place in `owned`.
+        held_places: for each of `owned_and_held` its place in `owned`.
+        spread_places: for each shard of `spread` its matrix's place in `owned`.
         spread_marks, returned_marks: which updates of `spread` and `returned` are finite.
     """
 
     owned: tuple[int, ...]
-    own: tuple[int, ...]
+    owned_and_held: tuple[int, ...]
     batch: Batch
     sent: _Parcels
     idle: tuple[int, ...]
     gathered: _Parcels
     spread: _Parcels
     returned: _Parcels
-    own_places: torch.Tensor
+    held_places: torch.Tensor
     spread_places: torch.Tensor
     spread_marks: FiniteMarks
     returned_marks: FiniteMarks
@@ -153,102 +155,112 @@ class OwnerExchange:
             for index, matrix in enumerate(plan.layout.matrices)
             if (shard := matrix.shard_of(self._rank)) is not None
         }
-        self._fillers = [(part, batches(part)) for part in plan.fillers(self._rank)]
+        self._fillers = [(indices, batches(indices)) for indices in plan.fillers(self._rank)]
 
     @property
     def layout(self) -> Layout:
         """The layout that the plan was made for."""
         return self.plan.layout
 
-    def run(self, advance: Advance, apply: Apply) -> None:
+    def replicas(self, index: int) -> int:
+        """How many ranks hold the same rows of a matrix as this one."""
+        return len(self._shards[index].holders)
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
         fillers = iter(self._fillers)
         returning: tuple[_Route, _InFlight] | None = None
-        arriving = self._gather(self._routes[0], advance) if self._routes else None
-        for k, route in enumerate(self._routes):
+        arriving = self._gather(self._routes[0], rows, probe) if self._routes else None
+        for route, following in zip(self._routes, [*self._routes[1:], None], strict=True):
             assert arriving is not None
             current = arriving
-            arriving = self._gather(self._routes[k + 1], advance) if k + 1 < len(self._routes) else None
-            self._fill_gap(fillers, advance, apply)
-            results, finite = self._orthogonalize(route, advance, current.wait())
-            leaving = self._send_back(route, results, finite)
-            self._keep(route, results, finite, apply)
+            arriving = self._gather(following, rows, probe) if following is not None else None
+            self._fill_gap(fillers, rows, probe)
+            results, finite = self._orthogonalize(route, rows, current, probe)
+            leaving = self._send_back(route, results, finite, probe)
+            if route.owned_and_held:
+                rows.finalize(route.owned_and_held, self._own_rectangles(route, results), finite[route.held_places])
             if returning is not None:
-                self._receive(*returning, apply)
+                self._receive(*returning, rows, probe)
             returning = (route, leaving)
-        while self._fill_gap(fillers, advance, apply):
+        while self._fill_gap(fillers, rows, probe):
             pass
         if returning is not None:
-            self._receive(*returning, apply)
+            self._receive(*returning, rows, probe)
 
-    def _gather(self, route: _Route, advance: Advance) -> _InFlight:
+    def _gather(self, route: _Route, rows: RowPhases, probe: Probe) -> _InFlight:
         """Send this rank's rows of a wave to their owners, and expect the rows of the matrices that it owns."""
-        send = self._nothing.new_empty(route.sent.numel)
-        if route.sent.items:
-            torch._foreach_copy_(route.sent.pieces(send), advance(route.sent.indices))
-        if route.idle:
-            advance(route.idle)  # a replica sends the rows; here only the momentum counts
-        return self._all_to_all(send, route.sent, route.gathered)
+        with probe.phase("gather"):
+            send = self._nothing.new_empty(route.sent.numel)
+            if route.sent.items:
+                torch._foreach_copy_(route.sent.pieces(send), rows.prepare(route.sent.indices))
+            if route.idle:
+                rows.prepare(route.idle)  # a replica sends the rows; here only the momentum counts
+            return self._all_to_all(send, route.sent, route.gathered, probe)
 
     def _orthogonalize(
-        self, route: _Route, advance: Advance, arrived: torch.Tensor
+        self, route: _Route, rows: RowPhases, arriving: _InFlight, probe: Probe
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
         """Assemble this rank's matrices of a wave from what arrived and its own rows, and orthogonalise them."""
+        with probe.phase("gather_wait"):
+            arrived = arriving.wait()
         if not route.owned:
             return [], self._nothing.bool()
-        matrices = route.batch.allocate(self._nothing, self.wire_dtype)
-        if route.own:
-            torch._foreach_copy_(self._own_parts(route, matrices), advance(route.own))
-        if route.gathered.items:
-            torch._foreach_copy_(_parts(route, matrices, route.gathered), route.gathered.pieces(arrived))
-        return route.batch.orthogonalize()
+        with probe.phase("orthogonalize"):
+            matrices = route.batch.allocate(self._nothing, self.wire_dtype)
+            if route.owned_and_held:
+                torch._foreach_copy_(self._own_rectangles(route, matrices), rows.prepare(route.owned_and_held))
+            if route.gathered.items:
+                torch._foreach_copy_(_rectangles(route, matrices, route.gathered), route.gathered.pieces(arrived))
+            return route.batch.orthogonalize(probe)
 
-    def _send_back(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor) -> _InFlight:
+    def _send_back(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor, probe: Probe) -> _InFlight:
         """Send the update rows of other ranks to their holders."""
-        send = self._nothing.new_empty(route.spread.numel)
-        if route.spread.items:
-            torch._foreach_copy_(route.spread.pieces(send), _parts(route, results, route.spread))
-            route.spread_marks.write(send, finite[route.spread_places])
-        return self._all_to_all(send, route.spread, route.returned)
+        with probe.phase("send_back"):
+            send = self._nothing.new_empty(route.spread.numel)
+            if route.spread.items:
+                torch._foreach_copy_(route.spread.pieces(send), _rectangles(route, results, route.spread))
+                route.spread_marks.write(send, finite[route.spread_places])
+            return self._all_to_all(send, route.spread, route.returned, probe)
 
-    def _keep(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor, apply: Apply) -> None:
-        """Apply this rank's own rows of the updates that it computed."""
-        if route.own:
-            apply(route.own, self._own_parts(route, results), finite[route.own_places])
-
-    def _receive(self, route: _Route, leaving: _InFlight, apply: Apply) -> None:
-        """Apply the update rows that came back."""
-        received = leaving.wait()
-        if route.returned.items:
+    def _receive(self, route: _Route, leaving: _InFlight, rows: RowPhases, probe: Probe) -> None:
+        """Finalize the update rows that came back."""
+        with probe.phase("scatter_wait"):
+            received = leaving.wait()
+            if not route.returned.items:
+                return
             finite = route.returned_marks.read(received)
-            apply(route.returned.indices, route.returned.pieces(received), finite)
+            rows.finalize(route.returned.indices, route.returned.pieces(received), finite)
 
-    def _fill_gap(self, fillers: Iterator[tuple[tuple[int, ...], Batch]], advance: Advance, apply: Apply) -> bool:
+    def _fill_gap(self, fillers: Iterator[tuple[tuple[int, ...], Batch]], rows: RowPhases, probe: Probe) -> bool:
         """Orthogonalise the next part of the matrices that lie whole on this rank; False where none is left."""
         indices, batch = next(fillers, ((), None))
         if batch is None:
             return False
-        torch._foreach_copy_(batch.allocate(self._nothing, self.wire_dtype), advance(indices))
-        apply(indices, *batch.orthogonalize())
+        with probe.phase("orthogonalize"):
+            torch._foreach_copy_(batch.allocate(self._nothing, self.wire_dtype), rows.prepare(indices))
+            updates, finite = batch.orthogonalize(probe)
+        rows.finalize(indices, updates, finite)
         return True
 
-    def _own_parts(self, route: _Route, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _own_rectangles(self, route: _Route, matrices: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows in those of its matrices of a wave of which it holds some: views."""
         places = dict(zip(route.owned, matrices, strict=True))
-        return [part(places[index], self._shards[index]) for index in route.own]
+        return [rectangle_view(places[index], self._shards[index]) for index in route.owned_and_held]
 
-    def _all_to_all(self, send: torch.Tensor, sent: _Parcels, expected: _Parcels) -> _InFlight:
+    def _all_to_all(self, send: torch.Tensor, sent: _Parcels, expected: _Parcels, probe: Probe) -> _InFlight:
         receive = self._nothing.new_empty(expected.numel)
+        probe.received(receive.nbytes)
         work = dist.all_to_all_single(
             receive, send, list(expected.counts), list(sent.counts), group=self.group, async_op=True
         )
         return _InFlight(work=work, send=send, receive=receive)
 
 
-def _parts(route: _Route, matrices: Sequence[torch.Tensor], parcels: _Parcels) -> list[torch.Tensor]:
+def _rectangles(route: _Route, matrices: Sequence[torch.Tensor], parcels: _Parcels) -> list[torch.Tensor]:
     """The rectangles of owned matrices that travel: views."""
     places = dict(zip(route.owned, matrices, strict=True))
-    return [part(places[index], shard) for index, shard in parcels.items]
+    return [rectangle_view(places[index], shard) for index, shard in parcels.items]
 
 
 def _route(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker, device: torch.device) -> _Route:
@@ -273,19 +285,19 @@ def _route(plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker, devi
                 else:
                     idle.append(index)
     owned = tuple(index for index in wave if owners[index] == rank)
-    own = tuple(index for index in owned if matrices[index].shard_of(rank) is not None)
+    owned_and_held = tuple(index for index in owned if matrices[index].shard_of(rank) is not None)
     place = {index: number for number, index in enumerate(owned)}
     leaving, arriving = spread.parcels(), returned.parcels()
     return _Route(
         owned=owned,
-        own=own,
+        owned_and_held=owned_and_held,
         batch=batches(owned),
         sent=sent.parcels(),
         idle=tuple(idle),
         gathered=gathered.parcels(),
         spread=leaving,
         returned=arriving,
-        own_places=torch.tensor([place[index] for index in own], dtype=torch.int64, device=device),
+        held_places=torch.tensor([place[index] for index in owned_and_held], dtype=torch.int64, device=device),
         spread_places=torch.tensor([place[index] for index in leaving.indices], dtype=torch.int64, device=device),
         spread_marks=leaving.marks(device),
         returned_marks=arriving.marks(device),

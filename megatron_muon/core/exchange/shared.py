@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.exchange.owner import Batch, BatchMaker
-from megatron_muon.core.exchange.steps import Advance, Apply, FiniteMarks
+from megatron_muon.core.exchange.steps import FiniteMarks, RowPhases
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.probe import Probe
 
 
 @dataclass(frozen=True)
@@ -90,46 +91,54 @@ class SharedExchange:
         """The layout that the plan was made for."""
         return self.plan.layout
 
-    def run(self, advance: Advance, apply: Apply) -> None:
+    def replicas(self, index: int) -> int:
+        """How many ranks hold the same rows of a matrix as this one: all."""
+        return self.layout.world_size
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
         under_way: deque[_InFlight] = deque()
         for wave in self._waves:
-            own = [self._orthogonalize(parcel, advance) for parcel in wave if parcel.owner == self._rank]
+            own = [self._orthogonalize(parcel, rows, probe) for parcel in wave if parcel.owner == self._rank]
             for parcel in wave:
                 if parcel.owner != self._rank:
-                    advance(parcel.indices)  # the owner has taken them on; here only the momentum counts
+                    rows.prepare(parcel.indices)  # the owner orthogonalises them; here only the momentum counts
                 filled = sum(flight.parcel.numel for flight in under_way)
                 while under_way and filled + parcel.numel > self._most_under_way:
                     filled -= under_way[0].parcel.numel
-                    self._receive(under_way.popleft(), apply)
+                    self._receive(under_way.popleft(), rows, probe)
                 updates = own.pop() if parcel.owner == self._rank else self._nothing.new_empty(parcel.numel)
-                under_way.append(self._broadcast(parcel, updates))
+                under_way.append(self._broadcast(parcel, updates, probe))
         while under_way:
-            self._receive(under_way.popleft(), apply)
+            self._receive(under_way.popleft(), rows, probe)
 
-    def _orthogonalize(self, parcel: _Parcel, advance: Advance) -> torch.Tensor:
+    def _orthogonalize(self, parcel: _Parcel, rows: RowPhases, probe: Probe) -> torch.Tensor:
         """The updates of this rank's matrices of a wave, one after the other in one buffer."""
         assert parcel.batch is not None
-        torch._foreach_copy_(parcel.batch.allocate(self._nothing, self.wire_dtype), advance(parcel.indices))
-        updates = self._nothing.new_empty(parcel.numel)
-        results, finite = parcel.batch.orthogonalize()
-        torch._foreach_copy_(self._pieces(parcel, updates), results)
-        parcel.marks.write(updates, finite)
+        with probe.phase("orthogonalize"):
+            torch._foreach_copy_(parcel.batch.allocate(self._nothing, self.wire_dtype), rows.prepare(parcel.indices))
+            updates = self._nothing.new_empty(parcel.numel)
+            results, finite = parcel.batch.orthogonalize(probe)
+            torch._foreach_copy_(self._pieces(parcel, updates), results)
+            parcel.marks.write(updates, finite)
         return updates
 
-    def _broadcast(self, parcel: _Parcel, updates: torch.Tensor) -> _InFlight:
+    def _broadcast(self, parcel: _Parcel, updates: torch.Tensor, probe: Probe) -> _InFlight:
         """Send the owner's updates to every other rank, or expect them."""
         if self.group.size() == 1:
             return _InFlight(parcel, None, updates)
+        if parcel.owner != self._rank:
+            probe.received(updates.nbytes)
         work = dist.broadcast(updates, group=self.group, group_src=parcel.owner, async_op=True)
         return _InFlight(parcel, work, updates)
 
-    def _receive(self, flight: _InFlight, apply: Apply) -> None:
-        """Apply the updates of a parcel once they are there; the owner applies what it sent."""
-        if flight.work is not None:
-            flight.work.wait()
-        finite = flight.parcel.marks.read(flight.updates)
-        apply(flight.parcel.indices, self._pieces(flight.parcel, flight.updates), finite)
+    def _receive(self, flight: _InFlight, rows: RowPhases, probe: Probe) -> None:
+        """Finalize the updates of a parcel once they are there; the owner takes what it sent."""
+        with probe.phase("scatter_wait"):
+            if flight.work is not None:
+                flight.work.wait()
+            finite = flight.parcel.marks.read(flight.updates)
+            rows.finalize(flight.parcel.indices, self._pieces(flight.parcel, flight.updates), finite)
 
     def _pieces(self, parcel: _Parcel, buffer: torch.Tensor) -> list[torch.Tensor]:
         """A buffer as the matrices of a parcel, one after the other: views."""

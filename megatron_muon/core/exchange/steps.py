@@ -1,34 +1,62 @@
-"""What an optimizer and its exchange tell each other in a step.
+"""The contract between an optimizer and its exchange.
 
-The exchange sets the pace, because it knows the waves; the optimizer does what is elementwise.
+The exchange sets the pace, because it knows the waves: it asks the optimizer to `prepare` the rows of a wave, and hands
+the update's rows to `finalize` as they come. Memory is bounded by the exchange's buffer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from megatron_muon.core.layout import Shard
+from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.probe import Probe
 
-Advance = Callable[[Sequence[int]], list[torch.Tensor]]
-"""Takes the matrices with the given indices one step on, up to orthogonalisation: this rank's rectangle
-`(rows, cols)` fp32 of what is orthogonalised of each. Asked for every matrix of which this rank holds some, once in a
-step. They are read by what is enqueued before the next call."""
 
-Apply = Callable[[Sequence[int], Sequence[torch.Tensor], torch.Tensor], None]
-"""Takes this rank's rectangle `(rows, cols)`, of any floating dtype, of the scaled update of each given matrix, and
-which of these updates are finite, `(matrices,)` bool on their device. The others are zero: those matrices keep
-their weights."""
+class RowPhases(Protocol):
+    """The elementwise phases of a step on this rank's rows; `ShardedMuon` has them."""
+
+    def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Momentum and look-ahead of the matrices with these indices, all of which this rank holds rows of.
+
+        Returns:
+            This rank's rectangle `(rows, cols)` fp32 of what is orthogonalised of each; not to be changed. It is read
+            by what is enqueued before the next call.
+        """
+
+    def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        """Subtract updates from the weights.
+
+        Args:
+            indices: the matrices.
+            updates: this rank's rectangle `(rows, cols)`, of any floating dtype, of the scaled update of each.
+            finite: which updates are finite, `(matrices,)` bool on their device. The others are zero, and their
+                matrices keep their weights.
+        """
 
 
 class Exchange(Protocol):
     """Makes matrices whole, has them orthogonalised, and brings the update's rows back."""
 
-    def run(self, advance: Advance, apply: Apply) -> None:
-        """One step of all matrices."""
+    @property
+    def layout(self) -> Layout:
+        """Who holds which rectangle of each matrix."""
+
+    def replicas(self, index: int) -> int:
+        """How many ranks hold the same rows of a matrix as this one."""
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
+        """One step of all matrices.
+
+        Collective over the exchange's group, but for `LocalExchange`. Each matrix of which this rank holds rows is
+        prepared once and finalized once after that; the optimizer checks it.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
 
 
 class FiniteMarks:
@@ -57,6 +85,6 @@ class FiniteMarks:
         return finite
 
 
-def part(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
+def rectangle_view(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The rectangle of `matrix` that `shard` describes, a view."""
     return matrix.narrow(0, shard.row_start, shard.rows).narrow(1, shard.col_start, shard.cols)

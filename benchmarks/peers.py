@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.megatron.phases import Timers
+from megatron_muon.core.probe import PhaseTimer
 from megatron_muon.patching import Patches
 
 NS_METHODS = {"deepspeed": "standard", "deepspeed-gram": "gram"}
@@ -115,47 +115,41 @@ class DeepSpeedMuon:
         """One step of Muon, and nothing else."""
         self._engine.step()
 
-    def attach(self, timers: Timers) -> Patches:
-        """Time the phases of the step, until the result's `undo()`. Momentum counts as `orthogonalize`.
+    def attach(self, timer: PhaseTimer) -> Patches:
+        """Time the phases of the step and count what its all-gathers bring, until the result's `undo()`.
+
+        Momentum counts as `orthogonalize`.
 
         Raises:
             RuntimeError: a method that makes a phase is gone.
         """
+        from deepspeed.comm import comm
         from deepspeed.runtime.zero.muon import original_muon
 
         patches = Patches()
         for name, phase in _PHASES.items():
-            patches.wrap(self._engine.optimizer, name, functools.partial(timers.timed, phase))
-        patches.wrap(original_muon, "muon_update", functools.partial(timers.timed, "orthogonalize"))
+            patches.wrap(self._engine.optimizer, name, functools.partial(timed, timer, phase))
+        patches.wrap(original_muon, "muon_update", functools.partial(timed, timer, "orthogonalize"))
+        for name in _GATHERS:
+            patches.wrap(comm.cdb, name, functools.partial(_counted, timer))
         return patches
 
-    def counter(self) -> GatherCounter:
-        """Counts what a step's collectives carry."""
-        return GatherCounter()
 
+def timed(timer: PhaseTimer, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, with its time added to `phase`."""
 
-class GatherCounter:
-    """Counts the bytes that this rank receives from others in DeepSpeed's all-gathers."""
-
-    def __init__(self) -> None:
-        self.received = 0
-        self._patches = Patches()
-
-    def __enter__(self) -> GatherCounter:
-        from deepspeed.comm import comm
-
-        for name in _GATHERS:
-            self._patches.wrap(comm.cdb, name, self._counted)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.undo()
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            # deepspeed.comm passes names; what this rank sends is of the size that each other rank sends.
-            sent: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else kwargs["input_tensor"]
-            self.received += (dist.get_world_size(kwargs.get("group")) - 1) * sent.numel() * sent.element_size()
+    def timed_call(*args: Any, **kwargs: Any) -> Any:
+        with timer.phase(phase):
             return call(*args, **kwargs)
 
-        return counted
+    return timed_call
+
+
+def _counted(timer: PhaseTimer, call: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        # deepspeed.comm passes names; what this rank sends is of the size that each other rank sends.
+        sent: torch.Tensor = kwargs["tensor"] if "tensor" in kwargs else kwargs["input_tensor"]
+        timer.received((dist.get_world_size(kwargs.get("group")) - 1) * sent.nbytes)
+        return call(*args, **kwargs)
+
+    return counted

@@ -1,6 +1,6 @@
 """The ranks of `megatron-muon bench step`: times optimizer steps on the same shards and gradients.
 
-Run under torchrun as `python -m megatron_muon.bench.step SPEC OUTPUT`, SPEC being a `StepSpec` as JSON; the
+Run under torchrun as `python -m benchmarks.step SPEC OUTPUT`, SPEC being a `StepSpec` as JSON; the
 first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL. Within a repeat the methods run
 one after the other, so that a machine that slows down slows all of them; a step's time is that of the slowest rank.
 """
@@ -13,7 +13,6 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,10 @@ import torch.distributed as dist
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
 
-from megatron_muon.bench.floor import Floor
-from megatron_muon.bench.fsdp2 import Fsdp2Muon, RowCounter
-from megatron_muon.bench.launch import StepSpec
-from megatron_muon.bench.offload import (
+from benchmarks.floor import Floor
+from benchmarks.fsdp2 import Fsdp2Muon
+from benchmarks.memory import peak_extra_bytes
+from benchmarks.offload import (
     DiskProbe,
     make_store,
     method_of,
@@ -35,20 +34,23 @@ from megatron_muon.bench.offload import (
     open_run,
     transfer_ms,
 )
-from megatron_muon.bench.peers import NS_METHODS, DeepSpeedMuon, GatherCounter
+from benchmarks.peers import NS_METHODS, DeepSpeedMuon
+from megatron_muon.bench.launch import StepSpec
 from megatron_muon.core.blocks import RowSplit, whole
 from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+from megatron_muon.core.exchange.owner import Batch
 from megatron_muon.core.exchange.steps import Exchange
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.probe import PHASES, SILENT, PhaseTimer, Probe, synchronize
 from megatron_muon.cpu.memory import keep_freed_memory
 from megatron_muon.ending import end_alone
 from megatron_muon.errors import UserError
 from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.megatron.phases import PHASES, ByteCounter, Timers, attach, peak_extra_bytes, synchronize
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.offload.store import RecordStore
 
 Peer = DeepSpeedMuon | Fsdp2Muon
 type Steps = torch.optim.Optimizer | Peer
@@ -157,67 +159,73 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
     if method == "adam":
         return _megatron_adam(parameters)
 
-    def exchange(_: Sequence[torch.Tensor]) -> Exchange:
-        orthogonalizer, splits = problem.orthogonalizer, problem.splits
-        is_finite = torch.ones(1, dtype=torch.bool, device=problem.device)
-        if method == "allgather":
-            return AllGatherExchange(
-                problem.layout,
-                problem.group,
-                lambda index, matrix: (upstream_update(matrix, splits[index], orthogonalizer), is_finite),
-                device=problem.device,
-            )
-        if method == "allgather-tuned":
-            return AllGatherExchange(
-                problem.layout,
-                problem.group,
-                lambda index, matrix: orthogonalizer(matrix, splits[index]),
-                device=problem.device,
-            )
-        shapes = [matrix.shape for matrix in problem.layout.matrices]
-        return OwnerExchange(
-            problem.plan,
-            problem.group,
-            lambda indices: orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices]),
-            wire_dtype=orthogonalizer.dtype,
-            device=problem.device,
-        )
-
-    names: dict[torch.Tensor, str] = {
-        p: matrix.name for p, matrix in zip(parameters, problem.layout.matrices, strict=True)
-    }
+    matrices, rank = problem.layout.matrices, problem.group.rank()
+    store = None if run is None else make_store(run, problem.layout, rank=rank, device=problem.device)
     return ShardedMuon(
         [{"params": parameters}],
-        exchange,
+        make_exchange(method, problem),
         lr=LR,
         momentum=MOMENTUM,
         nesterov=True,
         weight_decay=WEIGHT_DECAY,
         decoupled_weight_decay=True,
-        names=names,
-        store=None
-        if run is None
-        else lambda _: make_store(run, problem.layout, rank=problem.group.rank(), device=problem.device),
+        names={parameter: matrix.name for parameter, matrix in zip(parameters, matrices, strict=True)},
+        store=store,
     )
 
 
-def upstream_update(matrix: torch.Tensor, split: RowSplit, settings: Orthogonalizer) -> torch.Tensor:
-    """The scaled update of a whole matrix `(rows, cols)` fp32 as megatron-core's Muon computes it, block by block.
+def make_exchange(method: str, problem: Problem) -> Exchange:
+    """The exchange of a method."""
+    orthogonalizer, splits = problem.orthogonalizer, problem.splits
+    shapes = [matrix.shape for matrix in problem.layout.matrices]
+
+    def batches(indices: Sequence[int]) -> Batch:
+        return orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
+
+    def of_upstream(indices: Sequence[int]) -> Batch:
+        return UpstreamBatch([shapes[i] for i in indices], [splits[i] for i in indices], orthogonalizer)
+
+    if method.startswith("allgather"):
+        makes = of_upstream if method == "allgather" else batches
+        return AllGatherExchange(problem.layout, problem.group, makes, device=problem.device)
+    return OwnerExchange(problem.plan, problem.group, batches, wire_dtype=orthogonalizer.dtype, device=problem.device)
+
+
+class UpstreamBatch:
+    """Matrices that are orthogonalised as megatron-core's Muon does it, one after the other, block by block.
 
     Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
     """
-    update = torch.empty_like(matrix)
-    for block, place in zip(split.views(matrix), split.views(update), strict=True):
-        whole_block = block.reshape(-1, matrix.shape[1])
-        with eo_utils.fp32_matmul_precision(settings.matmul_precision):
-            orthogonal = muon_utils.newton_schulz(
-                whole_block,
-                steps=settings.num_steps,
-                coefficient_type=settings.coefficient_type,
-            )
-        scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
-        place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
-    return update
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], settings: Orthogonalizer) -> None:
+        self._shapes = shapes
+        self._splits = splits
+        self._settings = settings
+        self._matrices: list[torch.Tensor] = []
+
+    def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Room for each whole matrix `(rows, cols)`."""
+        self._matrices = [like.new_empty(shape, dtype=dtype) for shape in self._shapes]
+        return self._matrices
+
+    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The scaled updates, none of which is looked at."""
+        matrices, self._matrices = self._matrices, []
+        updates = [self._update(matrix, split) for matrix, split in zip(matrices, self._splits, strict=True)]
+        return updates, torch.ones(len(updates), dtype=torch.bool, device=updates[0].device)
+
+    def _update(self, matrix: torch.Tensor, split: RowSplit) -> torch.Tensor:
+        settings = self._settings
+        update = torch.empty_like(matrix)
+        for block, place in zip(split.views(matrix), split.views(update), strict=True):
+            whole_block = block.reshape(-1, matrix.shape[1])
+            with eo_utils.fp32_matmul_precision(settings.matmul_precision):
+                orthogonal = muon_utils.newton_schulz(
+                    whole_block, steps=settings.num_steps, coefficient_type=settings.coefficient_type
+                )
+            scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
+            place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
+        return update
 
 
 def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -272,7 +280,7 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
             "times_ms": [second * 1e3 for second in slowest],
             **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
         }
-        if isinstance(optimizer, ShardedMuon) and optimizer.store is not None:
+        if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.store, RecordStore):
             results[method] |= momentum_figures(optimizer.store, group, device)
     for run in runs.values():
         run.close()
@@ -305,17 +313,16 @@ def _disk_figures(disk: DiskProbe | None, results: dict[str, dict[str, Any]]) ->
     return {"disk": rates}
 
 
-def _timed(optimizer: Steps, problem: Problem, around: AbstractContextManager[Any] | None = None) -> float:
-    """Seconds of one step on this rank, from a barrier on; only the step runs within `around`."""
+def _timed(optimizer: Steps, problem: Problem) -> float:
+    """Seconds of one step on this rank, from a barrier on."""
     if isinstance(optimizer, Peer):
         optimizer.prepare()
     synchronize(problem.device)
-    with around or nullcontext():
-        dist.barrier(problem.group)
-        start = time.perf_counter()
-        optimizer.step()
-        synchronize(problem.device)
-        elapsed = time.perf_counter() - start
+    dist.barrier(problem.group)
+    start = time.perf_counter()
+    optimizer.step()
+    synchronize(problem.device)
+    elapsed = time.perf_counter() - start
     dist.barrier(problem.group)
     return elapsed
 
@@ -328,22 +335,24 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
     Raises:
         RuntimeError: the bytes counted at the collectives are not those that the plan promises.
     """
-    timers = Timers(problem.device)
-    counter: ByteCounter | GatherCounter | RowCounter
+    timer = PhaseTimer(problem.device)
     if isinstance(optimizer, Peer):
-        patches, counter = optimizer.attach(timers), optimizer.counter()
-    else:
-        patches, counter = attach(optimizer, timers), ByteCounter()
-    try:
-        total = sum(_timed(optimizer, problem, counter) for _ in range(steps)) / steps
-    finally:
+        patches = optimizer.attach(timer)
+        total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
         patches.undo()
-    mine = [timers.seconds[phase] / steps for phase in PHASES[:-1]]
+    elif isinstance(optimizer, ShardedMuon):
+        optimizer.probe = timer
+        total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
+        optimizer.probe = SILENT
+    else:
+        total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
+        timer.seconds["apply"] = total * steps  # type: ignore[assignment]  # a Counter of floats
+    mine = [timer.seconds[phase] / steps for phase in PHASES[:-1]]
     mine.append(total - sum(mine))
     ranks = problem.group.size()
     phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
 
-    counted = counter.received // steps
+    counted = timer.bytes_received // steps
     if isinstance(optimizer, Peer):
         planned = counted
         optimizer.prepare()
@@ -360,8 +369,7 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
             f"its collectives carried {counted:,}"
         )
     return {
-        "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value and method != "adam"}
-        or {"apply": phases[PHASES.index("apply")]},
+        "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value},
         "exchange_bytes_per_rank": int(planned_max),
         "exchange_bytes_counted_per_rank": int(counted_max),
         "peak_extra_bytes": int(peak_max),

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.megatron.phases import Timers
+from benchmarks.peers import timed
+from megatron_muon.core.probe import PhaseTimer
 from megatron_muon.patching import Patches
 
 
@@ -79,8 +80,10 @@ class Fsdp2Muon:
         """One step of Muon, and nothing else."""
         self._optimizer.step()
 
-    def attach(self, timers: Timers) -> Patches:
-        """Time the phases of the step, until the result's `undo()`. Assembling a matrix counts as `apply`.
+    def attach(self, timer: PhaseTimer) -> Patches:
+        """Time the phases of the step and count what its collectives bring, until the result's `undo()`.
+
+        Assembling a matrix counts as `apply`.
 
         Raises:
             RuntimeError: a function that makes a phase is gone.
@@ -95,51 +98,25 @@ class Fsdp2Muon:
             (muon_fsdp2.Fsdp1dWork, "start", "gather"),  # without what is within it: momentum
             (muon_fsdp2.Fsdp1dWork, "finish", "apply"),  # without the others
         ):
-            patches.wrap(owner, name, functools.partial(timers.timed, phase))
-        patches.wrap(muon_fsdp2, "gather", functools.partial(_watched, timers))
+            patches.wrap(owner, name, functools.partial(timed, timer, phase))
+        patches.wrap(muon_fsdp2, "gather", functools.partial(_gather, timer), takes=("tensor", "gather_list"))
+        patches.wrap(muon_fsdp2, "scatter", functools.partial(_scatter, timer))
         return patches
 
-    def counter(self) -> RowCounter:
-        """Counts what a step's collectives carry."""
-        return RowCounter()
 
+def _gather(timer: PhaseTimer, gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Times waiting for what `gather` started as `gather_wait`, and counts it."""
 
-def _watched(timers: Timers, gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Times waiting for what `gather` started as `gather_wait`."""
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        return SimpleNamespace(wait=timers.timed("gather_wait", gather(*args, **kwargs).wait))
+    def watched(sent: torch.Tensor, parts: list[torch.Tensor] | None, **kwargs: Any) -> Any:
+        timer.received((len(parts) - 1) * sent.nbytes if parts is not None else 0)
+        return SimpleNamespace(wait=timed(timer, "gather_wait", gather(sent, parts, **kwargs).wait))
 
     return watched
 
 
-class RowCounter:
-    """Counts the bytes that this rank receives from others in muon-fsdp2's gathers and scatters."""
+def _scatter(timer: PhaseTimer, scatter: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(received: torch.Tensor, scatter_list: list[torch.Tensor] | None, **kwargs: Any) -> Any:
+        timer.received(received.nbytes if scatter_list is None else 0)
+        return scatter(received, scatter_list, **kwargs)
 
-    def __init__(self) -> None:
-        self.received = 0
-        self._patches = Patches()
-
-    def __enter__(self) -> RowCounter:
-        import muon_fsdp2
-
-        self._patches.wrap(muon_fsdp2, "gather", self._gather, takes=("tensor", "gather_list"))
-        self._patches.wrap(muon_fsdp2, "scatter", self._scatter, takes=("tensor", "scatter_list"))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patches.undo()
-
-    def _gather(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(sent: torch.Tensor, parts: list[torch.Tensor] | None, **kwargs: Any) -> Any:
-            self.received += (len(parts) - 1) * sent.nbytes if parts is not None else 0
-            return call(sent, parts, **kwargs)
-
-        return counted
-
-    def _scatter(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(received: torch.Tensor, scatter_list: list[torch.Tensor] | None, **kwargs: Any) -> Any:
-            self.received += received.nbytes if scatter_list is None else 0
-            return call(received, scatter_list, **kwargs)
-
-        return counted
+    return counted

@@ -21,7 +21,7 @@ from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.cost import KERNEL, Iteration, gram_runs, product_counts
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
-from megatron_muon.megatron.phases import synchronize
+from megatron_muon.core.probe import synchronize
 
 WINDOW_S = 0.04
 """How long each product is repeated in a probe. Every rank goes on until the last has finished: with more ranks than

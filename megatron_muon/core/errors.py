@@ -1,0 +1,8 @@
+"""The error for what a user can get wrong."""
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave; the message says what was given, what would be right, what to type.
+
+    The command line prints it as a single line without a traceback; library code raises it as the `ValueError` it is.
+    """

@@ -1,0 +1,85 @@
+"""Where a step finds the momentum of its shards: in the optimizer's state, or in a store that stages it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+
+from megatron_muon.core.exchange.steps import RowPhases
+
+
+class Momentum(Protocol):
+    """Gives the momentum of shards to a step, part by part."""
+
+    staged: bool
+    """What is lent is taken away again, so it must not be kept."""
+
+    def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
+        """Around the exchange of a step: the phases that the exchange is to call, `rows` or what stands before them."""
+
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """`indices` in parts that can be lent at once, in order."""
+
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """What was lent last has its new value."""
+
+    def end_step(self) -> None:
+        """Every shard has been taken back once."""
+
+
+class MomentumStore(Momentum, Protocol):
+    """Keeps momentum outside of the optimizer's state; see `offload.store`."""
+
+    @property
+    def rounds(self) -> bool:
+        """Whether momentum is rounded for storage, so that a count of steps has to be kept with it."""
+
+    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Room for fp32 tensors of so many elements, for as long as they are used."""
+
+    def read(self, index: int) -> torch.Tensor:
+        """A copy `(rows, cols)` fp32 of a shard's momentum, between steps."""
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps."""
+
+    def set_step_count(self, steps: int) -> None:
+        """The training has taken `steps` steps; stochastic rounding depends on it."""
+
+
+class StateMomentum:
+    """Momentum as the optimizer's state, fp32, where the parameters are.
+
+    Args:
+        of_shard: finds the momentum `(rows, cols)` fp32 of a shard. It is looked up in every step, because loading a
+            checkpoint replaces an optimizer's state.
+    """
+
+    staged = False
+
+    def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
+        self._of_shard = of_shard
+
+    def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
+        """Nothing stands before the rows."""
+        return nullcontext(rows)
+
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """All at once."""
+        yield list(indices)
+
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """The state itself."""
+        return [self._of_shard(index) for index in indices]
+
+    def take_back(self, indices: Sequence[int]) -> None:
+        """It has been changed in place."""
+
+    def end_step(self) -> None:
+        """Nothing is under way."""

@@ -1,0 +1,93 @@
+"""What a step tells whoever measures it: where its time goes, what it receives, what it computes.
+
+A step calls its probe at each phase. `Probe` itself listens to nothing and costs a call; `PhaseTimer` adds up seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+PHASES = (
+    "momentum",
+    "gather",
+    "gather_wait",
+    "orthogonalize",
+    "send_back",
+    "scatter_wait",
+    "apply",
+    "other",
+)
+"""In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
+rows (all of its gathering, for the all-gather scheme); orthogonalize: assembly and iteration; send_back: packing the
+update's rows; scatter_wait: waiting for them; apply: `finalize`; other: what lies between."""
+
+_NOTHING = nullcontext()
+
+
+class Probe:
+    """Listens to a step; this one to nothing."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around one of `PHASES`; a phase within another counts for itself alone."""
+        return _NOTHING
+
+    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+        """This rank's new momentum `(rows, cols)` fp32 of the matrices with these indices."""
+
+    def updates(self, rows: Sequence[torch.Tensor]) -> None:
+        """This rank's rows `(rows, cols)` of scaled updates, before the learning rate."""
+
+    def block(self, block: torch.Tensor, scale: float) -> None:
+        """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept."""
+
+    def received(self, size: int) -> None:
+        """A collective that brings this rank so many bytes from others has been started."""
+
+
+SILENT = Probe()
+
+
+class PhaseTimer(Probe):
+    """Adds up seconds by phase.
+
+    On CUDA each phase is synchronised, so phases that overlap elsewhere do not here.
+
+    Args:
+        device: where the step computes.
+
+    Attributes:
+        seconds: by phase.
+        bytes_received: from other ranks.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.bytes_received = 0
+        self._device = device
+        self._within = [0.0]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time within to `name`."""
+        self._within.append(0.0)
+        start = time.perf_counter()
+        yield
+        synchronize(self._device)
+        elapsed = time.perf_counter() - start
+        self.seconds[name] += elapsed - self._within.pop()  # type: ignore[assignment]  # a Counter of floats
+        self._within[-1] += elapsed
+
+    def received(self, size: int) -> None:
+        """Add up bytes."""
+        self.bytes_received += size
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU's queue; on a CPU there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,73 @@
+"""Who may import whom: the packages are floors of a house, and imports go down only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_muon"
+FLOORS = (
+    {"core"},
+    {"offload", "checkpoint", "cpu", "data"},
+    {"megatron"},
+    {"runs"},
+    {"sweep", "slurm", "planning", "bench", "doctor"},
+    {"report"},
+)
+"""From the ground up. Packages on one floor do not know each other."""
+
+TOOLS = {"command_parser"}
+"""Modules beside the packages that import from them; all others are free of them."""
+
+HEAVY = {"torch", "numpy", "emerging_optimizers"}
+"""All that core/ imports beside the standard library."""
+
+
+def imported(file: Path) -> Iterator[str]:
+    """Modules that a file imports, those within functions too."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def own(name: str) -> str | None:
+    """The package or module of ours that an import names: the part after `megatron_muon`."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == "megatron_muon" and len(parts) > 1 else None
+
+
+def test_every_package_has_a_floor() -> None:
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages == set().union(*FLOORS)
+
+
+@pytest.mark.parametrize("package", sorted(set().union(*FLOORS)))
+def test_imports_go_down_only(package: str) -> None:
+    level = next(number for number, floor in enumerate(FLOORS) if package in floor)
+    below = set().union(*FLOORS[:level]) | {package}
+    above = set().union(*FLOORS) - below
+    for file in (PACKAGE / package).rglob("*.py"):
+        wrong = {name for name in imported(file) if own(name) in above}
+        assert not wrong, f"{file.relative_to(PACKAGE)} imports {', '.join(sorted(wrong))}"
+
+
+def test_small_tools_know_no_package() -> None:
+    packages = set().union(*FLOORS) - {"core"}
+    for file in PACKAGE.glob("*.py"):
+        if file.stem not in {*TOOLS, "cli", "__init__", "pretrain_gpt"}:
+            assert not {name for name in imported(file) if own(name) in packages}, file.name
+
+
+def test_the_core_imports_torch_alone() -> None:
+    """No Megatron, no file, no command line: it can be read and used by itself."""
+    import sys
+
+    for file in (PACKAGE / "core").rglob("*.py"):
+        for name in imported(file):
+            first = name.split(".")[0]
+            assert own(name) == "core" or first in HEAVY | sys.stdlib_module_names, f"{file.name} imports {name}"
