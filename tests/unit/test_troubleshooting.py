@@ -30,9 +30,8 @@ def text_of(node: ast.expr) -> str:
 
 @cache
 def sources() -> tuple[tuple[str, ast.Module], ...]:
-    package = ROOT / "megatron_muon"
-    files = sorted(package.rglob("*.py"))
-    return tuple((str(file.relative_to(package)), ast.parse(file.read_text("utf-8"))) for file in files)
+    files = sorted([*ROOT.glob("megatron_muon/**/*.py"), *ROOT.glob("benchmarks/*.py")])
+    return tuple((str(file.relative_to(ROOT)), ast.parse(file.read_text("utf-8"))) for file in files)
 
 
 @cache
