@@ -47,6 +47,7 @@ setup(
         "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
         "numpy>=1.26",
         "packaging>=24.2",
+        "psutil>=5.9",
         "pyyaml>=6.0",
         "rich>=13.7",
         "tensorboard>=2.16",
@@ -54,12 +55,11 @@ setup(
     extras_require={
         "te": ["transformer-engine[pytorch]>=2.9"],
         "plots": ["matplotlib>=3.8"],
-        "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0", "psutil>=5.9"],
+        "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0"],
         "dev": [
             "hypothesis>=6.100",
             "mypy>=1.15",
             "pdoc>=16",
-            "psutil>=5.9",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
             "ruff>=0.12",

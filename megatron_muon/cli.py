@@ -16,11 +16,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Protocol, cast
 
+from megatron_muon import exit_codes
 from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.version import __version__
-
-EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepare and check"
 """Groups of subcommands, in the order of `megatron-muon --help`."""
@@ -92,20 +91,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parser.parse_args(arguments)
         return modules[args.command].run(args)
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
-        return end.code if isinstance(end.code, int) else EXIT_FAILURE
+        return end.code if isinstance(end.code, int) else exit_codes.FAILURE
     except UserError as error:
         for line in str(error).splitlines():
             print(f"megatron-muon: error: {line}", file=sys.stderr)
-        return EXIT_USAGE
+        return exit_codes.USAGE
     except RunFailedError as error:
         print(f"megatron-muon: {error}", file=sys.stderr)
-        return EXIT_FAILURE
+        return exit_codes.FAILURE
     except KeyboardInterrupt:
         print("megatron-muon: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return exit_codes.INTERRUPTED
     except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILURE
+        return exit_codes.FAILURE
 
 
 def versions() -> str:
@@ -138,7 +137,7 @@ class _ShowVersions(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         print(versions())
-        parser.exit(EXIT_OK)
+        parser.exit(exit_codes.OK)
 
 
 def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, CommandModule]]:

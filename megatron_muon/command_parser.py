@@ -13,6 +13,13 @@ from typing import Any
 from megatron_muon.suggest import did_you_mean, nearest
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
 class CommandParser(argparse.ArgumentParser):
     """A parser whose `take_megatron_flags` collects in `flags` what pretrain_gpt.py is to get.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.bench.launch import StepSpec
-from megatron_muon.command_parser import CommandParser
+from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.offload_flags import DTYPES, OFFLOADS
@@ -88,12 +88,12 @@ def configure(parser: CommandParser) -> None:
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--ranks", type=_positive, required=True, metavar="N", help="processes on this machine")
-    add("--hidden-size", type=_positive, required=True, metavar="H", help="columns of qkv, proj and fc1")
-    add("--num-layers", type=_positive, required=True, metavar="L", help="GPT blocks")
+    add("--ranks", type=positive, required=True, metavar="N", help="processes on this machine")
+    add("--hidden-size", type=positive, required=True, metavar="H", help="columns of qkv, proj and fc1")
+    add("--num-layers", type=positive, required=True, metavar="L", help="GPT blocks")
     add("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="what Newton-Schulz's products run in (bf16)")
-    add("--repeat", type=_positive, default=5, metavar="R", help="timed steps of each method (5)")
-    add("--warmup", type=_positive, default=1, metavar="W", help="steps of each method before these (1)")
+    add("--repeat", type=positive, default=5, metavar="R", help="timed steps of each method (5)")
+    add("--warmup", type=positive, default=1, metavar="W", help="steps of each method before these (1)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
     add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
@@ -112,10 +112,10 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
 def _train_arguments(parser: CommandParser) -> None:
     add = parser.add_argument
     add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
-    add("--ranks", type=_positive, default=2, metavar="N", help="processes on this machine (2)")
-    add("--steps", type=_positive, default=20, metavar="S", help="training steps of each run (20)")
-    add("--warmup", type=_positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
-    add("--rounds", type=_positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
+    add("--ranks", type=positive, default=2, metavar="N", help="processes on this machine (2)")
+    add("--steps", type=positive, default=20, metavar="S", help="training steps of each run (20)")
+    add("--warmup", type=positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
+    add("--rounds", type=positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
     parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --")
 
@@ -330,13 +330,6 @@ def _status(text: str) -> AbstractContextManager[Any]:
     from rich.console import Console
 
     return Console(stderr=True).status(text)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number
 
 
 def _buffer_mb(text: str) -> float:

@@ -30,9 +30,9 @@ _REPLACED = ".replaced"
 _ITERATION = re.compile(r"iter_(\d{7,})$")
 
 
-def iteration_folder(save_dir: Path, iteration: int) -> Path:
-    """The folder of an iteration's checkpoint, as megatron-core names it."""
-    return save_dir / f"iter_{iteration:07d}"
+def iteration_folder(save_dir: Path, iteration: int | str) -> Path:
+    """The folder of an iteration's checkpoint, or of the "release", as megatron-core names it."""
+    return save_dir / (f"iter_{iteration:07d}" if isinstance(iteration, int) else iteration)
 
 
 def iteration_of(folder: Path) -> int | None:

@@ -17,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
+from megatron_muon import exit_codes
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.ending import end_alone
@@ -31,8 +32,6 @@ from megatron_muon.quiet import quiet_imports
 
 QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
-EXIT_TEMPFAIL = 75
-"""Status of a run that a signal ended and that is to be started again: EX_TEMPFAIL of sysexits.h."""
 STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
 """Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
 
@@ -253,7 +252,7 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
         return 1
     except SystemExit as end:
         if end.code in (None, 0) and _ended_by_signal():
-            return EXIT_TEMPFAIL
+            return exit_codes.TEMPFAIL
         raise
     return 0
 

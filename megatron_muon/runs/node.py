@@ -12,6 +12,7 @@ first node of the job holds the rendezvous, whatever the others make of its name
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import socket
@@ -21,15 +22,15 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+import psutil
+
+from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import config_file
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-
-EXIT_TEMPFAIL = 75
-"""Status of a run that is to be started again; `megatron_muon.megatron.launch` gives it to the workers."""
 
 FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
 """Flags, and how many values they take, that say how to begin: not for going on from the run's own checkpoint.
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run(args)
     except ChildFailedError as error:
         ended = status(error, asked_to_end=_asked_to_end)
-        print(ended_by_sigterm() if ended == EXIT_TEMPFAIL else error, file=sys.stderr, flush=True)
+        print(ended_by_sigterm() if ended == exit_codes.TEMPFAIL else error, file=sys.stderr, flush=True)
         return ended
     except RendezvousConnectionError as error:
         why = "after SIGTERM, as it should" if _asked_to_end else error
@@ -164,12 +165,12 @@ def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
         agree on one, else 1.
     """
     codes = {failure.exitcode for failure in error.failures.values()}
-    if EXIT_TEMPFAIL in codes:
-        return EXIT_TEMPFAIL
+    if exit_codes.TEMPFAIL in codes:
+        return exit_codes.TEMPFAIL
     # Before training has begun SIGTERM ends some ranks; others have Megatron's handler already, wait for these in vain,
     # and are killed by torchrun.
     if asked_to_end and -signal.SIGTERM in codes and codes <= {-signal.SIGTERM, -signal.SIGKILL}:
-        return EXIT_TEMPFAIL
+        return exit_codes.TEMPFAIL
     code = codes.pop() if len(codes) == 1 else 1
     return code if code > 0 else 1
 
@@ -183,28 +184,14 @@ def _hand_on(number: int, _: FrameType | None) -> None:
     """Send SIGTERM to the workers: SLURM may have sent it to this process alone. Twice does no harm."""
     global _asked_to_end
     _asked_to_end = True
-    workers = list(_children())
+    workers = psutil.Process().children()
     print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
     if not workers:
         print(ended_by_sigterm(), file=sys.stderr, flush=True)
-        sys.exit(EXIT_TEMPFAIL)
-    for pid in workers:
-        try:
-            os.kill(pid, number)
-        except ProcessLookupError:
-            continue
-
-
-def _children() -> Iterable[int]:
-    """The processes that this one started."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            try:
-                fields = (entry / "stat").read_text().rpartition(") ")[2].split()  # state, parent, ...
-            except OSError:
-                continue  # it has ended
-            if int(fields[1]) == os.getpid():
-                yield int(entry.name)
+        sys.exit(exit_codes.TEMPFAIL)
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            worker.send_signal(number)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import psutil
+
 from megatron_muon.errors import RunFailedError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -148,13 +150,12 @@ class Job:
             append: keep what the log holds.
             keeps: descriptors that the command inherits, such as that of a lock; what it starts does not.
         """
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
-        name, _, value = self._mark.partition("=")
+        self._mark = (_MARK, uuid.uuid4().hex)
         self._log = log.open("ab" if append else "wb", buffering=0)
         self._show, self._on_line = show, on_line
         self.process = subprocess.Popen(
             command,
-            env={**env, name: value},
+            env={**env, **dict([self._mark])},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -174,10 +175,9 @@ class Job:
         family = self._family()
         if self.process.poll() is None:
             self.process.kill()
-        for pid, started in family.items():
-            if _start_time(pid) == started:  # a number that was given to another process since is left alone
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+        for one in family:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
 
     def finish(self) -> int:
         """Waits for the command, ends what it left behind, closes the log; the exit status.
@@ -190,9 +190,9 @@ class Job:
         self._log.close()
         return status if status >= 0 else 128 - status
 
-    def _family(self) -> dict[int, str]:
-        below = descendants(self.process.pid) if self.process.poll() is None else {}
-        return below | _marked(self._mark)
+    def _family(self) -> set[psutil.Process]:
+        below = descendants(self.process.pid) if self.process.poll() is None else []
+        return {*below, *_marked(*self._mark)}
 
     def _read(self) -> None:
         decode = codecs.getincrementaldecoder("utf-8")("replace").decode
@@ -386,44 +386,19 @@ def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], wha
         )
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Processes below `pid`, each with the time of its start; empty where there is no /proc."""
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        fields = _stat(stat)
-        if fields:
-            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
-    found: dict[int, str] = {}
-    waiting = [pid]
-    while waiting:
-        for child in children.get(waiting.pop(), []):
-            started = _start_time(child)
-            if started is not None:
-                found[child] = started
-            waiting.append(child)
-    return found
-
-
-def _marked(mark: str) -> dict[int, str]:
-    """Processes with `mark` in their environment, each with the time of its start."""
-    found = {}
-    for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in file.read_bytes().split(b"\0"):
-                pid = int(file.parent.name)
-                if (started := _start_time(pid)) is not None:
-                    found[pid] = started
-    return found
-
-
-def _stat(path: Path) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; the name before it may hold blanks and brackets."""
+def descendants(pid: int) -> list[psutil.Process]:
+    """Processes below `pid`."""
     try:
-        return path.read_text("utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
         return []
 
 
-def _start_time(pid: int) -> str | None:
-    fields = _stat(Path(f"/proc/{pid}/stat"))
-    return fields[19] if len(fields) > 19 and fields[0] != "Z" else None
+def _marked(name: str, value: str) -> list[psutil.Process]:
+    """Processes with a variable of this value in their environment."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(name) == value:
+                found.append(process)
+    return found

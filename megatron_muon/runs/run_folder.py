@@ -48,6 +48,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
@@ -59,7 +60,6 @@ TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
 PLACES = ("--tensorboard-dir", "--save", "--load")
 """Flags that say where things lie, not what is trained."""
 
-_TRACKER = "latest_checkpointed_iteration.txt"
 _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
 
 
@@ -83,10 +83,10 @@ class RunFolder:
         if self.checkpoints is None:
             return None
         try:
-            latest = (self.checkpoints / _TRACKER).read_text("utf-8").strip()
-        except OSError:
+            latest = files.latest(self.checkpoints)
+        except UserError:  # a run tells so when it loads
             return None
-        return self.checkpoints / (f"iter_{int(latest):07d}" if latest.isdigit() else latest)
+        return None if latest is None else files.iteration_folder(self.checkpoints, latest)
 
     @property
     def has_steps(self) -> bool:

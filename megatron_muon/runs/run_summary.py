@@ -40,19 +40,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_muon import exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.runs.events import LOSS_TAG, RunEvents, read_events
 from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.summary import summarize
-
-EXIT_RERUN = 16
-"""Megatron's status of a run whose loss or gradients were no numbers, again when the step was repeated."""
+from megatron_muon.runs.summary import summarize, validation_label
 
 _OUTCOMES = {
-    0: "finished",
-    2: "refused",
-    75: "stopped",
-    130: "interrupted",
+    exit_codes.OK: "finished",
+    exit_codes.USAGE: "refused",
+    exit_codes.TEMPFAIL: "stopped",
+    exit_codes.INTERRUPTED: "interrupted",
     129: "killed",
     137: "killed",
     143: "killed",
@@ -169,3 +167,15 @@ def _divergence(figures: Mapping[str, Any], text: str) -> dict[str, Any]:
     elif figures["rose"]:
         why = f"the loss rose from {figures['loss_first']:.3f} to {figures['loss_last']:.3f}"
     return {"diverged": why is not None, "diverged_at": at, "diverged_why": why}
+
+
+def in_words(summary: Mapping[str, Any], *, why: bool = False) -> str:
+    """How a run ended, from what its summary.json says; with `why`, the line that says what failed too."""
+    words = f"{summary['outcome']} with status {summary['status']} after {summary['iterations']} iterations"
+    if summary["loss_last"] is not None:
+        words += f", training loss {summary['loss_last']:.4f}"
+    for name, value in (summary["validation_loss"] or {}).items():
+        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
+    if summary["diverged"]:
+        return f"{words}; DIVERGED: {summary['diverged_why']}"
+    return f"{words}; {summary['error']}" if why and summary["error"] else words

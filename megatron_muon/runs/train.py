@@ -19,10 +19,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-from megatron_muon.megatron.launch import EXIT_TEMPFAIL, STATUS_FILE
+from megatron_muon.megatron.launch import STATUS_FILE
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.node import FIRST_START_ONLY
 from megatron_muon.runs.processes import (
@@ -291,7 +292,7 @@ def _exit_status(ended: Ended, rank: int | None) -> int:
     if ended.signal == signal.SIGINT:
         return 128 + signal.SIGINT
     if ended.signal is not None:
-        return rank if rank == EXIT_TEMPFAIL else 128 + ended.signal
+        return rank if rank == exit_codes.TEMPFAIL else 128 + ended.signal
     if ended.status == 0:
         return 0
     return rank or ended.status

@@ -9,12 +9,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_muon.command_parser import CommandParser
+from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import Nodes, sigterm_unwinds
@@ -81,6 +80,7 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
+    from megatron_muon.runs.run_summary import in_words
     from megatron_muon.runs.train import execute, prepare, settings_lines
 
     request, nodes = request_of(args)
@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     if not outcome.started:
         print(f"finished before: {outcome.summary['iterations']} iterations; see {root / run_folder.SUMMARY}")
     elif outcome.summary:
-        print(f"\n{_in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
+        print(f"\n{in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
         if outcome.summary["error"]:
             print(f"why: {outcome.summary['error']}")
         if outcome.summary["go_on"]:
@@ -171,17 +171,6 @@ def _nodes(args: argparse.Namespace) -> Nodes | None:
     return Nodes(args.nnodes, args.node_rank, args.rdzv_endpoint, args.rdzv_id)
 
 
-def _in_words(summary: Mapping[str, Any]) -> str:
-    from megatron_muon.runs.summary import validation_label
-
-    words = f"{summary['outcome']} with status {summary['status']} after {summary['iterations']} iterations"
-    if summary["loss_last"] is not None:
-        words += f", training loss {summary['loss_last']:.4f}"
-    for name, value in (summary["validation_loss"] or {}).items():
-        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
-    return words + (f"; DIVERGED: {summary['diverged_why']}" if summary["diverged"] else "")
-
-
 def assignment(text: str) -> tuple[str, str]:
     """Key and value of a `--set`.
 
@@ -192,11 +181,3 @@ def assignment(text: str) -> tuple[str, str]:
     if not equals or not key.strip("-"):
         raise UserError(f"--set {text}: write KEY=VALUE, such as --set lr=0.001")
     return key, value
-
-
-def positive(text: str) -> int:
-    """A number of at least 1, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return number

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.command_parser import CommandParser
+from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import Reasons, RunFailedError, UserError
 from megatron_muon.runs.processes import ROOT
 
@@ -71,11 +71,11 @@ def configure(parser: CommandParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
-    add("--nodes", type=_positive, required=True, metavar="N", help="nodes of the job")
+    add("--nodes", type=positive, required=True, metavar="N", help="nodes of the job")
     ranks = parser.add_mutually_exclusive_group()
-    ranks.add_argument("--gpus-per-node", type=_positive, metavar="G",
+    ranks.add_argument("--gpus-per-node", type=positive, metavar="G",
         help="ask SLURM for so many, and start a rank on each")  # fmt: skip
-    ranks.add_argument("--nproc-per-node", type=_positive, metavar="P",
+    ranks.add_argument("--nproc-per-node", type=positive, metavar="P",
         help="ranks on each node, where SLURM gives out whole nodes or there are no GPUs "
         "(what the job finds: a rank for each GPU, or one)")  # fmt: skip
     add("--time", metavar="D-HH:MM:SS", help="time limit of one start (the partition's)")
@@ -83,7 +83,7 @@ def configure(parser: CommandParser) -> None:
     add("--account", metavar="NAME", help="account to charge (the user's default)")
     add("--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)")
     add("--array", type=Path, metavar="FILE", help="an array job: a task for each line of FILE, which holds its flags")
-    add("--at-once", type=_positive, metavar="M",
+    add("--at-once", type=positive, metavar="M",
         help="with --array: so many tasks at a time (as many as there is room for)")  # fmt: skip
     add("--sbatch", action="append", default=[], metavar="OPTION",
         help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
@@ -279,9 +279,3 @@ def _checkpoints(run: Any, typed: Sequence[str]) -> str:
             "--train-iters to go on, or give another --save"
         )
     return f"{run.save}: goes on from iteration {found}"
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive whole number, found {text!r}")
-    return int(text)

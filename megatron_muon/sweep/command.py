@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.command_parser import CommandParser
+from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import sigterm_unwinds
-from megatron_muon.runs.train_command import assignment, positive
+from megatron_muon.runs.train_command import assignment
 from megatron_muon.sweep.grid import Point, Task, parse_grids, tasks_of
 
 if TYPE_CHECKING:
@@ -118,8 +118,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan], out: Path) -> int:
     from megatron_muon.runs.provenance import checkout, machine, package_versions
+    from megatron_muon.runs.run_summary import in_words
     from megatron_muon.sweep import results as sweep_results
-    from megatron_muon.sweep.show import Display, in_words
+    from megatron_muon.sweep.show import Display
     from megatron_muon.sweep.trials import DONE, Sweep, Watcher
 
     command = shlex.join(("megatron-muon", *sys.argv[1:]))
@@ -150,7 +151,7 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
         def ended(plan: Plan, outcome: Any) -> None:
             display.ended(plan, outcome)
             if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
-                failed[plan.task] = in_words(outcome.summary)
+                failed[plan.task] = in_words(outcome.summary, why=True)
             dirty_rows.append(plan.task)
 
         def every() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_muon.runs.summary import validation_label
+from megatron_muon.runs.run_summary import in_words
 from megatron_muon.runs.train import Outcome
 from megatron_muon.sweep.trials import PROGRESS, RESUMED, Plan
 
@@ -86,7 +85,7 @@ class Display:
         with self._lock:
             self._done += 1
             running = self._running.pop(plan)
-            words = in_words(outcome.summary)
+            words = in_words(outcome.summary, why=True)
             self._print(
                 f"[{self._done}/{self._total}] {plan.task.name}: {words}, {time.monotonic() - running.began:.0f} s"
             )
@@ -111,19 +110,6 @@ class Display:
         from rich.text import Text
 
         (self._bars.console if self._bars is not None else self.console).print(Text(text), soft_wrap=True)
-
-
-def in_words(summary: Mapping[str, Any]) -> str:
-    """How a run ended."""
-    words = str(summary["outcome"]) + (f" with status {summary['status']}" if summary["status"] else "")
-    words += f" after {summary['iterations']} iterations"
-    if summary["loss_last"] is not None:
-        words += f", training loss {summary['loss_last']:.4f}"
-    for name, value in (summary["validation_loss"] or {}).items():
-        words += f", {validation_label(name)} " + (f"{value:.4f}" if value is not None else "not a number")
-    if summary["diverged"]:
-        words += f"; DIVERGED: {summary['diverged_why']}"
-    return words + (f"; {summary['error']}" if summary["error"] and not summary["diverged"] else "")
 
 
 def _short(loss: str | None) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -17,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import psutil
 
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
@@ -273,9 +274,9 @@ class Sweep:
 
 def kill_all() -> None:
     """Kills all processes below this one at once."""
-    for pid in processes.descendants(os.getpid()):
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    for process in processes.descendants(os.getpid()):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
 
 
 def _data_of(task: Task) -> tuple[Any, ...]:

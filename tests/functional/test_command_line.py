@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from megatron_muon import cli as command
+from megatron_muon import exit_codes
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.runs.events import read_events
 from tests.functional import cli
@@ -83,7 +84,7 @@ def test_the_bare_line(tmp_path, capsys):
     scalars = read_events(folder / "tensorboard").scalars
     assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
     assert "optimizer-time" in scalars
-    assert command.main(["summary", str(folder)]) == command.EXIT_OK
+    assert command.main(["summary", str(folder)]) == exit_codes.OK
     shown = capsys.readouterr().out
     assert "in 3 iterations" in shown
     assert "of the step" in shown
@@ -172,7 +173,7 @@ def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
     qkv = places.index("decoder.layers.2.self_attention.linear_qkv.weight")
     assert blocked.block_shapes(qkv) == [(39, 39)] * 3
 
-    assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == command.EXIT_OK
+    assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == exit_codes.OK
     assert "at 2 ranks" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert (figures["world_size"], figures["matrices"]) == (2, 12)

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from megatron_muon import cli as command
+from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.runs.events import read_events
 from tests.functional import cli
@@ -163,7 +164,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         patch.chdir(folder)
         for name, value in cluster.env.items():
             patch.setenv(name, value)
-        assert command.main(["submit", "--config", str(config), *array]) == command.EXIT_OK
+        assert command.main(["submit", "--config", str(config), *array]) == exit_codes.OK
     first = cluster.call("squeue", "--noheader", "--array", "--partition=urgent", "--format=%F").split()[0]
 
     preempted.until(lambda job: "setting random seeds" in job.log(0))  # from there on SIGTERM leads to a checkpoint

@@ -15,7 +15,7 @@ from rich.console import Console
 from benchmarks.floor import products
 from benchmarks.peers import NS_METHODS
 from benchmarks.step import gpt_layout
-from megatron_muon import cli
+from megatron_muon import cli, exit_codes
 from megatron_muon.bench import command as bench_command
 from megatron_muon.bench import launch as bench_launch
 from megatron_muon.bench import train as bench_train
@@ -23,6 +23,7 @@ from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.runs import processes
+from tests.unit.test_processes import is_gone
 
 STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
@@ -89,7 +90,7 @@ def test_arguments_reach_the_specification():
     ],
 )
 def test_usage_errors(argv, said, capsys):
-    assert cli.main(["bench", *argv]) == cli.EXIT_USAGE
+    assert cli.main(["bench", *argv]) == exit_codes.USAGE
     assert said in capsys.readouterr().err
 
 
@@ -105,7 +106,7 @@ def test_missing_peer_says_what_to_type(peer, monkeypatch):
 @pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
 def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert cli.main(["bench", *STEP, "--peers", peer]) == cli.EXIT_USAGE
+    assert cli.main(["bench", *STEP, "--peers", peer]) == exit_codes.USAGE
     error = capsys.readouterr().err.strip()
     assert f"--peers {peer}: {peer} 0." in error
     assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
@@ -133,13 +134,13 @@ def test_peers_are_not_measured_on_cuda(monkeypatch):
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
-    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == cli.EXIT_USAGE
+    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == exit_codes.USAGE
     assert "there is no directory" in capsys.readouterr().err
 
 
 def test_warmup_must_leave_steps(capsys):
     argv = ["bench", "train", "--config", "configs/quickstart.yaml", "--steps", "5", "--warmup", "5"]
-    assert cli.main(argv) == cli.EXIT_USAGE
+    assert cli.main(argv) == exit_codes.USAGE
     assert "--warmup 5 leaves none of --steps 5" in capsys.readouterr().err
 
 
@@ -242,7 +243,4 @@ def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
         assert process.wait(timeout=30) != 0
     finally:
         process.kill()
-    deadline = time.monotonic() + 5
-    while processes._start_time(child) is not None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert processes._start_time(child) is None
+    assert is_gone(child)

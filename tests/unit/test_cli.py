@@ -7,7 +7,7 @@ import types
 
 import pytest
 
-from megatron_muon import cli
+from megatron_muon import cli, exit_codes
 from megatron_muon.errors import UserError
 
 
@@ -44,12 +44,12 @@ def test_every_subcommand_is_in_a_group():
     "argv", [["data", "prepare", "--help"], ["bench", "step", "--help"], *([name, "--help"] for name in cli.COMMANDS)]
 )
 def test_every_subcommand_shows_an_example(argv, capsys):
-    assert cli.main(argv) == cli.EXIT_OK
+    assert cli.main(argv) == exit_codes.OK
     assert f"megatron-muon {argv[0]}" in capsys.readouterr().out.split("examples:")[1]
 
 
 def test_version_names_what_matters(capsys):
-    assert cli.main(["--version"]) == cli.EXIT_OK
+    assert cli.main(["--version"]) == exit_codes.OK
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert shown["megatron-core"].startswith("0.19")
     assert {"megatron-muon", "torch", "emerging-optimizers", "python", "system"} <= set(shown)
@@ -57,7 +57,7 @@ def test_version_names_what_matters(capsys):
 
 @pytest.mark.parametrize("argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]])
 def test_usage_errors_exit_with_2(argv, capsys):
-    assert cli.main(argv) == cli.EXIT_USAGE
+    assert cli.main(argv) == exit_codes.USAGE
     assert "usage: megatron-muon" in capsys.readouterr().err
 
 
@@ -75,7 +75,7 @@ def test_usage_errors_exit_with_2(argv, capsys):
     ],
 )
 def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
-    assert cli.main(argv) == cli.EXIT_USAGE
+    assert cli.main(argv) == exit_codes.USAGE
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -117,7 +117,7 @@ def test_user_errors_are_one_line(monkeypatch, capsys):
         raise UserError(f"--flag {args.flag} is wrong; type --flag right")
 
     install_command(monkeypatch, run)
-    assert cli.main(["probe", "--flag", "left"]) == cli.EXIT_USAGE
+    assert cli.main(["probe", "--flag", "left"]) == exit_codes.USAGE
     assert capsys.readouterr().err == "megatron-muon: error: --flag left is wrong; type --flag right\n"
 
 
@@ -135,7 +135,7 @@ def test_ctrl_c_exits_with_130(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     install_command(monkeypatch, run)
-    assert cli.main(["probe"]) == cli.EXIT_INTERRUPTED
+    assert cli.main(["probe"]) == exit_codes.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 
 

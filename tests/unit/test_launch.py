@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from megatron_muon import exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import launch
 from megatron_muon.megatron.one_process import settle_one_process
@@ -121,7 +122,7 @@ def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, raised, sta
 
 
 def test_ranks_that_a_signal_ends_together_leave_their_group_as_before():
-    status = launch.EXIT_TEMPFAIL
+    status = exit_codes.TEMPFAIL
     script = FAILS_ALONE.format(raised="SystemExit(0)", alone=False, signal=True)
     environ = {**os.environ, **TORCHRUN, "LOCAL_RANK": "0"}
     done = subprocess.run(

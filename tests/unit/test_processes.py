@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.runs import processes, run_folder
+from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import Ended, Job, watch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -32,9 +33,11 @@ def python(code: str) -> list[str]:
 
 def is_gone(pid: int) -> bool:
     deadline = time.monotonic() + 5
-    while processes._start_time(pid) is not None and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return True
         time.sleep(0.02)
-    return processes._start_time(pid) is None
+    return False
 
 
 def signal_when(log: Path, text: str, *numbers: int) -> threading.Thread:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli
+from megatron_muon import cli, exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.runs.processes import ROOT
 
@@ -132,7 +132,7 @@ def test_an_array_has_a_task_for_each_line(submit):
 def test_array_files_that_would_go_wrong(submit, tasks, message):
     Path("rates.txt").write_text(tasks)
     status, _, errors = submit("--array", "rates.txt")
-    assert status == cli.EXIT_USAGE
+    assert status == exit_codes.USAGE
     assert message in errors
 
 
@@ -152,7 +152,7 @@ def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, mes
     if change:
         Path("run.yaml").write_text(CONFIG.replace(*change.split(" -> ")))
     status, output, errors = submit(*arguments)
-    assert status == cli.EXIT_USAGE
+    assert status == exit_codes.USAGE
     assert errors.startswith("megatron-muon: error: ")
     assert message in errors
     assert "sbatch" not in output
@@ -160,12 +160,12 @@ def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, mes
 
 @pytest.mark.parametrize("wrong", [("--nodes", "0"), ("--gpus-per-node", "8", "--nproc-per-node", "8")])
 def test_usage_errors(submit, wrong):
-    assert submit(*wrong)[0] == cli.EXIT_USAGE
+    assert submit(*wrong)[0] == exit_codes.USAGE
 
 
 def test_without_slurm_it_says_where_to_go(submit):
     status, _, errors = submit(dry=False)
-    assert status == cli.EXIT_USAGE
+    assert status == exit_codes.USAGE
     assert "sbatch is not installed here" in errors
     assert "scripts/slurm/local_cluster.sh start" in errors
 
@@ -190,5 +190,5 @@ def test_the_documented_commands(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     _, *arguments = shlex.split(line)
     arguments.insert(1, "--dry-run")
-    assert cli.main(arguments) == cli.EXIT_OK, capsys.readouterr().err
+    assert cli.main(arguments) == exit_codes.OK, capsys.readouterr().err
     assert command(capsys.readouterr().out)[-1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli
+from megatron_muon import cli, exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved
@@ -110,7 +110,7 @@ def test_one_place_for_all_runs_is_refused(capsys):
 def test_flags_that_would_make_all_runs_one_are_refused(flags, says, capsys):
     """They win over the grid and over the seeds, so that every run would be the same."""
     argv = ["sweep", "--config", "configs/quickstart.yaml", "--grid", "lr=1,2", "muon_lr=1", "--dry-run", *flags]
-    assert cli.main(argv) == cli.EXIT_USAGE
+    assert cli.main(argv) == exit_codes.USAGE
     assert says in capsys.readouterr().err
 
 
@@ -270,7 +270,8 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
         display.ended(plan, Outcome(0, ENDED))
     shown = capsys.readouterr().out
     assert ("12/20" in shown) if terminal else ("lr=0.01 seed=1: iteration 12/20, loss 2.8515\n" in shown)
-    assert "[2/2] lr=0.01 seed=1: finished after 20 iterations, training loss 2.5000, validation loss 2.2500" in shown
+    losses = "training loss 2.5000, validation loss 2.2500"
+    assert f"[2/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}" in shown
     assert ("\x1b[" in shown) is terminal
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli
+from megatron_muon import cli, exit_codes
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import load_config
-from megatron_muon.runs import processes, run_folder, run_summary, train_command
+from megatron_muon.runs import processes, run_folder, run_summary
 from megatron_muon.runs.processes import Ended, Nodes, torchrun_on_nodes
 from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
 from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
@@ -172,7 +172,7 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
     before = sorted(taken.root.rglob("*"))
     line = ["train", "--config", "x.yaml", "--out", str(taken.root), *asked]
     with run_folder.lock_of(taken.root).held():
-        assert cli.main(line) == cli.EXIT_USAGE
+        assert cli.main(line) == exit_codes.USAGE
     who = f"(process {os.getpid()} on {socket.gethostname()}, since "
     assert f"error: a run is under way in {taken.root} {who}" in capsys.readouterr().err
     saves = re.escape(f"a training saves its checkpoints to {taken.checkpoints} {who}")
@@ -326,7 +326,7 @@ def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     assert (summary["diverged"], summary["diverged_why"]) == (False, None)
     assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
     assert "rose" not in summary
-    words = train_command._in_words(summary)
+    words = run_summary.in_words(summary)
     assert words.endswith("training loss 5.5200, validation loss 5.6300")
 
 
@@ -444,7 +444,7 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
     ],
 )
 def test_arguments_that_do_not_go_together(argv, message, capsys):
-    assert cli.main(["train", *argv]) == cli.EXIT_USAGE
+    assert cli.main(["train", *argv]) == exit_codes.USAGE
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -457,7 +457,7 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
         "sys.exit('imported torch' if 'torch' in sys.modules else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == cli.EXIT_USAGE, done.stderr
+    assert done.returncode == exit_codes.USAGE, done.stderr
     assert "7 of 20 iterations" in done.stderr
 
 
