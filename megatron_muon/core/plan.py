@@ -7,6 +7,8 @@ travel into waves that fit a buffer. Nothing here sends anything.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.layout import Blocks, Layout, Matrix
 
 UPDATE_BYTES = 4
 """Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
 iteration take. For square blocks on a processor they take up to 14 bytes an element, of a few blocks at a time."""
+
+DIGEST_LENGTH = 12
+"""Hexadecimal digits: they fit an int64."""
 
 MIN_WAVES = 3
 """So many waves that one can arrive and one can leave while one is worked on."""
@@ -51,6 +56,17 @@ class Plan:
         """Largest load over the mean load; 1.0 is even."""
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
+
+    def digest(self, blocks: Sequence[Blocks | None]) -> str:
+        """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine.
+
+        Args:
+            blocks: how the rows of each matrix make blocks; None stands for one block.
+        """
+        shapes = [matrix.shape for matrix in self.layout.matrices]
+        whole = [of or (1, (rows,)) for of, (rows, _) in zip(blocks, shapes, strict=True)]
+        content = json.dumps([shapes, whole, self.owners, self.whole, self.waves, self.wave_bytes])
+        return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The whole matrices of `rank` in parts: one beside each wave, or more where they would overfill the buffer."""

@@ -6,9 +6,8 @@ the work is repeated, or shared with `--muon-share-replicated`; otherwise matric
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,13 +23,11 @@ from megatron_muon.core.layout import BlockedLayout, Layout
 from megatron_muon.core.neurons import NeuronMoments, NormalizedBatch
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig, block_settings
-from megatron_muon.offload import rates
-from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.run import OffloadRun, held_shards
 
 
@@ -69,7 +66,7 @@ class Members:
         return [matrix.shape for matrix in self.layout.matrices]
 
 
-@dataclass(frozen=True)
+@dataclass
 class MuonBuilder:
     """Builds the Muons of a model.
 
@@ -79,6 +76,7 @@ class MuonBuilder:
         pg_collection: process groups.
         names: a name for each parameter.
         offload: keeps momentum elsewhere, or in another format, than as fp32 on the device.
+        digests: of the plans that were made, dense parameters first.
     """
 
     config: MuonOptimizerConfig
@@ -86,6 +84,7 @@ class MuonBuilder:
     pg_collection: ProcessGroupCollection
     names: Mapping[torch.Tensor, str]
     offload: OffloadRun | None
+    digests: list[str] = field(default_factory=list)
 
     def build(self, groups: list[dict[str, Any]], *, is_expert: bool) -> torch.optim.Optimizer:
         """The Muon of `groups`, which are dense parameters or experts. Collective.
@@ -98,9 +97,8 @@ class MuonBuilder:
         if self._replicated and not config.muon_share_replicated and not adaptive:
             return self._plain(groups)
         members = self._members(groups, is_expert=is_expert)
-        orthogonalizer = self._orthogonalizer(members.device, scaled=not adaptive)
-        device, group = self._place(members, orthogonalizer)
-        orthogonalizer = dataclasses.replace(orthogonalizer, device=device)  # whose products decide what it costs
+        device, group = self._place(members)
+        orthogonalizer = self._orthogonalizer(device, scaled=not adaptive)
         kind, variant = self._variant(members, orthogonalizer) if adaptive else (ShardedMuon, {})
         store = None
         if self.offload is not None:
@@ -166,30 +164,11 @@ class MuonBuilder:
             device=device,
         )
 
-    def _place(self, members: Members, orthogonalizer: Orthogonalizer) -> tuple[torch.device, dist.ProcessGroup]:
+    def _place(self, members: Members) -> tuple[torch.device, dist.ProcessGroup]:
         """Where momentum and iteration compute, and the group that exchanges there."""
-        on_cpu = members.device.type == "cpu" or self.config.muon_offload == "none"
-        if on_cpu or not self._cpu_is_faster(members, orthogonalizer):
+        if members.device.type == "cpu" or self.config.muon_ns_device != "cpu":
             return members.device, members.group
         return torch.device("cpu"), mp.over_gloo(members.group)
-
-    def _cpu_is_faster(self, members: Members, orthogonalizer: Orthogonalizer) -> bool:
-        """Whether the CPU of a machine with an accelerator orthogonalises. Collective where rates are measured."""
-        config = self.config
-        if config.muon_ns_device != "auto" or config.optimizer == "adaptive_muon":
-            return config.muon_ns_device == rates.CPU
-        flops = sum(orthogonalizer.flops(*matrix) for matrix in zip(members.shapes, members.splits, strict=True))
-        elements = sum(rows * cols for rows, cols in members.shapes) / members.group.size()
-        record_bytes = codec_of(config.muon_momentum_dtype).record_bytes(1, 1024) / 1024
-        chosen = rates.faster_device(
-            rates.measure(members.device, orthogonalizer.dtype),
-            flops=flops / members.group.size(),
-            momentum_bytes=record_bytes * elements * config.muon_offload_fraction,
-            gradient_bytes=4 * elements,
-        )
-        if dist.get_rank() == 0:
-            print(f"megatron-muon: --muon-ns-device auto: Newton-Schulz runs on the {chosen}", flush=True)
-        return chosen == rates.CPU
 
     def _variant(self, members: Members, orthogonalizer: Orthogonalizer) -> tuple[type[ShardedMuon], dict[str, Any]]:
         """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
@@ -272,6 +251,9 @@ class MuonBuilder:
                 f"{plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
                 flush=True,
             )
+        digest = plan.digest([(split.groups, split.parts) for split in splits])
+        require_same_plan(digest, members.group, members.device)
+        self.digests.append(digest)
         owned = [index for index, owner in enumerate(plan.owners) if owner == rank]
         blocks = (block for index in owned for block in splits[index].block_shapes(shapes[index][1]))
         if (kinds := orthogonalizer.warm_up(blocks)) and rank == 0:
@@ -303,3 +285,21 @@ class MuonBuilder:
         )
         muon.initialize_state()
         return muon
+
+
+def require_same_plan(digest: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Check that all ranks of a group have made the same plan, before they exchange by it. Collective.
+
+    Raises:
+        RuntimeError: they have not; names two that differ.
+    """
+    mine = torch.tensor([int(digest, 16)], dtype=torch.int64, device=device)
+    everyone = mine.new_empty(group.size())
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    found = [f"{value:0{DIGEST_LENGTH}x}" for value in everyone.tolist()]
+    other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
+    if other is not None:
+        raise RuntimeError(
+            f"rank 0 of the group has plan {found[0]} and rank {other} has {found[other]}: they would wait for each "
+            "other; start all ranks with the same flags, software and devices"
+        )

@@ -93,6 +93,8 @@ def _build(
             optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
+    if builder.digests and dist.get_rank() == 0:
+        print(f"megatron-muon: plan {'-'.join(builder.digests)}", flush=True)
     return optimizers
 
 

@@ -101,6 +101,11 @@ class GroupPlan:
     seconds: float
     largest: float
 
+    @property
+    def digest(self) -> str:
+        """What a run with this plan logs."""
+        return self.plan.digest(self.group.blocked.blocks)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon plan`."""
@@ -175,6 +180,7 @@ def report(
     loads = total(lambda figures: figures.ns_flops)
     largest = max(item.largest for item in plans)
     return {
+        "digest": "-".join(item.digest for item in plans),
         "world_size": world_size,
         "matrices": sum(len(item.plan.layout.matrices) for item in plans),
         "parameters": sum(_parameters(item) for item in plans),
@@ -355,7 +361,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     console.print(table)
     for line in (
         f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
-        f"{settings['exchange_dtype']}; buffer {settings['buffer_mb']:g} MiB",
+        f"{settings['exchange_dtype']}; buffer {settings['buffer_mb']:g} MiB; digest {figures['digest']}",
         f"{hardware.name}: {hardware.source}",
         *notes(figures),
     ):

@@ -58,7 +58,7 @@ def add_offload_arguments(group: Any) -> None:
         choices=NS_DEVICES,
         default=DEFAULTS["muon_ns_device"],
         help="with --muon-offload on a machine with a GPU: orthogonalise there, with momentum streamed through, or on "
-        "the CPU, with only gradients and updates on their way; auto measures both rates",
+        "the CPU, with only gradients and updates on their way; auto: there",
     )
     group.add_argument(
         "--muon-momentum-dtype",
