@@ -53,7 +53,7 @@ def find(directory: Path) -> Path:
         UserError: there is none.
     """
     if not directory.is_dir():
-        raise UserError(f"{directory} is no directory; give a run's --save directory, or one of its iter_ folders")
+        raise UserError(f"{directory} is not a directory; give a run's --save directory, or one of its iter_ folders")
     if (directory / ".metadata").exists() or files.iteration_of(directory) is not None:
         return directory
     named = files.latest(directory)

@@ -47,8 +47,8 @@ class Shard:
     def source(self, owner: int, world_size: int) -> int:
         """The holder from which `owner` has the elements: itself if it holds them.
 
-        Owners ask the holder whose place among the holders is theirs among the ranks: the requests are spread over the
-        replicas, and where replicas are blocks of consecutive ranks each owner asks within its own.
+        Owner r reads from holder r * H // W of H holders and W ranks, which spreads requests over the replicas; where
+        replicas are blocks of consecutive ranks, each owner reads within its own block.
         """
         holders = self.holders
         return owner if owner in holders else holders[owner * len(holders) // world_size]

@@ -71,7 +71,7 @@ class StateMomentum:
         return nullcontext(rows)
 
     def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """All at once."""
+        """All of them as one part: nothing is staged."""
         yield list(indices)
 
     def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:

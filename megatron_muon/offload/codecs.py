@@ -118,10 +118,11 @@ class Bf16:
 
 
 class Int8:
-    """Signed 8-bit codes whose squares count, rounded stochastically, with a fp32 scale for up to 128 columns of a row.
+    """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale, rounded stochastically.
 
-    A record holds the scales (rows, ceil(cols / 128)) and then the codes (rows, cols). A code c stands for sign(c) c^2
-    times the scale, which is the block's largest magnitude over 127^2. So the spacing shrinks with the value: where
+
+    A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and then the codes
+    (rows, cols). A scale is its block's largest magnitude over 127^2. So the spacing shrinks with the value: where
     some columns are much larger than others, evenly spaced values would drown the small ones, whose directions
     orthogonalisation makes as large as any. The error stays under one spacing, at most 253 scales, and averages to
     zero. A block that holds a value which is not finite comes back with none that is; one whose values all lie below

@@ -57,7 +57,7 @@ class Held:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Elements of the shard."""
         return self.rows * self.cols
 
 

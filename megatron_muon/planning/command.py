@@ -82,7 +82,7 @@ class Group:
         name: "dense", "experts", or "layout" for one that was captured.
         blocked: its layout.
         stride: so many groups lie side by side in the world.
-        together: so many neighbours of a group lie together before the next group's come.
+        together: consecutive global ranks in one group.
     """
 
     name: str

@@ -240,7 +240,7 @@ def _plain(key: str) -> str:
 
 
 def pairs(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[tuple[str, tuple[str, ...]]]:
-    """The flags of a command line with their values; a value that begins with dashes is no flag the parser knows."""
+    """The flags of a command line with their values; a value that begins with dashes is not a flag that the parser knows."""
     found: list[tuple[str, list[str]]] = []
     for token in argv:
         flag, equals, value = token.partition("=")
@@ -338,7 +338,7 @@ def _gpus() -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _said(asked: dict[str, Any]) -> dict[str, Any]:
+def _resolve_request(asked: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request that came as JSON."""
     sets = tuple((key, value) for key, value in asked["sets"])
     try:
@@ -347,14 +347,14 @@ def _said(asked: dict[str, Any]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _said_by_child(asked: dict[str, Any], answer: Path) -> dict[str, Any]:
-    """`_said` by a child of this process: settling replaces sys.argv, patches megatron-core, sets the environment."""
+def _resolve_in_child(asked: dict[str, Any], answer: Path) -> dict[str, Any]:
+    """`_resolve_request` by a child of this process: settling replaces sys.argv, patches megatron-core, sets the environment."""
     child = os.fork()
     if child == 0:
         status = 1
         os.environ.pop(_NVML_CHECK, None)  # NVML counts a GPU that its driver cannot use, and this child may ask CUDA
         try:
-            answer.write_text(json.dumps(_said(asked), default=str), "utf-8")
+            answer.write_text(json.dumps(_resolve_request(asked), default=str), "utf-8")
             status = 0
         except BaseException:
             traceback.print_exc()
@@ -384,10 +384,10 @@ def _settle_all(asked: Path, answer: Path) -> None:
     """The process that settles: an answer for each request, or none at all."""
     requests = json.loads(asked.read_text("utf-8"))
     if len(requests) == 1:
-        answers = [_said(requests[0])]
+        answers = [_resolve_request(requests[0])]
     else:
         _import_once()
-        answers = [_said_by_child(request, answer.with_name(f"{at}.json")) for at, request in enumerate(requests)]
+        answers = [_resolve_in_child(request, answer.with_name(f"{at}.json")) for at, request in enumerate(requests)]
     partial = answer.with_suffix(".partial")
     partial.write_text(json.dumps(answers, default=str), "utf-8")
     partial.replace(answer)

@@ -195,7 +195,7 @@ def refuse_living(folder: RunFolder) -> None:
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     """Refuses to run where another run's results lie, unless told to go on or to start anew.
 
-    A start that came to nothing, without a training step or a checkpoint, is in nobody's way.
+    What a start left that made no training step and no checkpoint may be overwritten.
 
     Raises:
         UserError: says what is there and what to type.

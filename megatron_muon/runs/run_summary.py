@@ -19,7 +19,7 @@
     loss_last         mean training loss of the last 10 logged iterations, or of all where there are fewer
     validation_loss   last validation loss by name of the set, "validation" where there is one
     validation_iteration    where that is from
-    skipped_iterations      steps that gradients which are no numbers made Megatron skip, of those logged
+    skipped_iterations      steps skipped for non-finite gradients, of those logged
     step_ms           median time of an iteration after the first 10, or of all where there are fewer
     tokens_per_second median after the first 10 iterations, all ranks together
     optimizer_share   of an iteration, 0 to 1; where timers are logged

@@ -196,7 +196,7 @@ def test_slips_about_bases_are_named(tree):
         load_config(folder / "gone.yaml", {})
     with pytest.raises(UserError, match=r"wrong\.yaml:1: BASE must be a file or a list of files"):
         load_config(folder / "wrong.yaml", {})
-    with pytest.raises(UserError, match=r"bad\.yaml:2: MODEL_ARGS key 'lr' is no flag"):
+    with pytest.raises(UserError, match=r"bad\.yaml:2: MODEL_ARGS key 'lr' is not a flag"):
         load_config(folder / "flag.yaml", {})
 
 
@@ -251,7 +251,7 @@ def test_flags_that_the_parser_would_refuse_are_named(load, parser, line, messag
         ("", r"the file must be a mapping"),
         ("MODEL_ARGS: 5\n", r"MODEL_ARGS must be a mapping"),
         ("ENV_VARS:\n  A: b\n", r"has no MODEL_ARGS"),
-        (model_args("lr: 1"), r"run\.yaml:2: MODEL_ARGS key 'lr' is no flag; write '--lr:'"),
+        (model_args("lr: 1"), r"run\.yaml:2: MODEL_ARGS key 'lr' is not a flag; write '--lr:'"),
         (model_args("-lr: 1"), r"write '--lr:'"),
         (model_args("--lr: 1", "--bf16: true", "--lr: 2"), r"run\.yaml:4: '--lr' is given twice"),
         (model_args("--lr: 1") + model_args("--lr: 1"), r"run\.yaml:3: 'MODEL_ARGS' is given twice"),

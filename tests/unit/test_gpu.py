@@ -85,5 +85,5 @@ def test_the_cpu_may_be_asked_for_beside_a_gpu(machine):
 def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch, tmp_path):
     """The process that forks looks with NVML, to which a GPU with an old driver is as good as another."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    monkeypatch.setattr(resolve, "_said", lambda asked: {"by_nvml": torch.cuda._nvml_based_avail()})
-    assert resolve._said_by_child({}, tmp_path / "answer.json") == {"by_nvml": False}
+    monkeypatch.setattr(resolve, "_resolve_request", lambda asked: {"by_nvml": torch.cuda._nvml_based_avail()})
+    assert resolve._resolve_in_child({}, tmp_path / "answer.json") == {"by_nvml": False}

@@ -85,7 +85,7 @@ class _Parcels:
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The matrices."""
+        """Matrix indices, in the order of the items."""
         return tuple(index for index, _ in self.items)
 
     @property
@@ -112,7 +112,7 @@ class _InFlight:
     receive: torch.Tensor
 
     def wait(self) -> torch.Tensor:
-        """What arrived."""
+        """The received elements, in the order of the parcels that were expected."""
         self.work.wait()
         return self.receive
 

@@ -115,7 +115,7 @@ def load_config(
         overridden: Flags to leave out because the user gives them otherwise; their placeholders may stay unset.
 
     Raises:
-        UserError: A file is missing or no YAML, has unknown or duplicate keys, a key that is no flag, a
+        UserError: A file is missing or no YAML, has unknown or duplicate keys, a key that is not a flag, a
             value that is neither a scalar nor a list of scalars, or a placeholder that the environment lacks;
             or files rest on each other.
     """
@@ -257,7 +257,7 @@ def _collect(path: Path, above: tuple[Path, ...], found: _Found) -> None:
         found.env[key] = (path, value)
     for key, value in _items(path, ARGS_KEY, sections.get(ARGS_KEY)) if ARGS_KEY in sections else ():
         if not key.startswith("--"):
-            raise UserError(f"{_at(path, value)}: {ARGS_KEY} key {key!r} is no flag; write '--{key.lstrip('-')}:'")
+            raise UserError(f"{_at(path, value)}: {ARGS_KEY} key {key!r} is not a flag; write '--{key.lstrip('-')}:'")
         found.flags.pop(key, None)  # an overriding flag takes its place behind the bases', as on a command line
         found.flags[key] = (path, value)
     found.has_args |= ARGS_KEY in sections
