@@ -200,14 +200,10 @@ class BlockedLayout:
         return [(groups * part, cols) for part in parts]
 
 
-def evenly_sharded(name: str, shape: tuple[int, int], world_size: int) -> Matrix:
-    """The matrix with as many rows on each rank as on the others, but for one.
-
-    It stands for a matrix that every rank holds whole where only owners and waves are to be planned: no rank is nearer
-    to it than another.
-    """
-    rows, more = divmod(shape[0], world_size)
-    return row_sharded(name, shape, [rows + (rank < more) for rank in range(world_size)])
+def replicated(name: str, shape: tuple[int, int], world_size: int) -> Matrix:
+    """The matrix that every rank holds whole."""
+    rows, cols = shape
+    return Matrix(name, shape, (Shard(0, 0, rows, 0, cols, replicas=tuple(range(1, world_size))),))
 
 
 def from_rectangles(name: str, shape: tuple[int, int], rectangles: Sequence[tuple[int, int, int, int]]) -> Matrix:

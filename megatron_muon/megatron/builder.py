@@ -38,7 +38,7 @@ class Members:
     Attributes:
         parameters: in the order of their groups.
         group_of: the number of each parameter's group.
-        layout: who holds which rectangle of each; of replicated matrices one by which to plan.
+        layout: who holds which rectangle of each.
         splits: how the rows of each make blocks.
         group: the ranks of the layout.
         replicated: every rank holds whole matrices.
@@ -102,7 +102,7 @@ class MuonBuilder:
         kind, variant = self._variant(members, orthogonalizer) if adaptive else (ShardedMuon, {})
         store = None
         if self.offload is not None:
-            held = held_shards(members.layout, members.group.rank(), replicated=members.replicated)
+            held = held_shards(members.layout, members.group.rank())
             part = "experts" if is_expert else "dense"
             store = self.offload.make_store(held, members.group_of, kind=part, device=device)
         muon = kind(
@@ -195,12 +195,11 @@ class MuonBuilder:
                 device=members.device,
             )
             return NorMuon, {**settings, "over_tp": members.over_tp}
-        if not members.replicated:
-            shards = [matrix.shard_of(rank) for matrix in layout.matrices]
-            scales = [
-                factors[:0] if shard is None else factors[shard.row_start : shard.row_start + shard.rows]
-                for factors, shard in zip(scales, shards, strict=True)
-            ]
+        shards = [matrix.shard_of(rank) for matrix in layout.matrices]
+        scales = [
+            factors[:0] if shard is None else factors[shard.row_start : shard.row_start + shard.rows]
+            for factors, shard in zip(scales, shards, strict=True)
+        ]
         return AdaMuon, {**settings, "scales": scales}
 
     def _exchange(

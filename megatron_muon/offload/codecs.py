@@ -120,7 +120,6 @@ class Bf16:
 class Int8:
     """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale, rounded stochastically.
 
-
     A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and then the codes
     (rows, cols). A scale is its block's largest magnitude over 127^2. So the spacing shrinks with the value: where
     some columns are much larger than others, evenly spaced values would drown the small ones, whose directions

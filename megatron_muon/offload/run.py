@@ -231,14 +231,12 @@ class OffloadRun:
         )
 
 
-def held_shards(layout: Layout, rank: int, *, replicated: bool = False) -> list[Held]:
-    """What a rank holds of each matrix of a layout; with `replicated` all of it, whatever the shards say."""
+def held_shards(layout: Layout, rank: int) -> list[Held]:
+    """What a rank holds of each matrix of a layout."""
     held = []
     for matrix in layout.matrices:
         shard = matrix.shard_of(rank)
-        if replicated:
-            held.append(Held(matrix.name, 0, matrix.shape[0], 0, matrix.shape[1]))
-        elif shard is None:
+        if shard is None:
             held.append(Held(matrix.name, 0, 0, 0, matrix.shape[1]))
         else:
             held.append(Held(matrix.name, shard.row_start, shard.rows, shard.col_start, shard.cols))

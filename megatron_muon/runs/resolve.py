@@ -240,7 +240,7 @@ def _plain(key: str) -> str:
 
 
 def pairs(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[tuple[str, tuple[str, ...]]]:
-    """The flags of a command line with their values; a value that begins with dashes is not a flag that the parser knows."""
+    """The flags of a command line with their values; a value may begin with dashes if no flag is named so."""
     found: list[tuple[str, list[str]]] = []
     for token in argv:
         flag, equals, value = token.partition("=")
@@ -348,7 +348,7 @@ def _resolve_request(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resolve_in_child(asked: dict[str, Any], answer: Path) -> dict[str, Any]:
-    """`_resolve_request` by a child of this process: settling replaces sys.argv, patches megatron-core, sets the environment."""
+    """`_resolve_request` in a child process: it replaces sys.argv, patches megatron-core, sets the environment."""
     child = os.fork()
     if child == 0:
         status = 1

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.layout import Layout, LayoutError, Matrix, Shard, evenly_sharded, row_sharded
+from megatron_muon.core.layout import Layout, LayoutError, Matrix, Shard, replicated, row_sharded
 
 
 def shard(rank: int, rows: range, cols: range) -> Shard:
@@ -34,12 +34,14 @@ def test_row_shards_tile_whatever_their_sizes(rows_per_rank: list[int], cols: in
 
 
 @given(st.integers(1, 9), st.integers(1, 12))
-def test_even_shards_differ_by_a_row_at_most(rows: int, world_size: int) -> None:
-    made = evenly_sharded("w", (rows, 3), world_size)
+def test_every_rank_holds_a_replicated_matrix_whole(rows: int, world_size: int) -> None:
+    made = replicated("w", (rows, 3), world_size)
     made.check_tiling()
-    held = [part.rows if (part := made.shard_of(rank)) else 0 for rank in range(world_size)]
-    assert sum(held) == rows
-    assert max(held) - min(held) <= 1
+    for rank in range(world_size):
+        part = made.shard_of(rank)
+        assert part is not None
+        assert (part.rows, part.cols) == (rows, 3)
+        assert part.source(rank, world_size) == rank
 
 
 @given(

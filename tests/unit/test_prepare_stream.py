@@ -17,7 +17,7 @@ import torch
 from megatron_muon.core.blocks import whole
 from megatron_muon.core.exchange import OwnerExchange
 from megatron_muon.core.exchange import owner as owner_module
-from megatron_muon.core.layout import Layout, evenly_sharded
+from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
@@ -60,7 +60,7 @@ class Trial:
         self.behind: list[bool] = []  # whether a record's copy back lies behind the products that were enqueued last
         self.order: list[str] = []
         self._last_products = 0
-        layout = Layout(2, tuple(evenly_sharded(f"w{i}", shape, 2) for i, shape in enumerate(SHAPES)))
+        layout = Layout(2, tuple(row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)))
         plan = make_plan(layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, element_bytes=4)
         assert len(plan.waves) >= 3
         orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)

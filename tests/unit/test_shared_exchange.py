@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megatron_muon.core.blocks import whole
 from megatron_muon.core.exchange import SharedExchange
 from megatron_muon.core.exchange import shared as module
-from megatron_muon.core.layout import Layout, evenly_sharded
+from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.probe import SILENT
@@ -39,7 +39,7 @@ class Group:
 
 
 def planned(shapes: Shapes, ranks: int, buffer_bytes: int) -> Plan:
-    layout = Layout(ranks, tuple(evenly_sharded(f"w{i}", shape, ranks) for i, shape in enumerate(shapes)))
+    layout = Layout(ranks, tuple(replicated(f"w{i}", shape, ranks) for i, shape in enumerate(shapes)))
     costs = [float(rows * cols) for rows, cols in shapes]
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4)
 

@@ -14,7 +14,7 @@ class LocalExchange:
     """Carries out a step of matrices that every rank holds whole, without communication.
 
     Args:
-        layout: the matrices; its shards do not matter.
+        layout: the matrices.
         batches: makes batches of matrices.
         buffer_bytes: what the matrices of a part may fill; a larger matrix is a part by itself.
         device: where the matrices lie.

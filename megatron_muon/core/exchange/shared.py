@@ -55,7 +55,7 @@ class SharedExchange:
     """Carries out a plan for matrices that every rank holds whole.
 
     Args:
-        plan: owners and waves; the same on every rank. Its shards do not matter.
+        plan: owners and waves; the same on every rank.
         group: the process group whose ranks hold the same matrices.
         batches: makes batches of matrices.
         wire_dtype: dtype of updates on the wire and of what the iteration starts from. The owner applies the update

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.blocks import RowSplit, whole
-from megatron_muon.core.layout import Layout, evenly_sharded, from_rectangles
+from megatron_muon.core.layout import Layout, from_rectangles, replicated
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model.fused import (
     BlockSettings,
@@ -268,6 +268,6 @@ def layout_of(
 def replicated_layout(
     parameters: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str], group: dist.ProcessGroup
 ) -> Layout:
-    """A layout by which to plan the work of parameters that every rank of `group` holds whole."""
-    matrices = (evenly_sharded(names[p], matrix_shape(p, over_tp=False), group.size()) for p in parameters)
+    """The layout of parameters that every rank of `group` holds whole."""
+    matrices = (replicated(names[p], matrix_shape(p, over_tp=False), group.size()) for p in parameters)
     return Layout(world_size=group.size(), matrices=tuple(matrices))
