@@ -63,8 +63,6 @@ class Orthogonalizer:
         method: "standard", "gram", or "auto" for the one with fewer operations.
         scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
         device: where it runs, which decides what an iteration costs.
-        blocks_done: blocks orthogonalised since construction, the figure that shows that none was left out or done
-            twice.
     """
 
     coefficient_type: str = "quintic"
@@ -75,7 +73,6 @@ class Orthogonalizer:
     method: str = AUTO
     scaled: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    blocks_done: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         check_number("muon_num_ns_steps", self.num_steps)
@@ -143,8 +140,7 @@ class Orthogonalizer:
         Returns:
             Whether each update is finite, `(batch,)` bool.
         """
-        batch, rows, cols = stack.shape
-        self.blocks_done += batch
+        _, rows, cols = stack.shape
         together = max(TOGETHER.get(stack.device.type, 2**23) // (rows * cols), 1)
         all_finite = []
         for number, part in enumerate(stack.split(together)):

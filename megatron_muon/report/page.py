@@ -24,8 +24,9 @@ from megatron_muon.report.headline import HOW_STEPS_ARE_COUNTED, at_most, headin
 from megatron_muon.report.markdown import code, indented, plain, printable, row
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.comparable import load_of
+from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import Record
-from megatron_muon.runs.summary import LAST_STEPS, WARMUP_STEPS
+from megatron_muon.runs.summary import LAST_STEPS
 from megatron_muon.sweep.results import JSON, Spread
 
 PAGE = "report.md"

@@ -4,7 +4,7 @@ A directory may hold several event files, one for each start of the training. A 
 its first iteration on: what an earlier one wrote beyond that belongs to a history that was abandoned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,32 @@ class RunEvents:
             latest = not any(began < other <= point.wall_time for other, _ in self.starts)
             seconds += (point.wall_time if latest else end) - began
         return seconds
+
+
+WARMUP_STEPS = 10
+"""Speed is measured after these: the first steps pay for caches and allocations."""
+
+
+def validations(events: RunEvents) -> dict[str, list[Point]]:
+    """Validation losses by name of the set, "" where there is one.
+
+    At the last iteration Megatron evaluates the test set too and writes it under the same tag, later; hence the first
+    point of each iteration.
+    """
+    prefix = f"{LOSS_TAG} validation"
+    found = {}
+    for tag, points in sorted(events.scalars.items()):
+        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
+            first: dict[int, Point] = {}
+            for point in points:
+                first.setdefault(point.step, point)
+            found[tag.removeprefix(prefix).removeprefix("-")] = list(first.values())
+    return found
+
+
+def after_warmup(points: Sequence[Point]) -> list[Point]:
+    """The points after the warm-up; all where there are none."""
+    return [point for point in points if point.step > WARMUP_STEPS] or list(points)
 
 
 def read_events(directory: Path) -> RunEvents:

@@ -17,8 +17,8 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.events import LOSS_TAG, Point, RunEvents, read_events
-from megatron_muon.runs.summary import LAST_STEPS, WARMUP_STEPS, has_risen
+from megatron_muon.runs.events import LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
+from megatron_muon.runs.summary import LAST_STEPS, has_risen
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `muon/PHASE_ms` in the events, in their order."""
@@ -196,16 +196,11 @@ def _settings(folder: Path) -> dict[str, str]:
 
 
 def _validation(events: RunEvents) -> list[Point]:
-    """Validation losses; at the last iteration Megatron writes the test set's under the same tag, later."""
+    """Validation losses, the mean of the sets where there are several."""
     by_step: dict[int, list[Point]] = {}
-    prefix = f"{LOSS_TAG} validation"
-    for tag, points in sorted(events.scalars.items()):
-        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")):
-            seen = set()
-            for point in points:
-                if point.step not in seen:
-                    seen.add(point.step)
-                    by_step.setdefault(point.step, []).append(point)
+    for points in validations(events).values():
+        for point in points:
+            by_step.setdefault(point.step, []).append(point)
     return [
         Point(step, statistics.fmean(point.value for point in points), points[-1].wall_time)
         for step, points in sorted(by_step.items())
@@ -242,8 +237,7 @@ def _phases(events: RunEvents) -> dict[str, float]:
 
 
 def _median_after_warmup(points: Sequence[Point], *, scale: float = 1e3) -> float | None:
-    late = [point.value for point in points if point.step > WARMUP_STEPS] or [point.value for point in points]
-    return statistics.median(late) * scale if late else None
+    return statistics.median(point.value for point in after_warmup(points)) * scale if points else None
 
 
 def _peak(events: RunEvents, log: str) -> int | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.runs.events import LOSS_TAG, Point, RunEvents, read_events
+from megatron_muon.runs.events import LOSS_TAG, WARMUP_STEPS, Point, RunEvents, after_warmup, read_events, validations
 from megatron_muon.runs.run_folder import (
     CHECKPOINTS,
     CONFIG,
@@ -28,9 +28,6 @@ from megatron_muon.runs.run_folder import (
     moved,
     read_json,
 )
-
-WARMUP_STEPS = 10
-"""Speed is measured after these: the first steps pay for caches and allocations."""
 
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
@@ -248,20 +245,10 @@ def rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _validation(events: RunEvents) -> tuple[dict[str, float], int | None]:
-    """Returns the last validation loss by name of the set, and its iteration.
-
-    At the last iteration Megatron evaluates the test set too and writes it under the same tag, later; hence
-    the first point of that iteration.
-    """
-    results: dict[str, float] = {}
-    last = None
-    prefix = f"{LOSS_TAG} validation"
-    for tag, points in sorted(events.scalars.items()):
-        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
-            last = points[-1].step
-            first_of_last = next(point for point in points if point.step == last)
-            results[tag.removeprefix(prefix).removeprefix("-") or ONLY_SET] = first_of_last.value
-    return results, last
+    """Returns the last validation loss by name of the set, and its iteration."""
+    found = validations(events)
+    results = {name or ONLY_SET: points[-1].value for name, points in found.items()}
+    return results, next((points[-1].step for points in reversed(found.values())), None)
 
 
 def _step_seconds(events: RunEvents) -> dict[int, float]:
@@ -269,18 +256,12 @@ def _step_seconds(events: RunEvents) -> dict[int, float]:
 
     Without Megatron's own figure, the times at which losses were written serve.
     """
-    seconds = {point.step: point.value for point in events.points("iteration-time")}
-    if not seconds:
-        losses = events.points(LOSS_TAG)
-        for before, point in itertools.pairwise(losses):
-            if point.step > before.step:
-                seconds[point.step] = (point.wall_time - before.wall_time) / (point.step - before.step)
-    return _after_warmup(seconds)
-
-
-def _after_warmup(by_step: dict[int, float]) -> dict[int, float]:
-    late = {step: value for step, value in by_step.items() if step > WARMUP_STEPS}
-    return late or by_step
+    points = events.points("iteration-time") or [
+        Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
+        for before, after in itertools.pairwise(events.points(LOSS_TAG))
+        if after.step > before.step
+    ]
+    return _by_step(after_warmup(points))
 
 
 def _tokens_per_second(events: RunEvents, step_seconds: dict[int, float]) -> float | None:

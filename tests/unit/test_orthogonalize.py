@@ -116,7 +116,6 @@ def test_blocks_are_orthogonalised_alone() -> None:
     matrix = randn(split.rows, 10)
     orthogonalizer = Orthogonalizer(matmul_precision="highest")
     found, _ = orthogonalizer(matrix, split)
-    assert orthogonalizer.blocks_done == 3
     rows = torch.arange(split.rows)
     for start, stop in ((0, 4), (4, 6), (6, 8)):
         mine = rows[(rows % 8 >= start) & (rows % 8 < stop)]
