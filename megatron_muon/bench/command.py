@@ -21,7 +21,7 @@ from megatron_muon.bench.launch import StepSpec
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.offload_flags import DTYPES, OFFLOADS
+from megatron_muon.megatron.flags.fields import DTYPES, OFFLOADS
 from megatron_muon.runs.processes import ROOT, environment, run_logged, torchrun
 from megatron_muon.runs.provenance import provenance
 

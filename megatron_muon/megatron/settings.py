@@ -1,7 +1,7 @@
 """The settings of Muon under Megatron-FSDP, and what they do not combine with.
 
 A run fills them from its flags, a script of one's own by name. What can be seen before torch.distributed starts is
-checked on the command line too (`mcore.arguments`).
+checked on the command line too (`flags.arguments`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_muon.core.cost import check_proven
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.flags.offload_flags import check_offload
 from megatron_muon.megatron.flags.refusals import (
     check_adaptive,
@@ -31,56 +32,16 @@ from megatron_muon.megatron.patches.fsdp import is_mended
 
 
 @dataclass
-class MuonOptimizerConfig(OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's flags; each field is the flag of the same name.
+class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
+    """megatron-core's OptimizerConfig with this package's settings (`flags.fields`), each under its flag's name.
 
     Attributes:
-        muon_exchange: how row shards become whole matrices: "owner" or "allgather".
-        muon_exchange_buffer_mb: MiB that the owner scheme's waves, or shared updates, may fill on a rank.
-        muon_exchange_dtype: what travels: "fp32", "bf16", or "auto" for bf16 where Newton-Schulz starts from bf16.
-        muon_ns: the iteration: "standard", "gram", or "auto" for the one with fewer operations.
-        muon_lr: peak learning rate of Muon's parameters; None takes `lr`.
-        muon_min_lr: lowest learning rate of Muon's parameters; None takes `min_lr`.
-        muon_log_params: print every parameter with its optimizer.
-        muon_share_replicated: under `no_shard`, one owner orthogonalises a matrix and broadcasts the update.
-        muon_dump_layout: a file that takes the layout of the sharded matrices, for `megatron-muon plan --layout`.
-        muon_split_gated_mlp: orthogonalise gate and up of a gated MLP's first projection alone.
-        muon_split_heads: orthogonalise every attention head of the projections that make heads alone.
-        muon_offload: where momentum lives between steps: "none" (the device), "cpu" (host memory) or "nvme" (files).
-        muon_offload_dir: the directory of the files.
-        muon_offload_fraction: the share of a rank's momentum that leaves the device, largest shards first.
-        muon_offload_buffer_mb: MiB that momentum on its way may fill.
-        muon_offload_keep: leave the files at the end.
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.
         muon_offload_save: the folder that the run saves checkpoints in, by which its next start knows files of its own.
-        muon_ns_device: where momentum is offloaded: orthogonalise on the "accelerator", on the "cpu", or "auto".
-        muon_momentum_dtype: the format of stored momentum: "fp32", "bf16" or "int8".
-        muon_metrics_interval: measure every so many steps (`metrics`); 0 never.
-        muon_exclude: patterns; parameters whose names match go to the scalar optimizer (`model.names`).
     """
 
-    muon_exchange: str = "owner"
-    muon_exchange_buffer_mb: float = 256.0
-    muon_exchange_dtype: str = "auto"
-    muon_ns: str = "auto"
-    muon_lr: float | None = None
-    muon_min_lr: float | None = None
-    muon_log_params: bool = False
-    muon_share_replicated: bool = False
-    muon_dump_layout: str | None = None
-    muon_split_gated_mlp: bool = False
-    muon_split_heads: bool = False
-    muon_offload: str = "none"
-    muon_offload_dir: str | None = None
-    muon_offload_fraction: float = 1.0
-    muon_offload_buffer_mb: float = 24.0
-    muon_offload_keep: bool = False
     muon_offload_iteration: int = 0
     muon_offload_save: str = ""
-    muon_ns_device: str = "auto"
-    muon_momentum_dtype: str = "fp32"
-    muon_metrics_interval: int = 0
-    muon_exclude: Sequence[str] = ()
 
 
 def with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:

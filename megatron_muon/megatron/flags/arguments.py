@@ -17,11 +17,10 @@ from typing import NoReturn
 from megatron_muon.core.cost import check_proven
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.megatron.flags.offload_flags import add_offload_arguments, check_offload, given_flag
+from megatron_muon.megatron.flags.fields import METRICS_INTERVAL, MuonSettings
+from megatron_muon.megatron.flags.offload_flags import check_offload, given_flag
 from megatron_muon.megatron.flags.path_checks import check_load, require_data
 from megatron_muon.megatron.flags.refusals import (
-    ADAPTIVE_DEFAULTS,
-    BUFFER_MB,
     check_adaptive,
     check_async_save,
     check_blocks,
@@ -48,9 +47,6 @@ MODEL_FLAGS = (
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
 
-METRICS_INTERVAL = 10
-"""Default of --muon-metrics-interval."""
-
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that raises UserError instead of printing megatron-core's 500 flags and exiting."""
@@ -62,7 +58,9 @@ class Parser(argparse.ArgumentParser):
 
 def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add this package's flags to megatron.training's parser."""
-    group = parser.add_argument_group(title="muon under megatron-fsdp")
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    group = parser.add_argument_group(title="this package")
     group.add_argument(
         "--config",
         metavar="FILE.yaml",
@@ -75,88 +73,6 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         help="where to train; auto takes CUDA where it is",
     )
     group.add_argument(
-        "--muon-exchange",
-        choices=("owner", "allgather"),
-        default="owner",
-        help="how sharded matrices become whole: owner sends the rows of each to one rank that orthogonalises it; "
-        "allgather, the reference, has every rank orthogonalise all of them",
-    )
-    group.add_argument(
-        "--muon-exchange-buffer-mb",
-        type=float,
-        default=BUFFER_MB,
-        metavar="MIB",
-        help="what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time",
-    )
-    group.add_argument(
-        "--muon-exchange-dtype",
-        choices=("auto", "fp32", "bf16"),
-        default="auto",
-        help="what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway",
-    )
-    group.add_argument(
-        "--muon-ns",
-        choices=("auto", "standard", "gram"),
-        default="auto",
-        help="the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations",
-    )
-    group.add_argument("--muon-lr", type=float, help="peak learning rate of Muon's parameters; default --lr")
-    group.add_argument("--muon-min-lr", type=float, help="lowest learning rate of Muon's parameters; default --min-lr")
-    group.add_argument(
-        "--muon-split-gated-mlp",
-        action="store_true",
-        help="orthogonalise gate and up of a gated MLP's first projection (--swiglu) as two matrices, not as one",
-    )
-    group.add_argument(
-        "--muon-split-heads",
-        action="store_true",
-        help="orthogonalise every attention head alone: each query, key and value head of the projections that make "
-        "heads (rows). The output projection, which takes heads in (columns), stays one matrix",
-    )
-    group.add_argument(
-        "--muon-exclude",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, hold a "
-        "shell-style pattern: router, layers.0.*fc1; a pattern that matches no matrix is an error",
-    )
-    group.add_argument(
-        "--adaptive-muon-moment2-method",
-        choices=("adamuon", "normuon"),
-        default=ADAPTIVE_DEFAULTS["moment2_method"],
-        help="with --optimizer adaptive_muon: the second moment of each element of the orthogonalised update (adamuon) "
-        "or of each row, in a wide matrix each column (normuon)",
-    )
-    group.add_argument(
-        "--adaptive-muon-beta2",
-        type=float,
-        default=ADAPTIVE_DEFAULTS["beta2"],
-        help="with --optimizer adaptive_muon: what the second moment's average keeps in a step",
-    )
-    group.add_argument(
-        "--adaptive-muon-eps",
-        type=float,
-        default=ADAPTIVE_DEFAULTS["eps"],
-        help="with --optimizer adaptive_muon: keeps the division by the second moment finite",
-    )
-    group.add_argument(
-        "--muon-log-params",
-        action="store_true",
-        help="print every parameter with the optimizer that takes it",
-    )
-    group.add_argument(
-        "--muon-share-replicated",
-        action="store_true",
-        help="with no_shard: each matrix is orthogonalised by one rank, which broadcasts the update, instead of by all",
-    )
-    group.add_argument(
-        "--muon-dump-layout",
-        metavar="FILE",
-        help="write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts "
-        "also to NAME.experts.SUFFIX",
-    )
-    group.add_argument(
         "--muon-allow-missing-state",
         action="store_true",
         help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
@@ -167,15 +83,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
         dest="verify_checkpoint",
         help="with --load: do not compare the checkpoint's files with their checksums, which reads each of them once",
     )
-    group.add_argument(
-        "--muon-metrics-interval",
-        type=int,
-        default=METRICS_INTERVAL,
-        metavar="K",
-        help="with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of "
-        "every K-th step, and log them under muon/; 0 never",
-    )
-    add_offload_arguments(group)
+    ArgumentGroupFactory(MuonSettings).build_group(parser, title="muon under megatron-fsdp")
     allow_full_precision(parser)
     return parser
 
@@ -389,7 +297,7 @@ def _refuse_without_muon(args: argparse.Namespace) -> None:
         "--muon-ns": args.muon_ns != "auto",
         "--muon-exchange": args.muon_exchange != "owner",
         "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
-        "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != BUFFER_MB,
+        "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != MuonSettings.muon_exchange_buffer_mb,
         "--muon-log-params": args.muon_log_params,
         "--muon-metrics-interval": args.muon_metrics_interval != METRICS_INTERVAL,
         "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,

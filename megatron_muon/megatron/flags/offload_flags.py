@@ -1,4 +1,4 @@
-"""The flags that say where momentum lives, and what they do not combine with.
+"""What the flags that say where momentum lives do not combine with.
 
 Plain values in, so that the command line can ask before torch is imported, and a config that a script has built too.
 """
@@ -8,65 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.fields import DTYPES, NS_DEVICES, OFFLOADS, MuonSettings
 
-OFFLOADS = ("none", "cpu", "nvme")
-DTYPES = ("fp32", "bf16", "int8")
-NS_DEVICES = ("auto", "accelerator", "cpu")
-DEFAULTS: dict[str, Any] = {
-    "muon_offload": "none",
-    "muon_offload_dir": None,
-    "muon_offload_fraction": 1.0,
-    "muon_offload_buffer_mb": 24.0,
-    "muon_offload_keep": False,
-    "muon_ns_device": "auto",
-    "muon_momentum_dtype": "fp32",
-}
-
-
-def add_offload_arguments(group: Any) -> None:
-    """Add the flags to an argument group."""
-    group.add_argument(
-        "--muon-offload",
-        choices=OFFLOADS,
-        default=DEFAULTS["muon_offload"],
-        help="where Muon's momentum lives between steps: on the device, in host memory (cpu), or in files on a local "
-        "disk (nvme); the updates are the same to the last bit",
-    )
-    group.add_argument("--muon-offload-dir", metavar="DIR", help="with --muon-offload nvme: a directory on a fast disk")
-    group.add_argument(
-        "--muon-offload-fraction",
-        type=float,
-        default=DEFAULTS["muon_offload_fraction"],
-        metavar="F",
-        help="with --muon-offload: the share of each rank's momentum that leaves the device, largest shards first",
-    )
-    group.add_argument(
-        "--muon-offload-buffer-mb",
-        type=float,
-        default=DEFAULTS["muon_offload_buffer_mb"],
-        metavar="MIB",
-        help="with --muon-offload: what momentum on its way may fill on a rank, in host memory and on a GPU alike, at "
-        "least three times the largest shard",
-    )
-    group.add_argument(
-        "--muon-offload-keep",
-        action="store_true",
-        help="with --muon-offload nvme: leave the files at the end, to look at; no run reads them again",
-    )
-    group.add_argument(
-        "--muon-ns-device",
-        choices=NS_DEVICES,
-        default=DEFAULTS["muon_ns_device"],
-        help="with --muon-offload on a machine with a GPU: orthogonalise there, with momentum streamed through, or on "
-        "the CPU, with only gradients and updates on their way; auto: there",
-    )
-    group.add_argument(
-        "--muon-momentum-dtype",
-        choices=DTYPES,
-        default=DEFAULTS["muon_momentum_dtype"],
-        help="how momentum is stored: bf16 takes a half and int8 a quarter of fp32's bytes, rounded stochastically; "
-        "computed with in fp32",
-    )
+_FIELDS = (
+    "muon_offload",
+    "muon_offload_dir",
+    "muon_offload_fraction",
+    "muon_offload_buffer_mb",
+    "muon_offload_keep",
+    "muon_ns_device",
+    "muon_momentum_dtype",
+)
+DEFAULTS: dict[str, Any] = {name: getattr(MuonSettings, name) for name in _FIELDS}
 
 
 def given_flag(values: Any) -> str | None:

@@ -8,12 +8,10 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.fields import MuonSettings
 
-ADAPTIVE_DEFAULTS = {"moment2_method": "adamuon", "beta2": 0.95, "eps": 1e-8}
-"""Defaults of the fields `adaptive_muon_*` of megatron-core's OptimizerConfig, which have no flags in 0.19."""
-
-BUFFER_MB = 256.0
-"""Default of --muon-exchange-buffer-mb."""
+ADAPTIVE = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps")
+"""Settings of adaptive Muon alone."""
 
 
 def check_features(config: Any, model_config: Any, *, main_params_dtype: str) -> None:
@@ -93,7 +91,8 @@ def check_heeded(config: Any, strategy: str, *, gated: bool) -> None:
         gathers = config.muon_exchange == "allgather" and not config.muon_share_replicated
         unheeded = {
             "--muon-exchange-dtype": gathers and config.muon_exchange_dtype == "bf16",
-            "--muon-exchange-buffer-mb": gathers and config.muon_exchange_buffer_mb != BUFFER_MB,
+            "--muon-exchange-buffer-mb": gathers
+            and config.muon_exchange_buffer_mb != MuonSettings.muon_exchange_buffer_mb,
         }
     if flag := next((flag for flag, is_given in unheeded.items() if is_given), None):
         raise UserError(f"{flag} has no effect here: {why}; leave it out")
@@ -107,9 +106,9 @@ def refuse_adaptive_settings(config: Any) -> None:
     Raises:
         UserError: names the flag.
     """
-    for name, default in ADAPTIVE_DEFAULTS.items():
-        if getattr(config, f"adaptive_muon_{name}") != default:
-            flag = f"--adaptive-muon-{name.replace('_', '-')}"
+    for name in ADAPTIVE:
+        if getattr(config, name) != getattr(MuonSettings, name):
+            flag = f"--{name.replace('_', '-')}"
             raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
 
 

@@ -1,0 +1,105 @@
+"""Muon's settings as fields: each is a flag of pretrain_gpt.py, its docstring the flag's help.
+
+megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a default and a help text stand here alone.
+This module imports neither torch nor megatron-core; the factory reads types at run time, so annotations are no strings.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Offload = Literal["none", "cpu", "nvme"]
+MomentumDtype = Literal["fp32", "bf16", "int8"]
+NsDevice = Literal["auto", "accelerator", "cpu"]
+OFFLOADS, DTYPES, NS_DEVICES = (get_args(kind) for kind in (Offload, MomentumDtype, NsDevice))
+
+METRICS_INTERVAL = 10
+"""Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""
+
+
+def _field(default: Any, /, **flag: Any) -> Any:
+    """A field with what its flag has beside name, type and default."""
+    return field(default=default, metadata={"argparse_meta": flag})
+
+
+@dataclass
+class MuonSettings:
+    """How Muon works under Megatron-FSDP."""
+
+    muon_exchange: Literal["owner", "allgather"] = "owner"
+    """how sharded matrices become whole: owner sends the rows of each to one rank that orthogonalises it; allgather,
+    the reference, has every rank orthogonalise all of them"""
+
+    muon_exchange_buffer_mb: float = _field(256.0, metavar="MIB")
+    """what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time"""
+
+    muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway"""
+
+    muon_ns: Literal["auto", "standard", "gram"] = "auto"
+    """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""
+
+    muon_lr: float | None = None
+    """peak learning rate of Muon's parameters; default --lr"""
+
+    muon_min_lr: float | None = None
+    """lowest learning rate of Muon's parameters; default --min-lr"""
+
+    muon_split_gated_mlp: bool = False
+    """orthogonalise gate and up of a gated MLP's first projection (--swiglu) as two matrices, not as one"""
+
+    muon_split_heads: bool = False
+    """orthogonalise every attention head alone: each query, key and value head of the projections that make heads
+    (rows). The output projection, which takes heads in (columns), stays one matrix"""
+
+    muon_exclude: list[str] = field(default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN"}})
+    """send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, hold a shell-style
+    pattern: router, layers.0.*fc1; a pattern that matches no matrix is an error"""
+
+    adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = "adamuon"
+    """with --optimizer adaptive_muon: the second moment of each element of the orthogonalised update (adamuon) or of
+    each row, in a wide matrix each column (normuon)"""
+
+    adaptive_muon_beta2: float = 0.95
+    """with --optimizer adaptive_muon: what the second moment's average keeps in a step"""
+
+    adaptive_muon_eps: float = 1e-8
+    """with --optimizer adaptive_muon: keeps the division by the second moment finite"""
+
+    muon_log_params: bool = False
+    """print every parameter with the optimizer that takes it"""
+
+    muon_share_replicated: bool = False
+    """with no_shard: each matrix is orthogonalised by one rank, which broadcasts the update, instead of by all"""
+
+    muon_dump_layout: str | None = _field(None, metavar="FILE")
+    """write who holds which rows to FILE before training, for megatron-muon plan --layout FILE; with experts also to
+    NAME.experts.SUFFIX"""
+
+    muon_metrics_interval: int = _field(0, default=METRICS_INTERVAL, metavar="K")
+    """with --tensorboard-dir or --wandb-project: measure updates, orthogonality, momentum and the phases of every K-th
+    step, and log them under muon/; 0 never"""
+
+    muon_offload: Offload = "none"
+    """where Muon's momentum lives between steps: on the device, in host memory (cpu), or in files on a local disk
+    (nvme); the updates are the same to the last bit"""
+
+    muon_offload_dir: str | None = _field(None, metavar="DIR")
+    """with --muon-offload nvme: a directory on a fast disk"""
+
+    muon_offload_fraction: float = _field(1.0, metavar="F")
+    """with --muon-offload: the share of each rank's momentum that leaves the device, largest shards first"""
+
+    muon_offload_buffer_mb: float = _field(24.0, metavar="MIB")
+    """with --muon-offload: what momentum on its way may fill on a rank, in host memory and on a GPU alike, at least
+    three times the largest shard"""
+
+    muon_offload_keep: bool = False
+    """with --muon-offload nvme: leave the files at the end, to look at; no run reads them again"""
+
+    muon_ns_device: NsDevice = "auto"
+    """with --muon-offload on a machine with a GPU: orthogonalise there, with momentum streamed through, or on the CPU,
+    with only gradients and updates on their way; auto: there"""
+
+    muon_momentum_dtype: MomentumDtype = "fp32"
+    """how momentum is stored: bf16 takes a half and int8 a quarter of fp32's bytes, rounded stochastically;
+    computed with in fp32"""
