@@ -96,14 +96,14 @@ class ReplicatedMuon(TensorParallelMuon):
             )
         return update.view(grad.shape)
 
-    def _orthogonalize_rows(self, p: torch.Tensor, momentum: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def _orthogonalize_rows(self, p: torch.Tensor, rows: torch.Tensor, /, **kwargs: Any) -> torch.Tensor:
         """The scaled update, zero where it is not finite."""
-        exponent = unit_magnitude_exponent(momentum)
+        exponent = unit_magnitude_exponent(rows)
         if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
             tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
             if tp_group.size() > 1:
                 dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
-        update = super().orthogonalize(p, torch.ldexp(momentum, -exponent), **kwargs)
+        update = super().orthogonalize(p, torch.ldexp(rows, -exponent), **kwargs)
         self._finite = update.sum().isfinite()
         return torch.where(self._finite, update, 0.0)
 

@@ -55,6 +55,7 @@ def test_a_plan_has_the_digest_of_the_run(
     config = tmp_path / "run.yaml"
     lines = [f"  {flag}: {value}\n" for flag, value in {**MODEL, **flags}.items()]
     config.write_text("MODEL_ARGS:\n" + "".join(lines), "utf-8")
+    (tmp_path / "corpus").mkdir()
     corpus = cli.make_corpus(tmp_path / "corpus")
     run = Trainings(ranks, tmp_path, ("--config", str(config), *corpus))(ranks=world_size).checked()
     (digest,) = set(re.findall(r"megatron-muon: plan ([0-9a-f-]+)", run.output))
