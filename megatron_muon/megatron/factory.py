@@ -29,7 +29,12 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.model.table import parameter_table
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
-from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, with_own_settings
+from megatron_muon.megatron.settings import (
+    MuonOptimizerConfig,
+    check_supported,
+    require_megatron_fsdp,
+    with_own_settings,
+)
 from megatron_muon.megatron.state_report import state_report
 from megatron_muon.offload.run import OffloadRun
 
@@ -52,6 +57,7 @@ def get_megatron_muon_optimizer(
         UserError: a setting that Muon under Megatron-FSDP does not support.
     """
     config = with_own_settings(config)
+    require_megatron_fsdp(model_chunks)
     check_supported(config, model_chunks)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()

@@ -61,14 +61,12 @@ def block_settings(config: MuonOptimizerConfig) -> BlockSettings:
     )
 
 
-def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
-    """Check what Muon under Megatron-FSDP does not support.
+def require_megatron_fsdp(model_chunks: Sequence[Any]) -> None:
+    """Check that the model is wrapped in Megatron-FSDP, and that this one's gradients are right.
 
     Raises:
-        UserError: names the value and the remedy.
+        UserError: it is not; what to do.
     """
-    check_numbers(config)
-    check_proven(config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec, config.muon_ns)
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(
@@ -79,6 +77,17 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
             "Megatron-FSDP of megatron-core 0.19 gets some gradients wrong; call megatron_muon.mend_megatron_fsdp() "
             "before the model is wrapped"
         )
+
+
+def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
+    """Check what Muon under Megatron-FSDP does not support.
+
+    Raises:
+        UserError: names the value and the remedy.
+    """
+    check_numbers(config)
+    check_proven(config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec, config.muon_ns)
+    ddp_config = model_chunks[0].ddp_config
     if config.optimizer == "adaptive_muon":
         check_adaptive(
             config.adaptive_muon_moment2_method,

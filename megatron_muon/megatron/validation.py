@@ -95,7 +95,7 @@ def check(
                 return False
         return True
 
-    with _silent(), _as_in_training(muon_under_fsdp):
+    with silent(), _as_in_training(muon_under_fsdp):
         passes(_check_batches)
         is_valid = passes(_validate, _count_micro_batches)
         passes(_build_tokenizer_elsewhere if elsewhere else _build_tokenizer)
@@ -109,6 +109,32 @@ def check(
         reasons.lines = [line for line in reasons.lines if (flags := _subjects([line])) and not flags & about]
     reasons.tell()
     return settled
+
+
+def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Validate in place what a model depends on, and nothing else: for a plan.
+
+    The size of the vocabulary is the tokenizer's where there is one at hand, else that of `--vocab-size`. Where
+    neither is known it is 1, unless buckets that are cut by size depend on it.
+
+    Args:
+        args: parsed, with `rank` and `world_size`.
+        parser: what parsed them.
+
+    Raises:
+        UserError: what megatron-core refuses.
+    """
+    with silent(), _as_in_training(True), explained(args, parser):
+        _validate(args)
+        if args.vocab_size is None or args.tokenizer_type == "NullTokenizer":
+            try:
+                _build_tokenizer(args)
+            except UserError:
+                if args.data_parallel_sharding_strategy != "optim_grads_params":
+                    raise
+        if args.padded_vocab_size is None and args.vocab_size is None:
+            args.vocab_size = 1
+        _check_heads(args)
 
 
 def _subjects(lines: Sequence[str]) -> set[str]:
@@ -249,30 +275,13 @@ def _build_model(args: argparse.Namespace) -> None:
     Transformer Engine's need a GPU. Only a rank of the first pipeline stage could be built; Megatron-FSDP has no other.
     """
     import torch
-    from megatron.core import parallel_state
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.training.argument_utils import gpt_config_from_args
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_muon.megatron.model import on_meta
 
     if args.transformer_impl != "local" or args.pipeline_model_parallel_size > 1 or torch.distributed.is_initialized():
         return
-    config = gpt_config_from_args(args)
-    config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
-    torch.distributed.init_process_group("fake", rank=0, world_size=args.world_size, store=FakeStore())
-    try:
-        parallel_state.initialize_model_parallel(
-            args.tensor_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-            create_gloo_process_groups=False,
-        )
-        with torch.device("meta"):
-            config.get_builder_cls()(config).build_model(ProcessGroupCollection.use_mpu_process_groups(), True, True)
-    finally:
-        parallel_state.destroy_model_parallel()
-        torch.distributed.destroy_process_group()
+    with on_meta.process_groups(args) as groups:
+        on_meta.build_model(args, groups)
 
 
 def _schedule(args: argparse.Namespace) -> None:
@@ -288,8 +297,8 @@ def _schedule(args: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep to ourselves what validation prints; a training prints it again."""
+def silent() -> Iterator[None]:
+    """Keep to ourselves what megatron-core prints; a training prints it again."""
     disabled = logging.root.manager.disable
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")

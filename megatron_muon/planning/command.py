@@ -1,8 +1,7 @@
 """`megatron-muon plan`: what the owner scheme would do at a size, on paper.
 
-Takes a model's flags and a number of ranks, or the layout of a real run, makes the plan that training would make, and
-says how even it is, what travels, what memory it takes and what a step may cost on a named machine. Needs no GPU, no
-Megatron and no torch.
+Takes a config and a number of ranks, or the layout of a real run, makes the plan that training would make, and says how
+even it is, what travels, what memory it takes and what a step may cost on a named machine. Needs no GPU and no ranks.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from megatron_muon.core.layout import BlockedLayout, LayoutError, check_ranks
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.layout_file import read_layout
-from megatron_muon.planning import plan_flags
-from megatron_muon.planning.estimate import HARDWARE, GroupEstimate, Hardware, estimate
-from megatron_muon.planning.model_layout import ParallelSizes, model_layouts
-from megatron_muon.planning.plan_flags import Flags
+from megatron_muon.planning.estimate import HARDWARE, Group, GroupEstimate, Hardware, estimate
+from megatron_muon.quiet import quiet_imports
 
 EVEN = 1.05
 """Loads whose maximum is within this factor of the mean count as even."""
@@ -75,23 +73,6 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A process group whose matrices are planned together.
-
-    Attributes:
-        name: "dense", "experts", or "layout" for one that was captured.
-        blocked: its layout.
-        stride: so many groups lie side by side in the world.
-        together: consecutive global ranks in one group.
-    """
-
-    name: str
-    blocked: BlockedLayout
-    stride: int = 1
-    together: int = 1
-
-
-@dataclass(frozen=True)
 class GroupPlan:
     """A group with its plan and the plan's figures."""
 
@@ -129,11 +110,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, writes the figures as JSON where asked, and prints them."""
-    flags, groups, world_size, parallel = _groups(args)
+    config, groups, world_size = _read(args)
     hardware = HARDWARE[args.hardware]
-    settings = _settings(args, flags, hardware)
+    settings = _settings(args, config, hardware)
     plans = [plan_group(group, settings, hardware) for group in groups]
-    figures = report(plans, world_size, settings, hardware, parallel)
+    figures = report(plans, world_size, settings, hardware)
     if args.json is not None:
         try:
             args.json.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", "utf-8")
@@ -166,13 +147,12 @@ def report(
     world_size: int,
     settings: Settings,
     hardware: Hardware,
-    parallel: ParallelSizes | None = None,
 ) -> dict[str, Any]:
     """The figures of a rank, which is in one group of each kind, and of each group, in the form of the JSON file.
 
     Groups are stepped one after the other: times add up, buffers do not.
     """
-    everywhere = [_spread(item, world_size, parallel) for item in plans]
+    everywhere = [_spread(item, world_size) for item in plans]
 
     def total(of: Callable[[GroupEstimate], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
         return np.sum([of(item.estimate)[ranks] for item, ranks in zip(plans, everywhere, strict=True)], axis=0)
@@ -243,14 +223,12 @@ def _parameters(item: GroupPlan) -> int:
     return sum(matrix.numel for matrix in item.plan.layout.matrices)
 
 
-def _spread(item: GroupPlan, world_size: int, parallel: ParallelSizes | None) -> np.ndarray[Any, Any]:
+def _spread(item: GroupPlan, world_size: int) -> np.ndarray[Any, Any]:
     """For each rank of the world, its rank in its group of this kind.
 
     Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
     """
     ranks = np.arange(world_size)
-    if parallel is None:
-        return ranks
     group = item.group
     return (ranks // (group.stride * group.together) * group.together + ranks % group.together) % (
         item.plan.layout.world_size
@@ -265,7 +243,8 @@ def _flops(blocked: BlockedLayout, settings: Settings) -> list[float]:
     ]
 
 
-def _groups(args: argparse.Namespace) -> tuple[Flags | None, list[Group], int, ParallelSizes | None]:
+def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
+    """Muon's settings, what is planned, and the number of ranks."""
     if (args.config is None) == (args.layout is None):
         raise UserError("give either --config FILE.yaml with --world-size N, or --layout FILE.json")
     if args.layout is not None:
@@ -277,53 +256,48 @@ def _groups(args: argparse.Namespace) -> tuple[Flags | None, list[Group], int, P
             )
         if not blocked.layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return None, [Group("layout", blocked)], blocked.layout.world_size, None
+        return MuonSettings(), [Group("layout", blocked)], blocked.layout.world_size
     if args.world_size is None:
         raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
+    if args.world_size < 1:
+        raise UserError(f"--world-size must be at least 1, got {args.world_size}")
     try:
         check_ranks(args.world_size)
     except LayoutError as error:
         raise UserError(f"--world-size {args.world_size}: {error}") from None
-    flags = plan_flags.read_flags(args.config)
-    parallel = plan_flags.parallel_sizes(flags, args.world_size)
-    dense, experts = model_layouts(
-        plan_flags.model_sizes(flags),
-        parallel,
-        strategy=plan_flags.sharding_strategy(flags),
-        bucket_size=plan_flags.bucket_size(flags, parallel.dense_ranks),
-        over_tp=(over_tp := plan_flags.whole_over_tp(flags)),
+    with quiet_imports():
+        from megatron_muon import cpu
+
+        cpu.install(force=True)
+        from megatron_muon.planning.matrices import read_model
+
+        device = "cpu" if HARDWARE[args.hardware].processor else "cuda"
+        settings, groups = read_model(args.config, args.world_size, device=device)
+    return settings, groups, args.world_size
+
+
+def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Settings:
+    """The command line's settings, else the config's, which has training's defaults.
+
+    Args:
+        args: the command line.
+        config: has the fields of `MuonSettings`; those of `OptimizerConfig` for Muon are training's defaults otherwise.
+        hardware: the machine.
+    """
+    precision = getattr(config, "muon_fp32_matmul_prec", "medium")
+    steps, coefficients = (
+        getattr(config, "muon_num_ns_steps", Iteration.steps),
+        getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
     )
-    groups = [Group("dense", dense, *((1, parallel.tensor) if over_tp else (parallel.tensor, 1)))]
-    if experts is not None:
-        expert, tensor = parallel.expert, parallel.expert_tensor
-        groups.append(Group("experts", experts, *((expert, tensor) if over_tp else (expert * tensor, 1))))
-    return flags, groups, args.world_size, parallel
-
-
-def _settings(args: argparse.Namespace, flags: Flags | None, hardware: Hardware) -> Settings:
-    """The command line's settings, else the config's, else training's defaults."""
-    flags = flags or Flags(Path("-"), {})
-    precision = flags.text("--muon-fp32-matmul-prec", "medium")
-    ns_dtype = args.ns_dtype or ("bf16" if runs_in_half(precision) else "fp32")
-    exchange = args.exchange_dtype or flags.text("--muon-exchange-dtype", "auto")
-    ns = args.ns or flags.text("--muon-ns", "auto")
-    if exchange not in ("auto", "fp32", "bf16"):
-        raise UserError(f"{flags.path}: --muon-exchange-dtype {exchange} does not exist; use auto, fp32 or bf16")
-    if ns not in ("auto", "standard", "gram"):
-        raise UserError(f"{flags.path}: --muon-ns {ns} does not exist; use auto, standard or gram")
-    buffer = args.buffer_mb
-    if buffer is None:
-        text = flags.text("--muon-exchange-buffer-mb", "256")
-        try:
-            buffer = float(text)
-        except ValueError:
-            raise UserError(f"{flags.path}: --muon-exchange-buffer-mb must be a number, found {text!r}") from None
-    check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
-    steps, half = flags.number("--muon-num-ns-steps", 5), ns_dtype == "bf16"
     if args.ns_dtype is not None:
-        precision = "medium" if half else "highest"
-    coefficient_type = flags.text("--muon-coefficient-type", "quintic")
-    check_proven(coefficient_type, steps, precision, ns)
+        precision = "medium" if args.ns_dtype == "bf16" else "highest"
+    half = runs_in_half(precision)
+    exchange = args.exchange_dtype or config.muon_exchange_dtype
+    ns = args.ns or config.muon_ns
+    buffer = config.muon_exchange_buffer_mb if args.buffer_mb is None else args.buffer_mb
+    check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
+    check_proven(coefficients, steps, precision, ns)
+    ns_dtype = "bf16" if half else "fp32"
     return Settings(
         buffer_mb=buffer,
         exchange_dtype=ns_dtype if exchange == "auto" else exchange,
@@ -334,7 +308,7 @@ def _settings(args: argparse.Namespace, flags: Flags | None, hardware: Hardware)
             half=half,
             method=ns,
             products=hardware.products(half=half),
-            coefficient_type=coefficient_type,
+            coefficient_type=coefficients,
         ),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products
-from megatron_muon.core.layout import Matrix
+from megatron_muon.core.layout import BlockedLayout, Matrix
 from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -102,6 +102,23 @@ HARDWARE = {
         ),
     )
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group whose matrices are planned together.
+
+    Attributes:
+        name: "dense", "experts", or "layout" for one that was captured.
+        blocked: its layout.
+        stride: so many groups lie side by side in the world.
+        together: consecutive global ranks in one group.
+    """
+
+    name: str
+    blocked: BlockedLayout
+    stride: int = 1
+    together: int = 1
 
 
 @dataclass(frozen=True)

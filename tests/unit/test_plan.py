@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,6 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
 from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes, make_plan
 from megatron_muon.planning.estimate import HARDWARE, estimate
-from megatron_muon.planning.model_layout import ModelSizes, ParallelSizes, model_layouts
 
 BIG = 2**40
 STANDARD = Iteration(method="standard")
@@ -175,22 +174,24 @@ def test_every_matrix_has_a_cost() -> None:
         make_plan(layout, [1.0, 2.0], buffer_bytes=1, element_bytes=4)
 
 
-GPT = {
-    "num_layers": 32,
-    "hidden_size": 4096,
-    "ffn_hidden_size": 14336,
-    "num_attention_heads": 32,
-    "num_query_groups": 8,
-    "kv_channels": 128,
-    "swiglu": True,
-}
+def layers(shapes: list[tuple[int, int]], count: int, ranks: int) -> Layout:
+    """Layers whose matrices lie end to end and are cut into equal pieces of whole rows."""
+    longest = max(cols for _, cols in shapes)
+    piece = -(-sum(rows * cols for rows, cols in shapes) // (ranks * longest)) * longest
+    matrices = []
+    for layer in range(count):
+        start = 0
+        for index, (rows, cols) in enumerate(shapes):
+            ends = [min(max((rank + 1) * piece - start, 0), rows * cols) // cols for rank in range(ranks)]
+            matrices.append(row_sharded(f"{layer}.{index}", (rows, cols), np.diff([0, *ends]).tolist()))
+            start += rows * cols
+    return Layout(ranks, tuple(matrices))
 
 
-@pytest.mark.parametrize("world_size", [2, 8, 16, 32])
-def test_loads_of_a_gpt_are_even(world_size: int) -> None:
-    blocked, _ = model_layouts(ModelSizes(**GPT), ParallelSizes(world_size=world_size))
-    plan = make_plan(blocked.layout, costs(blocked.layout), buffer_bytes=2**28, element_bytes=2)
-    assert plan.imbalance <= 1.05
+@pytest.mark.parametrize("ranks", [2, 8, 16, 32])
+def test_loads_of_a_gpt_are_even(ranks: int) -> None:
+    layout = layers([(4096, 14336), (4096, 4096), (6144, 4096), (28672, 4096)], 32, ranks)
+    assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
 
 
 @settings(max_examples=20)
@@ -208,18 +209,14 @@ def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: 
     assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
 
 
-def test_26000_matrices_on_128_ranks_take_under_3_seconds() -> None:
+def test_loads_of_26000_matrices_on_128_ranks_are_even() -> None:
     """A mixture of experts without expert parallelism: dense matrices split over all ranks, experts mostly whole."""
-    experts = ModelSizes(**GPT | {"num_layers": 25, "ffn_hidden_size": 4096}, num_experts=512,
-                         moe_layers=(True,) * 25, moe_ffn_hidden_size=512, moe_grouped_gemm=True)  # fmt: skip
-    dense, blocked = model_layouts(experts, ParallelSizes(world_size=128))
-    assert blocked is not None
-    layout = Layout(128, (*dense.layout.matrices, *blocked.layout.matrices))
+    dense = layers([(4096, 4096), (6144, 4096)], 25, 128)
+    experts = layers([(1024, 4096)] * 512 + [(4096, 512)] * 512, 25, 128)
+    renamed = (replace(matrix, name=f"experts.{matrix.name}") for matrix in experts.matrices)
+    layout = Layout(128, (*dense.matrices, *renamed))
     assert len(layout.matrices) > 25_600
-    started = time.perf_counter()
-    plan = make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2)
-    assert time.perf_counter() - started < 3.0
-    assert plan.imbalance <= 1.05
+    assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
 
 
 def test_whole_matrices_are_cut_to_the_buffer() -> None:

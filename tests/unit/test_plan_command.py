@@ -18,9 +18,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.layout_file import write_layout
 from megatron_muon.planning import command as plan_command
-from megatron_muon.planning import plan_flags
 from megatron_muon.planning.estimate import HARDWARE
-from megatron_muon.planning.model_layout import model_layouts
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -41,6 +39,9 @@ def config(tmp_path: Path, **changes: str | None) -> Path:
         "num-attention-heads": "4",
         "swiglu": "true",
         "disable-bias-linear": "true",
+        "seq-length": "32",
+        "max-position-embeddings": "32",
+        "vocab-size": "257",
     } | {name.replace("_", "-"): value for name, value in changes.items()}
     path = tmp_path / "run.yaml"
     lines = [f"  --{name}: {value}" for name, value in flags.items() if value is not None]
@@ -68,38 +69,34 @@ def test_the_keys_that_others_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "matrices", "parameters"),
+    ("name", "world_size", "matrices", "parameters", "is_even"),
     [
-        ("llama3-8b", 32 * 4, 32 * 218_103_808),
-        ("llama3-70b", 80 * 4, 80 * 855_638_016),
-        ("moe-large", 48 * (64 * 2 + 5), None),
+        ("llama3-8b", 16, 32 * 4, 32 * 218_103_808, True),
+        ("llama3-8b", 4096, 32 * 4, 32 * 218_103_808, False),
+        ("llama3-70b", 64, 80 * 4, 80 * 855_638_016, True),
+        ("moe-large", 128, 48 * (64 * 2 + 5), None, True),
+        ("moe-large", 4096, 48 * (64 * 2 + 5), None, False),
     ],
 )
-@pytest.mark.parametrize("world_size", [8, 128, 4096])
 def test_the_shipped_models_plan_in_seconds(
-    tmp_path: Path, name: str, matrices: int, parameters: int | None, world_size: int
+    tmp_path: Path, name: str, world_size: int, matrices: int, parameters: int | None, is_even: bool
 ) -> None:
     figures = planned(tmp_path, "--config", CONFIGS / f"{name}.yaml", "--world-size", world_size)
     assert figures["matrices"] == matrices
     assert parameters is None or figures["parameters"] == parameters
     assert figures["plan_seconds"] < 10
+    assert (figures["ns_load"]["max_over_mean"] <= 1.05) is is_even
     for group in figures["groups"]:
         assert group["ns_load"]["max_over_mean"] >= group["ns_load"]["least_possible"] * (1 - 1e-9)
-        received = group["exchange_bytes"]
-        assert world_size == 8 or received["max_per_rank"] < received["allgather_per_rank"]
-
-
-@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 16), ("llama3-70b", 64), ("moe-large", 128)])
-def test_the_shipped_models_are_even(tmp_path: Path, name: str, world_size: int) -> None:
-    figures = planned(tmp_path, "--config", CONFIGS / f"{name}.yaml", "--world-size", world_size)
-    assert figures["ns_load"]["max_over_mean"] <= 1.05
+        assert group["exchange_bytes"]["max_per_rank"] < group["exchange_bytes"]["allgather_per_rank"]
 
 
 def test_experts_and_dense_are_separate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = planned(tmp_path, "--config", CONFIGS / "moe-large.yaml", "--world-size", 128)
-    assert [(group["name"], group["ranks"]) for group in figures["groups"]] == [("dense", 128), ("experts", 16)]
+    path = config(tmp_path, num_experts="4", expert_model_parallel_size="2", moe_router_load_balancing_type="none")
+    figures = planned(tmp_path, "--config", path, "--world-size", 8)
+    assert [(group["name"], group["ranks"]) for group in figures["groups"]] == [("dense", 8), ("experts", 4)]
     shown = capsys.readouterr().out
-    for text in ("dense, 128 ranks", "experts, 16 ranks", "a rank in all", "owners' load", "by all-gather", "waves"):
+    for text in ("dense, 8 ranks", "experts, 4 ranks", "a rank in all", "owners' load", "by all-gather", "waves"):
         assert text in shown
 
 
@@ -117,10 +114,11 @@ def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:
-    flags = plan_flags.read_flags(QUICKSTART)
-    dense, _ = model_layouts(plan_flags.model_sizes(flags), plan_flags.parallel_sizes(flags, 4))
-    write_layout(tmp_path / "layout.json", dense.layout, dense.blocks)
     ours = planned(tmp_path, "--config", QUICKSTART, "--world-size", 4)
+    from megatron_muon.planning.matrices import read_model
+
+    ((dense,),) = [[group.blocked for group in read_model(QUICKSTART, 4)[1]]]
+    write_layout(tmp_path / "layout.json", dense.layout, dense.blocks)
     theirs = planned(tmp_path, "--layout", tmp_path / "layout.json")
     for key in ("matrices", "ns_load", "exchange_bytes", "extra_bytes_max", "waves", "estimated_ms"):
         assert ours[key] == theirs[key]
@@ -159,8 +157,8 @@ def test_blocks_and_exclusions_come_from_the_file(tmp_path: Path) -> None:
     path = config(tmp_path, muon_exclude="[linear_proj, layers.1.mlp]", muon_split_gated_mlp="true")
     figures = planned(tmp_path, "--config", path, "--world-size", 2)
     assert (plain["matrices"], figures["matrices"]) == (8, 8 - 2 - 2)
-    sizes = plan_flags.model_sizes(plan_flags.read_flags(config(tmp_path, muon_split_heads="true")))
-    assert (sizes.split_heads, sizes.split_gated_mlp, sizes.exclude) == (True, False, ())
+    heads = planned(tmp_path, "--config", config(tmp_path, muon_split_heads="true"), "--world-size", 2)
+    assert len({plain["digest"], figures["digest"], heads["digest"]}) == 3
 
 
 def test_paths_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,32 +166,28 @@ def test_paths_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert planned(tmp_path, "--config", config(tmp_path, data_path="${DATA_PATH}/x"), "--world-size", 2)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "layers"),
-    [("2", [True, False, True, False]), ("([0]*1+[1]*3)", [False, True, True, True]), ("[1, 0, 0, 1]", [1, 0, 0, 1])],
-)
-def test_which_layers_have_experts(tmp_path: Path, pattern: str, layers: list[bool]) -> None:
-    path = config(tmp_path, num_layers="4", num_experts="2", moe_layer_freq=f'"{pattern}"')
-    assert list(plan_flags.model_sizes(plan_flags.read_flags(path)).moe_layers) == [bool(layer) for layer in layers]
+def test_sizes_of_batches_and_missing_data_do_not_matter(tmp_path: Path) -> None:
+    path = config(tmp_path, micro_batch_size="3", global_batch_size="7", tokenizer_type="HuggingFaceTokenizer")
+    assert planned(tmp_path, "--config", path, "--world-size", 2)
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"multi_latent_attention": "true"}, "--multi-latent-attention makes a model whose matrices are not known"),
-        ({"num_layers": None}, "has no --num-layers, which the matrices' shapes depend on; add it"),
-        ({"hidden_size": "many"}, "--hidden-size must be a positive whole number, found 'many'"),
-        ({"num_attention_heads": "5"}, "--hidden-size 64 is no multiple of --num-attention-heads 5; set --kv-channels"),
-        ({"pipeline_model_parallel_size": "2"}, "--pipeline-model-parallel-size does not work under Megatron-FSDP"),
-        ({"tensor_model_parallel_size": "3"}, "which does not divide 8 ranks; change --world-size"),
+        ({"num_layers": None}, "no --num-layers"),
+        ({"hidden_size": "many"}, "argument --hidden-size: invalid int value: 'many'"),
+        ({"num_attention_heads": "5"}, "megatron-core refuses these settings"),
+        ({"pipeline_model_parallel_size": "2"}, "--pipeline-model-parallel-size 2 does not work"),
+        ({"tensor_model_parallel_size": "3"}, "--tensor-model-parallel-size 3 does not fit 8 ranks"),
         ({"outer_dp_sharding_strategy": "optim"}, "--outer-dp-sharding-strategy optim cannot be planned"),
-        ({"data_parallel_sharding_strategy": "no_shard"}, "no_shard leaves nothing to plan"),
-        ({"num_experts": "2", "moe_layer_freq": "exit()"}, "--moe-layer-freq must be a number or a pattern"),
-        ({"num_experts": "2", "moe_layer_freq": '"[1]*3"'}, "--moe-layer-freq names 3 layers, --num-layers is 2"),
+        ({"data_parallel_sharding_strategy": "no_shard"}, "--data-parallel-sharding-strategy no_shard cannot be"),
+        ({"num_experts": "2", "moe_layer_freq": "exit()"}, "--moe-layer-freq"),
         ({"muon_exclude": "router"}, "--muon-exclude router matches none of Muon's 8 matrices; the nearest names are"),
         ({"muon_split_heads": "true", "muon_no_split_qkv": "true"}, "--muon-split-heads and --muon-no-split-qkv"),
-        ({"muon_ns": "best"}, "--muon-ns best does not exist; use auto, standard or gram"),
-        ({"muon_exchange_buffer_mb": "x"}, "--muon-exchange-buffer-mb must be a number, found 'x'"),
+        ({"muon_ns": "best"}, "argument --muon-ns: invalid choice: 'best'"),
+        ({"muon_exchange_buffer_mb": "x"}, "argument --muon-exchange-buffer-mb: invalid float value: 'x'"),
+        ({"hybrid_layer_pattern": '"M-*-"'}, "--hybrid-layer-pattern"),
+        ({"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"}, "transformer engine"),
     ],
 )
 def test_configs_that_cannot_be_planned(
@@ -214,19 +208,20 @@ def test_arguments_that_do_not_go_together(tmp_path: Path, capsys: pytest.Captur
     assert "cannot write" in message(capsys, "--layout", tmp_path / "a.json", "--json", tmp_path / "no" / "plan.json")
 
 
-def test_a_plan_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
+def test_a_plan_of_a_layout_needs_neither_torch_nor_megatron(tmp_path: Path) -> None:
     import subprocess
     import sys
 
+    write_layout(tmp_path / "layout.json", Layout(2, (row_sharded("w", (64, 32), [40, 24]),)))
     code = (
         "import sys; from megatron_muon import cli; "
-        f"code = cli.main(['plan', '--config', {str(QUICKSTART)!r}, '--world-size', '2']); "
+        f"code = cli.main(['plan', '--layout', {str(tmp_path / 'layout.json')!r}]); "
         "sys.exit(code or any(name.split('.')[0] in ('torch', 'megatron') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
 
 
-@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 64), ("moe-large", 64), ("quickstart", 4)])
+@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 64), ("quickstart", 4)])
 @pytest.mark.parametrize(("hardware", "products"), [("cpu-2core", HALVES), ("h100-sxm", KERNEL), ("a100-sxm", DENSE)])
 def test_a_plan_names_the_owners_that_training_would(
     monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, hardware: str, products: Products
@@ -236,8 +231,8 @@ def test_a_plan_names_the_owners_that_training_would(
     plan_command.configure(parser)
     argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--world-size", str(world_size), "--hardware", hardware]
     args = parser.parse_args(argv)
-    flags, groups, _, _ = plan_command._groups(args)
-    settings = plan_command._settings(args, flags, HARDWARE[hardware])
+    config, groups, _ = plan_command._read(args)
+    settings = plan_command._settings(args, config, HARDWARE[hardware])
     monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     orthogonalizer = Orthogonalizer()
     other = Iteration(half=False, products=products)

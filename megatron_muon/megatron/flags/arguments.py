@@ -225,6 +225,8 @@ def check_settings(
     with reasons:
         check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
     with reasons:
+        refuse_hybrid(args)
+    with reasons:
         _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
     with reasons:
         if args.optimizer in MUONS and args.fp16:
@@ -260,6 +262,20 @@ def check_settings(
         if args.save and args.save_interval is None:
             raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
     reasons.tell()
+
+
+def refuse_hybrid(args: argparse.Namespace) -> None:
+    """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT.
+
+    Raises:
+        UserError: the flag that asks for them.
+    """
+    for flag, pattern in (
+        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
+        ("--hybrid-override-pattern", args.hybrid_override_pattern),
+    ):
+        if pattern:
+            raise UserError(f"{flag} {pattern} makes a hybrid model, and only a GPT is built here; leave it out")
 
 
 def _check_transformer_engine(args: argparse.Namespace, *, device: str, is_installed: bool) -> None:

@@ -1,0 +1,249 @@
+"""The matrices of a config's model and who holds which of their rows, without ranks.
+
+megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
+parameters into buckets and place them there, and what the optimizer asks of a parameter is asked here by the same
+functions. Left to this module is the arithmetic of a cut: a bucket is cut into equal pieces, a piece a rank.
+
+A model with Transformer Engine's layers is built of megatron-core's local ones, which have the same matrices in the
+same order; norms that Transformer Engine fuses into a projection stand elsewhere, and come after the matrices in a
+bucket, so no cut of a matrix moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.training import training
+
+from megatron_muon.core.layout import BlockedLayout, Layout, Matrix, Shard
+from megatron_muon.errors import UserError
+from megatron_muon.megatron import validation
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags.config_file import check_flags, load_config, merge
+from megatron_muon.megatron.model import on_meta
+from megatron_muon.megatron.model import parameters as mp
+from megatron_muon.megatron.settings import MuonOptimizerConfig, block_settings, check_supported
+from megatron_muon.planning.estimate import Group
+
+UNITS = "optim_grads_params"
+"""The strategy whose buckets follow transformer layers; "optim" and "optim_grads" cut by size."""
+
+
+class _Environment(dict[str, str]):
+    """An environment in which every variable exists; one that does not stands for itself."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return f"${{{name}}}"
+
+
+LOCAL = {
+    "transformer_impl": "local",
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "bias_gelu_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+"""Settings of megatron-core's local layers, which need no kernel."""
+
+
+def read_model(path: Path, world_size: int, *, device: str = "cuda") -> tuple[MuonOptimizerConfig, list[Group]]:
+    """A config's Muon settings and the matrices of its model over so many ranks: dense ones, then experts.
+
+    What says nothing about matrices and ranks need not fit: paths may have placeholders, batches any size, data and
+    tokenizer may be missing.
+
+    Args:
+        path: the config.
+        world_size: number of ranks.
+        device: "cuda" or "cpu", where the run is to be.
+
+    Raises:
+        UserError: what a run with this model, these sizes and Muon would be refused for, or a strategy that does not
+            shard.
+    """
+    parser = arguments.build_parser()
+    config = load_config(path, _Environment(os.environ))
+    check_flags(config, parser)
+    given = dict(config.flags)
+    optimizer = given.get("--optimizer", ("",))[0]
+    flags = merge(config, ("--optimizer", optimizer if optimizer in arguments.MUONS else "muon", "--use-megatron-fsdp"))
+    args = arguments.parse(parser, (*arguments.missing_defaults(parser, flags, device=device), *flags))
+    for flag, value in (
+        ("--yaml-cfg", args.yaml_cfg),
+        ("--data-parallel-sharding-strategy", "no_shard" * (args.data_parallel_sharding_strategy == "no_shard")),
+        ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy.replace("no_shard", "")),
+    ):
+        if value:
+            raise UserError(f"{path}: {flag} {value} cannot be planned")
+    arguments.refuse_hybrid(args)
+    args.rank, args.world_size = 0, world_size
+    if "--transformer-impl" not in given and device == "cuda":
+        args.transformer_impl = "transformer_engine"
+    arguments.check_parallelism(args, world_size)
+    vars(args).update(LOCAL)
+    args.micro_batch_size, args.global_batch_size, args.rampup_batch_size = args.micro_batch_size or 1, None, None
+    args.save, args._is_global_batch_size_explicitly_specified = None, False
+    validation.complete(args, parser)
+    names = {field.name for field in fields(MuonOptimizerConfig)}
+    settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    settings.muon_dump_layout = None
+    with validation.silent(), validation.explained(args, parser):
+        return settings, _groups(args, settings)
+
+
+def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Group]:
+    with on_meta.process_groups(args) as groups:
+        model = on_meta.build_model(args, groups, runnable=False)
+        judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
+        judge._annotate_tensor_parallelism(model)
+        if args.moe_grouped_gemm:
+            group_experts(model)
+        model.ddp_config = ddp_config = training.get_megatron_ddp_config(args)
+        check_supported(settings, [model])
+        size = sum(parameter.numel() for parameter in model.parameters())
+        bucket_size = training.resolve_ddp_bucket_size(ddp_config, groups.dp_cp, args.overlap_grad_reduce, size)
+        shards = cut(model, groups, ddp_config, bucket_size)
+        make_whole(model, groups)
+        kinds = (
+            ("dense", groups.intra_dp_cp.size(), groups.tp.size(), 1),
+            ("experts", groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
+        )
+    mp.restore_attributes([model])
+    mp.tag_for_muon([model], exclude=settings.muon_exclude)
+    names = {p: name for p, name in mp.parameter_names([model]).items() if p.requires_grad and mp.is_muon_matrix(p)}
+    over_tp, instances = settings.muon_tp_mode != "blockwise", args.num_distributed_optimizer_instances
+    planned = []
+    for kind, ranks, tensor, expert in kinds:
+        parts = tensor if over_tp else 1
+        matrices, splits = [], []
+        for parameter, name in names.items():
+            if (".experts." in name) != (kind == "experts"):
+                continue
+            shape, part = mp.matrix_shape(parameter, over_tp=over_tp), mp.matrix_shape(parameter, over_tp=False)
+            mine = shards[parameter.orig_param]  # type: ignore[attr-defined]
+            held = _over_replicas(mine, shape, part, ranks, parts, instances)
+            matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank))))
+            splits.append(mp.block_split(parameter, block_settings(settings), over_tp=over_tp))
+        if matrices or kind == "dense":
+            blocked = BlockedLayout(
+                Layout(ranks * parts * instances, tuple(matrices)),
+                tuple((split.groups, split.parts) for split in splits),
+            )
+            planned.append(Group(kind, blocked, expert * tensor // parts, parts))
+    return planned
+
+
+def group_experts(model: torch.nn.Module) -> None:
+    """Arrange each layer's experts as TEGroupedMLP does: all first projections before all second ones."""
+    for module in model.modules():
+        for experts in (child for child in module.children() if isinstance(child, SequentialMLP)):
+            for name in ("linear_fc1", "linear_fc2"):
+                grouped = torch.nn.Module()
+                for number, expert in enumerate(experts.local_experts):
+                    for kind, parameter in getattr(expert, name).named_parameters(recurse=False):
+                        grouped.register_parameter(f"{kind}{number}", parameter)
+                experts.add_module(name, grouped)
+            del experts.local_experts
+
+
+def cut(
+    model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
+) -> dict[torch.Tensor, list[Shard]]:
+    """The row shards of each trained matrix over the data-parallel ranks of one instance, rows counted in its part."""
+    units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
+    policy = buffers.BucketingPolicy(
+        suggested_bucket_size=bucket_size,
+        fsdp_unit_modules=units if ddp_config.data_parallel_sharding_strategy == UNITS else [],
+        data_parallel_sharding_strategy=ddp_config.data_parallel_sharding_strategy,
+    )
+    shards = {}
+    for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
+        world_size = (groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size()
+        items, _, first = buffers.build_data_parallel_buffer_index(
+            [parameter.shape for parameter in bucket.params],
+            data_parallel_rank=0,
+            data_parallel_world_size=world_size,
+            is_data_distributed=True,
+            ddp_config=ddp_config,
+            chunk_size_factor=bucket.chunk_size_factor,
+        )
+        for number, parameter in enumerate(bucket.params):
+            if parameter.ndim > 1:
+                shards[parameter] = list(_pieces(items[number], first.size))
+    return shards
+
+
+def _pieces(item: Any, size: int) -> Iterator[Shard]:
+    """What of a parameter lies in each of the bucket's pieces of `size` elements; a cut falls between rows.
+
+    Source: megatron-core's `DataParallelBuffer._get_item_slice_in_shard`.
+    """
+    cols = item.shape[-1]
+    start, end = item.global_data_index, item.global_data_index + item.size
+    for rank in range(start // size, (end - 1) // size + 1):
+        first, last = max(rank * size - start, 0) // cols, min((rank + 1) * size - start, item.size) // cols
+        if last > first:
+            yield Shard(rank, first, last - first, 0, cols)
+
+
+def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
+    """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold together.
+
+    As Megatron-FSDP's DTensors these have the rank's part as `orig_param`. Which dimension tensor parallelism cuts,
+    Megatron-FSDP has noted on the part.
+    """
+    made: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, part in list(module.named_parameters(recurse=False)):
+            if part not in made:
+                ranks = (groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp).size()
+                shape = list(part.shape)
+                cut_along = {"column": 0, "row": 1}.get(getattr(part, "_tensor_parallel_mode", ""))
+                if cut_along is not None and cut_along < len(shape):
+                    shape[cut_along] *= ranks
+                whole = torch.nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+                whole.__dict__.update(part.__dict__, orig_param=part)
+                made[part] = whole
+            module.register_parameter(name, made[part])
+
+
+def _over_replicas(
+    shards: Sequence[Shard], shape: tuple[int, int], part: tuple[int, int], ranks: int, parts: int, instances: int
+) -> Iterator[Shard]:
+    """The shards of one tensor-parallel rank's part, in one instance, as those of a matrix over all of them.
+
+    Ranks are ordered as Megatron orders them: tensor-parallel ones lie together, instances lie apart.
+
+    Args:
+        shards: of the part over data-parallel ranks.
+        shape: of the matrix; one that tensor parallelism does not cut has as many replicas as parts.
+        part: shape of the part.
+        ranks: data-parallel ranks of an instance.
+        parts: tensor-parallel ranks that hold the matrix.
+        instances: of the distributed optimizer.
+    """
+    for shard in shards:
+        places = [
+            [(instance * ranks + shard.rank) * parts + number for instance in range(instances)]
+            for number in range(parts)
+        ]
+        if shape == part:
+            places = [sorted(rank for holders in places for rank in holders)]
+        for number, (first, *others) in enumerate(places):
+            row_start = shard.row_start + (number * part[0] if shape[0] != part[0] else 0)
+            col_start = number * part[1] if shape[1] != part[1] else 0
+            yield Shard(first, row_start, shard.rows, col_start, shard.cols, replicas=tuple(others))

@@ -1,0 +1,239 @@
+"""Matrices of a config without ranks: small examples cut by hand, and models that only megatron-core can list."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_muon import cpu
+from megatron_muon.core.layout import BlockedLayout
+from megatron_muon.errors import UserError
+
+TINY = {
+    "num_layers": 2,
+    "hidden_size": 8,
+    "ffn_hidden_size": 16,
+    "num_attention_heads": 4,
+    "group_query_attention": "true",
+    "num_query_groups": 2,
+    "kv_channels": 2,
+    "swiglu": "true",
+    "disable_bias_linear": "true",
+    "normalization": "RMSNorm",
+    "seq_length": 8,
+    "max_position_embeddings": 8,
+    "vocab_size": 32,
+}
+MOE = TINY | {
+    "num_experts": 4,
+    "moe_layer_freq": "([0]*1+[1]*1)",
+    "moe_ffn_hidden_size": 4,
+    "moe_grouped_gemm": "true",
+    "moe_shared_expert_intermediate_size": 6,
+    "moe_router_load_balancing_type": "none",
+}
+EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
+TP2 = {"tensor_model_parallel_size": 2}
+DUPLICATED = {"muon_tp_mode": "duplicated"}
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Any:
+    """The groups of a config with these flags, over so many ranks."""
+
+    def groups(flags: dict[str, Any], world_size: int) -> list[BlockedLayout]:
+        cpu.install(force=True)
+        from megatron_muon.planning.matrices import read_model
+
+        path = tmp_path / "run.yaml"
+        lines = [f"  --{name.replace('_', '-')}: {value}\n" for name, value in flags.items()]
+        path.write_text("MODEL_ARGS:\n" + "".join(lines), "utf-8")
+        return [group.blocked for group in read_model(path, world_size)[1]]
+
+    return groups
+
+
+def rows(blocked: BlockedLayout, name: str) -> list[tuple[int, int, int]]:
+    """`(rank, first row, rows)` of each shard."""
+    matrix = next(matrix for matrix in blocked.layout.matrices if matrix.name.endswith(name))
+    return [(shard.rank, shard.row_start, shard.rows) for shard in matrix.shards]
+
+
+def shapes(blocked: BlockedLayout) -> dict[str, tuple[int, int]]:
+    return {matrix.name: matrix.shape for matrix in blocked.layout.matrices}
+
+
+def blocks(blocked: BlockedLayout, name: str) -> Any:
+    index = next(i for i, matrix in enumerate(blocked.layout.matrices) if matrix.name.endswith(name))
+    return blocked.blocks[index]
+
+
+def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
+    """A layer on 2 ranks: fc2 first for its long rows, then by module order, vectors last.
+
+    fc2 8 x 16 at 0, proj 8 x 8 at 128, qkv 16 x 8 at 192, fc1 32 x 8 at 320, two norms of 8 at 576: 592 elements,
+    padded to 2 x 16: 592 = 18.5 x 32, so 19 x 32 = 608 and a piece is 304.
+    """
+    (dense,) = planned(TINY, 2)
+    assert len(dense.layout.matrices) == 8
+    assert rows(dense, "layers.0.mlp.linear_fc2.weight") == [(0, 0, 8)]
+    assert rows(dense, "layers.0.self_attention.linear_proj.weight") == [(0, 0, 8)]
+    assert rows(dense, "layers.0.self_attention.linear_qkv.weight") == [(0, 0, 14), (1, 14, 2)]
+    assert rows(dense, "layers.0.mlp.linear_fc1.weight") == [(1, 0, 32)]
+    assert rows(dense, "layers.1.mlp.linear_fc1.weight") == [(1, 0, 32)]
+    index = next(i for i, m in enumerate(dense.layout.matrices) if "qkv" in m.name)
+    assert dense.blocks[index] == (2, (4, 2, 2))
+    assert dense.block_shapes(index) == [(8, 8), (4, 8), (4, 8)]
+
+
+def test_experts_are_cut_as_by_hand(planned: Any) -> None:
+    """4 experts, EP 2, 4 ranks: two experts over two ranks; fc1 8 x 8 twice, then fc2 8 x 4 twice: 192, a piece 96."""
+    dense, experts = planned(MOE | EP2 | {"muon_split_gated_mlp": "true"}, 4)
+    assert (dense.layout.world_size, experts.layout.world_size) == (4, 2)
+    assert shapes(experts) == {
+        "decoder.layers.1.mlp.experts.linear_fc1.weight0": (8, 8),
+        "decoder.layers.1.mlp.experts.linear_fc1.weight1": (8, 8),
+        "decoder.layers.1.mlp.experts.linear_fc2.weight0": (8, 4),
+        "decoder.layers.1.mlp.experts.linear_fc2.weight1": (8, 4),
+    }
+    assert rows(experts, "linear_fc1.weight0") == [(0, 0, 8)]
+    assert rows(experts, "linear_fc1.weight1") == [(0, 0, 4), (1, 4, 4)]
+    assert rows(experts, "linear_fc2.weight0") == [(1, 0, 8)]
+    assert shapes(dense)["decoder.layers.1.mlp.router.weight"] == (4, 8)
+    assert shapes(dense)["decoder.layers.1.mlp.shared_experts.linear_fc1.weight"] == (12, 8)
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in shapes(dense)
+    assert blocks(dense, "layers.0.mlp.linear_fc1.weight") == (1, (16, 16))
+    assert blocks(dense, "shared_experts.linear_fc1.weight") == (1, (6, 6))
+    assert blocks(experts, "linear_fc1.weight1") == (1, (4, 4))
+
+
+def test_experts_without_grouped_products_lie_one_by_one(planned: Any) -> None:
+    _, experts = planned(MOE | EP2 | {"moe_grouped_gemm": "false"}, 4)
+    assert list(shapes(experts)) == [
+        f"decoder.layers.1.mlp.experts.local_experts.{expert}.linear_fc{part}.weight"
+        for expert in range(2)
+        for part in (1, 2)
+    ]
+
+
+def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None:
+    (everything,) = planned(TINY, 2)
+    (dense,) = planned(TINY | {"muon_exclude": "[layers.0.*fc2, proj]"}, 2)
+    left = [m for m in everything.layout.matrices if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name]
+    assert dense.layout.matrices == tuple(left)
+    with pytest.raises(UserError, match="--muon-exclude ruoter matches none of Muon's 8 matrices"):
+        planned(TINY | {"muon_exclude": "ruoter"}, 2)
+
+
+def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -> None:
+    """Ranks 0 and 1 are tensor-parallel peers, 0 and 2 data-parallel ones; Layout checks that the shards tile."""
+    (parts,) = planned(TINY | TP2, 4)
+    (whole,) = planned(TINY | TP2 | DUPLICATED, 4)
+    (one,) = planned(TINY, 1)
+    assert (parts.layout.world_size, whole.layout.world_size) == (2, 4)
+    assert shapes(parts)["decoder.layers.0.self_attention.linear_qkv.weight"] == (8, 8)
+    assert shapes(parts)["decoder.layers.0.self_attention.linear_proj.weight"] == (8, 4)
+    assert shapes(whole) == shapes(one)
+    assert whole.blocks == one.blocks
+    for matrix, part in zip(whole.layout.matrices, parts.layout.matrices, strict=True):
+        down = matrix.shape[0] != part.shape[0]  # cut along rows
+        for shard in part.shards:
+            for peer in (0, 1):
+                found = matrix.shard_of(2 * shard.rank + peer)
+                assert found == replace(
+                    shard,
+                    rank=2 * shard.rank + peer,
+                    row_start=shard.row_start + down * peer * part.shape[0],
+                    col_start=(not down) * peer * part.shape[1],
+                )
+
+
+def test_no_part_holds_a_whole_query_group_but_the_matrix_does(planned: Any) -> None:
+    with pytest.raises(UserError, match=r"--num-query-groups 1 is less than .* 2: .*; use --muon-tp-mode duplicated"):
+        planned(TINY | TP2 | {"num_query_groups": 1}, 4)
+    (whole,) = planned(TINY | TP2 | DUPLICATED | {"num_query_groups": 1}, 4)
+    (one,) = planned(TINY | {"num_query_groups": 1}, 1)
+    assert (shapes(whole), whole.blocks) == (shapes(one), one.blocks)
+
+
+def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
+    parallel = TP2 | EP2 | {"expert_tensor_parallel_size": 2, "num_distributed_optimizer_instances": 2}
+    dense, experts = planned(MOE | parallel | DUPLICATED | {"sequence_parallel": "true"}, 16)
+    assert (dense.layout.world_size, experts.layout.world_size) == (16, 8)
+    of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.layout.matrices}
+    assert of_dense["decoder.layers.0.self_attention.linear_qkv.weight"] == (0, 8)
+    assert of_dense["decoder.layers.1.mlp.router.weight"] == (0, 1, 8, 9)
+    assert {shard.holders for matrix in experts.layout.matrices for shard in matrix.shards} == {
+        (0, 4),
+        (1, 5),
+        (2, 6),
+        (3, 7),
+    }
+
+
+def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned: Any) -> None:
+    latent = {"multi_latent_attention": "true", "q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 2}
+    latent |= {"qk_pos_emb_head_dim": 2, "v_head_dim": 2, "position_embedding_type": "rope", "mtp_num_layers": 1}
+    dense, experts = planned({k: v for k, v in MOE.items() if "quer" not in k} | latent | {"moe_latent_size": 2}, 2)
+    attention = "decoder.layers.0.self_attention."
+    assert shapes(dense)[f"{attention}linear_q_up_proj.weight"] == (16, 6)
+    assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == (1, (4, 2))
+    assert blocks(dense, f"{attention}linear_kv_up_proj.weight") == (4, (2, 2))
+    assert shapes(dense)["mtp.layers.0.eh_proj.weight"] == (8, 16)
+    assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in shapes(dense)
+    assert shapes(dense)["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)
+    assert shapes(experts)["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
+
+
+def test_context_parallel_ranks_share_the_rows(planned: Any) -> None:
+    (dense,) = planned(TINY | {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}, 8)
+    assert dense.layout.world_size == 8
+    assert {len(shard.holders) for matrix in dense.layout.matrices for shard in matrix.shards} == {2}
+
+
+def test_more_ranks_than_rows(planned: Any) -> None:
+    (dense,) = planned(TINY, 4096)
+    assert len(dense.layout.matrices) == 8
+    assert max(shard.rank for matrix in dense.layout.matrices for shard in matrix.shards) < 40
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 8])), min_size=1, max_size=8),
+    st.integers(1, 5),
+)
+def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> None:
+    """Each rank's part of every parameter, also where rows of several lengths share a bucket."""
+    cpu.install(force=True)
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+
+    from megatron_muon.planning.matrices import cut
+
+    model = torch.nn.Module()
+    for index, shape in enumerate(sizes):
+        model.register_parameter(f"w{index}", torch.nn.Parameter(torch.empty(shape, device="meta")))
+    ddp_config = SimpleNamespace(data_parallel_sharding_strategy="optim")
+    groups = SimpleNamespace(intra_dp_cp=SimpleNamespace(size=lambda: world_size))
+    shards = cut(model, groups, ddp_config, None)
+    policy = buffers.BucketingPolicy(None, [], "optim")
+    (bucket,) = buffers._get_parameter_groups(model, policy, {})[0]
+    for rank in range(world_size):
+        buffer = object.__new__(buffers.DataParallelBuffer)
+        buffer.item_index_map, _, buffer.shard_bucket_index = buffers.build_data_parallel_buffer_index(
+            [parameter.shape for parameter in bucket.params], rank, world_size, True, ddp_config,
+            chunk_size_factor=bucket.chunk_size_factor,
+        )  # fmt: skip
+        for item, parameter in enumerate(bucket.params):
+            start, end = buffer._get_item_slice_in_shard(item)
+            held = next((shard for shard in shards[parameter] if shard.rank == rank), None)
+            if start % parameter.shape[1] or end % parameter.shape[1]:
+                continue  # a matrix smaller than a chunk that was cut within a row: Megatron-FSDP cannot shard it
+            assert (held.numel if held else 0) == end - start
+            assert not held or held.row_start * parameter.shape[1] == start
