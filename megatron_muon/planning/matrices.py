@@ -131,7 +131,7 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
         parts = tensor if over_tp else 1
         matrices, splits = [], []
         for parameter, name in names.items():
-            if (".experts." in name) != (kind == "experts"):
+            if getattr(parameter, "allreduce", True) is (kind == "experts"):  # as megatron-core tells its groups apart
                 continue
             shape, part = mp.matrix_shape(parameter, over_tp=over_tp), mp.matrix_shape(parameter, over_tp=False)
             mine = shards[parameter.orig_param]  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import gc
 import importlib
 import multiprocessing.connection
 import os
@@ -24,6 +25,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.functional.warm import import_everything
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
@@ -184,20 +187,14 @@ def _work(index: int, descriptor: int) -> None:
     """A worker's life: import what is slow, then one task after the other until the parent hangs up."""
     faulthandler.register(signal.SIGUSR1)
     connection = multiprocessing.connection.Connection(descriptor)
-    import torch
-
-    from megatron_muon import cpu
-
-    torch.set_num_threads(1)
-    cpu.install()
-
-    import megatron_muon.megatron.factory  # noqa: F401
+    import_everything()
     from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
     from megatron_muon.patching import Patches
 
     global installed  # a task that is a whole training run takes them back and installs its own
     installed = Patches()  # the patches of a run that do not concern megatron.training
     mend_megatron_fsdp(installed)
+    gc.freeze()  # what is shared with children stays shared: a collection in one would write to every page
     connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:

@@ -50,7 +50,7 @@ LAYOUTS = {
         },
     ),
     "predicted tokens": (3, {"--position-embedding-type": "rope", "--mtp-num-layers": "1"}),
-    "experts tp2": (4, {**EXPERTS, **TP2, "--sequence-parallel": "true", "--expert-tensor-parallel-size": "2"}),
+    "dense experts tp2": (4, {**EXPERTS, **TP2, "--sequence-parallel": "true", "--expert-tensor-parallel-size": "2"}),
     "hsdp": (4, {"--num-distributed-optimizer-instances": "2"}),
 }
 
@@ -74,4 +74,4 @@ def test_a_plan_has_the_digest_of_the_run(
     assert command.main([*line, "--json", str(planned)]) == exit_codes.OK
     assert json.loads(planned.read_text("utf-8"))["digest"] == digest
     assert f"digest {digest}" in capsys.readouterr().out
-    assert len(digest.split("-")) == 1 + name.startswith("experts")
+    assert len(digest.split("-")) == 1 + name.startswith("experts ep")

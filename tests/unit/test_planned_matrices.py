@@ -181,7 +181,8 @@ def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
 def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned: Any) -> None:
     latent = {"multi_latent_attention": "true", "q_lora_rank": 6, "kv_lora_rank": 4, "qk_head_dim": 2}
     latent |= {"qk_pos_emb_head_dim": 2, "v_head_dim": 2, "position_embedding_type": "rope", "mtp_num_layers": 1}
-    dense, experts = planned({k: v for k, v in MOE.items() if "quer" not in k} | latent | {"moe_latent_size": 2}, 2)
+    flags = {name: value for name, value in MOE.items() if "quer" not in name}
+    (dense,) = planned(flags | latent | {"moe_latent_size": 2}, 2)  # experts of no groups of their own are dense
     attention = "decoder.layers.0.self_attention."
     assert shapes(dense)[f"{attention}linear_q_up_proj.weight"] == (16, 6)
     assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == (1, (4, 2))
@@ -189,7 +190,7 @@ def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned
     assert shapes(dense)["mtp.layers.0.eh_proj.weight"] == (8, 16)
     assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in shapes(dense)
     assert shapes(dense)["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)
-    assert shapes(experts)["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
+    assert shapes(dense)["decoder.layers.1.mlp.experts.linear_fc2.weight3"] == (2, 4)
 
 
 def test_context_parallel_ranks_share_the_rows(planned: Any) -> None:

@@ -1,0 +1,198 @@
+"""A Python that has imported torch and Megatron before it is started, for the command lines of the tests.
+
+A run of a tiny model takes two seconds and its imports twenty. So one process imports all of it once and forks for each
+`python ...` that a test runs. `warm_python` beside this module stands for the interpreter: it hands its arguments,
+environment, folder and streams to that process, passes signals on and ends with the child's status. A child has
+`warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm as well.
+
+What differs from a cold start: imports print nothing, and the child is not a descendant of who started it. Tests of
+imports, of the bare command line and of how processes are found and ended start cold (`cli.run(..., warm=False)`).
+"""
+
+from __future__ import annotations
+
+import array
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = Path(__file__).resolve().with_name("warm_python")
+SOCKET = "WARM_PYTHON_SOCKET"
+"""Environment variable that tells `warm_python` where the process listens."""
+START_S = 180
+
+
+class WarmPython:
+    """Starts the process at the first command that wants it."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+
+    def environment(self) -> dict[str, str]:
+        """What a warm command needs beside its own environment."""
+        address = str(Path(self._folder.name) / "socket")
+        if self._process is None:
+            log = Path(self._folder.name) / "log"
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+            ready, theirs = os.pipe()
+            with log.open("wb") as stream:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "tests.functional.warm", address, str(theirs)],
+                    cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+                    pass_fds=(theirs,), start_new_session=True,
+                )  # fmt: skip
+            os.close(theirs)
+            if not select.select([ready], [], [], START_S)[0] or os.read(ready, 1) != b"1":
+                raise RuntimeError(f"the warm process did not start\n{log.read_text(errors='replace')[-3000:]}")
+            os.close(ready)
+        return {SOCKET: address, "PYTHON_EXEC": str(PYTHON)}
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def serve(address: str, ready: int) -> dict[str, Any]:
+    """Wait for commands; returns in the child that is to run one."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    os.write(ready, b"1")
+    os.close(ready)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            command, streams = _receive(connection)
+            if (child := os.fork()) == 0:
+                connection.close()
+                for stream, number in zip(streams, (0, 1, 2), strict=True):
+                    os.dup2(stream, number)
+                    os.close(stream)
+                return command
+            _watch(connection, child)
+        connection.close()
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    streams = array.array("i")
+    text, ancillary, *_ = connection.recvmsg(1 << 20, socket.CMSG_LEN(3 * streams.itemsize))
+    for _, _, data in ancillary:
+        streams.frombytes(data)
+    while not text.endswith(b"\n"):
+        text += connection.recv(1 << 20)
+    return json.loads(text), list(streams)
+
+
+def _watch(connection: socket.socket, child: int) -> None:
+    """Pass signals on to the child, and its end to who started it; if that one is gone, end the child."""
+    ended = os.pidfd_open(child)
+    while True:
+        ready, _, _ = select.select([connection, ended], [], [])
+        if ended in ready:
+            with contextlib.suppress(OSError):
+                connection.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
+            os._exit(0)
+        number = connection.recv(1)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number[0] if number else signal.SIGKILL)
+        if not number:
+            os._exit(0)
+
+
+def become(command: dict[str, Any]) -> tuple[str, str]:
+    """Take on a command's folder, environment and arguments; what is to run: `-m`, `-c` or `file`, and its name."""
+    os.setsid()
+    os.chdir(command["cwd"])
+    os.environ.clear()
+    os.environ.update(command["environ"])
+    sys.executable = str(PYTHON)
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for number in (1, 2)
+    )
+    arguments = command["argv"]
+    while arguments[0] in ("-u",):
+        arguments = arguments[1:]
+    sys.path[:] = [path for path in sys.path if path not in ("", str(ROOT))]
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+    if arguments[0] in ("-m", "-c"):
+        sys.path.insert(0, command["cwd"])
+        sys.argv[:] = arguments[:1] + arguments[2:]
+        return arguments[0], arguments[1]
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    sys.argv[:] = arguments
+    return "file", arguments[0]
+
+
+def import_everything() -> None:
+    """What a training, a torchrun and a resolving process import."""
+    import torch
+
+    from megatron_muon import cpu
+
+    torch.set_num_threads(1)
+    cpu.install()
+
+    import megatron.training.arguments
+    import torch.distributed.run
+
+    import megatron_muon.megatron.factory
+    import megatron_muon.megatron.launch
+    import megatron_muon.megatron.model.gpt
+    import megatron_muon.megatron.validation
+    import megatron_muon.offload.run  # noqa: F401
+
+
+def run(kind: str, name: str) -> None:
+    """Run a command as the interpreter would."""
+    if kind == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        exec(compile(name, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    import_everything()
+    gc.freeze()  # what is shared stays shared: a collection in a child would write to every page
+    kind, name = become(serve(sys.argv[1], int(sys.argv[2])))
+    status: object = 1
+    try:
+        run(kind, name)
+        status = 0
+    except SystemExit as end:
+        status = 0 if end.code is None else end.code
+        if not isinstance(status, int):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(status) & 0xFF)  # without taking a thousand modules down
