@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import pytest
 
 from megatron_muon.data import prepare
+from tests.functional import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 200.0
-"""Longest time for one run; a run of a tiny model takes 10 to 20 s on two idle cores, nearly all of it imports."""
+"""Longest time for one run; one that starts cold takes 10 to 20 s on two idle cores, nearly all of it imports."""
 
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
 
@@ -92,6 +94,28 @@ class Run:
         return self.output[-6000:]
 
 
+_warm_python = warm.WarmPython()
+
+
+def environment(*, cold: bool = False) -> dict[str, str]:
+    """The environment of a command; what it starts with torchrun has everything imported unless it is `cold`."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    warmth = {} if cold else _warm_python.environment()
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **warmth}
+
+
+def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what this process starts for the rest of a test, Pythons and torchruns, have everything imported."""
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "executable", str(warm.PYTHON))
+
+
+def close() -> None:
+    """End what `run` has started."""
+    _warm_python.close()
+
+
 class HangError(AssertionError):
     """A run that did not end in its time."""
 
@@ -102,21 +126,33 @@ def torchrun(
     ranks: int = 2,
     seconds: float = SECONDS,
     env: Mapping[str, str] | None = None,
+    cold: bool = False,
 ) -> Run:
-    """Run `torchrun --nproc-per-node RANKS pretrain_gpt.py ARGS` in `cwd`.
+    """Run `torchrun --nproc-per-node RANKS pretrain_gpt.py ARGS` in `cwd`, see `run`.
 
     Raises:
         HangError: it took longer than `seconds`.
     """
     # --standalone takes a free port for the rendezvous and another for the process group.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return run([*command, str(ROOT / "pretrain_gpt.py"), *args], cwd, seconds=seconds, env=env)
+    return run([*command, str(ROOT / "pretrain_gpt.py"), *args], cwd, seconds=seconds, env=env, cold=cold)
 
 
-def run(command: Sequence[str], cwd: Path, *, seconds: float = SECONDS, env: Mapping[str, str] | None = None) -> Run:
-    """Run a command in `cwd` with one thread per process; its output comes back with stdout and stderr together."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **(env or {})}
+def run(
+    command: Sequence[str],
+    cwd: Path,
+    *,
+    seconds: float = SECONDS,
+    env: Mapping[str, str] | None = None,
+    cold: bool = False,
+) -> Run:
+    """Run a command in `cwd` with one thread per process; its output comes back with stdout and stderr together.
+
+    A command of this interpreter runs in one that has everything imported, unless it is to start `cold`.
+    """
+    environ = environment(cold=cold) | dict(env or {})
+    if command[0] == warm.COLD and not cold:
+        command = [str(warm.PYTHON), *command[1:]]
     cwd.mkdir(parents=True, exist_ok=True)
     log = cwd / f"output-{time.monotonic_ns()}.log"
     started = time.monotonic()

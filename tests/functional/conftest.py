@@ -13,8 +13,16 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+from tests.functional import cli  # noqa: E402
 from tests.functional.cells import Cells  # noqa: E402
 from tests.functional.pool import Pool  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands() -> Iterator[None]:
+    """Ends what the tests' command lines have left running."""
+    yield
+    cli.close()
 
 
 @pytest.fixture(scope="session")

@@ -29,6 +29,7 @@ from typing import Any
 from tests.functional.warm import import_everything
 
 ROOT = Path(__file__).resolve().parents[2]
+PYTHON = sys.executable
 HERE = Path(__file__).resolve().parent
 MAX_RANKS = 4
 START_S = 180
@@ -138,7 +139,7 @@ class _Worker:
         }
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.functional.pool", str(index), str(theirs.fileno())],
+                [PYTHON, "-m", "tests.functional.pool", str(index), str(theirs.fileno())],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,

@@ -88,7 +88,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings) -> None:
             victim.kill()
 
     with watching(kill):
-        run = cli.torchrun(here, *training.flags, *LARGE)
+        run = cli.torchrun(here, *training.flags, *LARGE, cold=True)
     assert run.returncode != 0, "the kill came too late"
     assert latest(here) == 2
     assert files.problems(here / "ck" / "iter_0000002") == []
@@ -136,7 +136,7 @@ def test_a_full_disk(training: Trainings) -> None:
     module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(cli.ROOT / "pretrain_gpt.py"))
     schedule = ("--load", "ck", "--override-opt-param-scheduler")
     limited = 'ulimit -f 2000; exec "$0" "$@"'
-    run = cli.run(["bash", "-c", limited, sys.executable, *module, *training.flags, *LARGE, *schedule], here)
+    run = cli.run(["bash", "-c", limited, sys.executable, *module, *training.flags, *LARGE, *schedule], here, cold=True)
     assert run.returncode == 1
     errors = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
     assert len(errors) == 1, run.tail
@@ -183,7 +183,7 @@ def test_damaged_and_vanished(training: Trainings) -> None:
             (here / "disk").rename(here / "unmounted")
 
     with watching(unmount):
-        run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000")
+        run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000", cold=True)
     assert run.returncode == 1
     (error,) = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
     assert "could not be written" in error
@@ -202,7 +202,7 @@ def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Train
             process.send_signal(signal.SIGTERM)
 
     with watching(terminate):
-        run = cli.torchrun(here, *training.flags, "--exit-signal-handler", "--train-iters", "100000")
+        run = cli.torchrun(here, *training.flags, "--exit-signal-handler", "--train-iters", "100000", cold=True)
     assert run.returncode != 0
     assert "exiting program after receiving SIGTERM" in run.output
     assert run.output.count("exitcode  : 75") >= 1

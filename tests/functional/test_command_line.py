@@ -62,7 +62,7 @@ def notes(run: cli.Run, beginning: str) -> list[str]:
 def test_the_bare_line(tmp_path, capsys):
     """From an empty folder: it prepares the text, trains the quickstart model, saves; `summary` reads the run."""
     short = ("--train-iters", "3", "--eval-interval", "3", "--eval-iters", "1", "--save-interval", "3")
-    run = cli.torchrun(tmp_path, *cli.MUON, *short, "--log-interval", "1").checked()
+    run = cli.torchrun(tmp_path, *cli.MUON, *short, "--log-interval", "1", cold=True).checked()
     assert len(run.losses) == 3
     assert run.losses[-1] < run.losses[0]
     assert len(run.validation_losses) >= 1
@@ -112,6 +112,7 @@ def test_a_config_file_with_overriding_flags(tmp_path, corpus):
         *("--bf16", "--global-batch-size", "12", "--clip-grad", "0.5", "--overlap-grad-reduce"),
         *("--overlap-param-gather", "--eval-iters", "1", "--eval-interval", "3", "--muon-log-params"),
         ranks=3,
+        cold=True,
     ).checked()
     assert_learns(run, 6)
     assert {iteration.learning_rate for iteration in run.iterations} == {0.01}

@@ -1,17 +1,15 @@
 """Every command that README.md and docs/ show is run here, or checked as far as this machine allows.
 
 Cheap ones run as they stand, in a copy of the repository's files, page by page in the order of the page. Trainings run
-as they stand with flags behind them that end them after two iterations, in the pool's workers. The usual run does so
-for README.md, and has the flags of the other pages' trainings settled as `train --dry-run` does; with `-m ''` all of
-them train. What needs a cluster, another machine or minutes is listed with the reason.
+as they stand with flags behind them that end them after two iterations. The usual run does so for README.md and settles
+the flags of the other pages' trainings as `train --dry-run` does; with `-m ''` all of them train. What needs a cluster,
+another machine or minutes is listed with the reason.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import json
 import os
 import re
 import shlex
@@ -21,13 +19,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_muon import cli as ours
-from megatron_muon.runs import processes, resolve, train
-from megatron_muon.sweep import trials as sweep
+from tests.functional import cli
 from tests.functional.cli import ROOT, make_corpus
 from tests.functional.documented import PROGRAM, Command, commands, names_of_tests, pages
 from tests.functional.pool import Pool
@@ -254,18 +250,6 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
     return ""
 
 
-def settle(rank: int, world_size: int, *, request: dict[str, Any], folder: str) -> dict[str, Any]:
-    """In a worker: the work of the process that `resolve` starts."""
-    from megatron_muon.errors import UserError
-
-    sys.modules["__main__"].installed.undo()
-    os.chdir(folder)
-    try:
-        return json.loads(json.dumps(resolve._main(resolve.Request(**request)), default=str))
-    except UserError as error:
-        return {"error": str(error)}
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny corpus in the place of the quickstart's, which takes ten seconds to prepare."""
@@ -278,7 +262,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reader(
     tmp_path: Path, corpus: Path, ranks: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[[bool], Reader]]:
-    """A reader in a copy of the repository; what `train` starts are the pool's workers."""
+    """A reader in a copy of the repository."""
     for name in ("README.md", "pretrain_gpt.py", "docs", "configs", "scripts", "examples", "megatron_muon"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
@@ -290,24 +274,7 @@ def reader(
     tasks = re.findall(r"^    (--lr .*)$", (ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
     (tmp_path / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-    def settled(request: resolve.Request, **_: object) -> resolve.Resolved:
-        (said,) = ranks(1, settle, request=dataclasses.asdict(request), folder=str(tmp_path))
-        assert "error" not in said, said
-        return resolve._from_json(said)
-
-    def watch(command: Sequence[str], log: Path, *, append: bool, **_: object) -> processes.Ended:
-        count = int(command[command.index("--nproc-per-node") + 1])
-        program = next(place for place, word in enumerate(command) if word.endswith("pretrain_gpt.py"))
-        run = Trainings(ranks, tmp_path, ())(*command[program + 1 :], ranks=count)
-        with log.open("a" if append else "w", encoding="utf-8") as stream:
-            stream.write(run.output)
-        return processes.Ended(run.returncode, None)
-
-    monkeypatch.setattr(train, "resolve", settled)
-    monkeypatch.setattr(sweep, "resolve_each", lambda requests, **_: [settled(request) for request in requests])
-    monkeypatch.setattr(train, "watch", watch)
+    cli.start_warm(monkeypatch)
     with environment({}):
         yield lambda trains: Reader(tmp_path, ranks, trains)
 
@@ -335,7 +302,7 @@ def test_no_command_is_overlooked() -> None:
     """What the collector finds of known pages, and that nothing that looks like a command stays outside of blocks."""
     found = {page: commands(page) for page in pages()}
     assert sum(map(len, found.values())) > 40
-    assert any(command.text.startswith("megatron-muon submit") for command in found["README.md"])
+    assert any(command.text.startswith("megatron-muon submit") for command in found["docs/clusters.md"])
     for page, of_page in found.items():
         lines = (ROOT / page).read_text("utf-8").splitlines()
         looks = {number for number, line in enumerate(lines, 1) if re.match(r"(    )?(megatron-muon|torchrun) ", line)}

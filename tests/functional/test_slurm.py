@@ -126,7 +126,7 @@ def cluster() -> Iterator[Cluster]:
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    yield Cluster({**env, **for_jobs})
+    yield Cluster({**cli.environment(), **env, **for_jobs})
     subprocess.run([CLUSTER, "stop"], env=env, check=True, timeout=120)
     left = [
         p.info for p in psutil.process_iter(["name", "cmdline"]) if str(folder) in " ".join(p.info["cmdline"] or ())

@@ -9,7 +9,7 @@ import pytest
 from megatron_muon.cli import main
 from megatron_muon.runs.processes import descendants
 from tests.functional import cli
-from tests.functional.test_train import Running, write_config
+from tests.functional.test_train import Running, command, write_config
 
 pytestmark = pytest.mark.timeout(700)
 
@@ -34,9 +34,8 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     assert done
     assert len(done) < 4
 
-    with Running(tmp_path, *line) as running:
-        assert running.process.wait(timeout=2 * cli.SECONDS) == 0, running.output[-4000:]
-    assert f"{len(done)} done before, {4 - len(done)} to do" in running.output
+    again = cli.run(command(*line), tmp_path, seconds=2 * cli.SECONDS).checked()
+    assert f"{len(done)} done before, {4 - len(done)} to do" in again.output
     for key in done:  # they were not touched
         assert json.loads(before[key].read_text()) == read[key]
     summaries = {key: json.loads((folder / "summary.json").read_text()) for key, folder in folders.items()}

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import json
-import os
 import re
 import shlex
 import shutil
@@ -60,13 +59,12 @@ class Running:
 
     def __init__(self, cwd: Path, *args: str) -> None:
         self.log = cwd / f"{args[0]}-{time.monotonic_ns()}.log"
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(cli.ROOT)}
         self.process = subprocess.Popen(
             # A shell that runs tests in the background has SIGINT ignored, which children inherit.
             [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
              "import sys; from megatron_muon.cli import main; sys.exit(main())", *args],
-            cwd=cwd, env=environ, stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
-            start_new_session=True,
+            cwd=cwd, env=cli.environment(), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
         )  # fmt: skip
 
     @property
@@ -136,6 +134,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     assert json.loads((folder / "summary.json").read_text()) == summary
 
     monkeypatch.chdir(tmp_path)
+    cli.start_warm(monkeypatch)
     (line,) = (line for _, line in summarize(Path("runs/one")).next_commands if line.startswith("megatron-muon train"))
     assert main([*shlex.split(line)[1:], "--dry-run"]) == 0
 
@@ -181,6 +180,7 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
     folder.mkdir()
     (folder / "model_config.yaml").write_text(UPSTREAM_FORM)
     monkeypatch.chdir(tmp_path)
+    cli.start_warm(monkeypatch)
     monkeypatch.setenv("DATA_CACHE_PATH", "cache")
     line = ("train", "--config", "gpt3_tiny/model_config.yaml", "--dry-run")
     assert main([*line, "--set", "tensorboard_dir=tb"]) == 2

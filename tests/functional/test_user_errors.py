@@ -218,7 +218,7 @@ def test_a_mistake_is_one_line_with_value_and_remedy(answers, name):
 )
 def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments):
     """Rank 1 ends silently; torchrun, which then ends rank 0, must not do so before rank 0 has spoken."""
-    run = cli.torchrun(tmp_path, *RUN, "--eval-interval", "10", *argv)
+    run = cli.torchrun(tmp_path, *RUN, "--eval-interval", "10", *argv, cold="--num-layres" in argv)
     assert run.returncode != 0
     lines = [line for line in run.output.splitlines() if "pretrain_gpt.py: error:" in line]
     assert len(lines) == 1, run.tail

@@ -3,10 +3,10 @@
 A run of a tiny model takes two seconds and its imports twenty. So one process imports all of it once and forks for each
 `python ...` that a test runs. `warm_python` beside this module stands for the interpreter: it hands its arguments,
 environment, folder and streams to that process, passes signals on and ends with the child's status. A child has
-`warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm as well.
+`warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm too.
 
 What differs from a cold start: imports print nothing, and the child is not a descendant of who started it. Tests of
-imports, of the bare command line and of how processes are found and ended start cold (`cli.run(..., warm=False)`).
+imports, of the bare command line and of how processes are found and ended start cold (`cli.run(..., cold=True)`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -30,6 +31,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = Path(__file__).resolve().with_name("warm_python")
+COLD = sys.executable
 SOCKET = "WARM_PYTHON_SOCKET"
 """Environment variable that tells `warm_python` where the process listens."""
 START_S = 180
@@ -51,8 +53,8 @@ class WarmPython:
             ready, theirs = os.pipe()
             with log.open("wb") as stream:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", "tests.functional.warm", address, str(theirs)],
-                    cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream,
+                    [COLD, "-m", "tests.functional.warm", address, str(theirs)],
+                    cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream,
                     pass_fds=(theirs,), start_new_session=True,
                 )  # fmt: skip
             os.close(theirs)
@@ -78,6 +80,8 @@ def serve(address: str, ready: int) -> dict[str, Any]:
     os.close(ready)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
     while True:
+        if sys.stdin.fileno() in select.select([listener, sys.stdin], [], [])[0]:
+            os._exit(0)  # the tests have ended, however they did
         connection, _ = listener.accept()
         if os.fork() == 0:
             listener.close()
@@ -127,7 +131,8 @@ def become(command: dict[str, Any]) -> tuple[str, str]:
     os.environ.update(command["environ"])
     sys.executable = str(PYTHON)
     sys.stdout, sys.stderr = (
-        open(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False) for number in (1, 2)
+        os.fdopen(number, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
+        for number in (1, 2)
     )
     arguments = command["argv"]
     while arguments[0] in ("-u",):
@@ -152,14 +157,27 @@ def import_everything() -> None:
     torch.set_num_threads(1)
     cpu.install()
 
+    import megatron.core.datasets.helpers
+    import megatron.core.tokenizers.text.text_tokenizer
     import megatron.training.arguments
+    import torch._dynamo.trace_rules
     import torch.distributed.run
 
     import megatron_muon.megatron.factory
     import megatron_muon.megatron.launch
     import megatron_muon.megatron.model.gpt
+    import megatron_muon.megatron.model.on_meta
+    import megatron_muon.megatron.patches.install
     import megatron_muon.megatron.validation
-    import megatron_muon.offload.run  # noqa: F401
+    import megatron_muon.offload.run
+    import megatron_muon.runs.train_command
+
+    # Megatron reads the help of its flags out of its sources for each of three parsers of a run, a second in all.
+    factory = megatron.training.argument_utils.ArgumentGroupFactory
+    read = functools.cache(functools.partial(factory._get_field_docstrings, factory.__new__(factory)))
+    factory._get_field_docstrings = lambda _self, config: read(config)
+    megatron_muon.megatron.launch.build_parser()
+    torch._dynamo.trace_rules.get_torch_obj_rule_map()
 
 
 def run(kind: str, name: str) -> None:
