@@ -82,18 +82,19 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> tuple[Mu
     optimizer = given.get("--optimizer", ("",))[0]
     flags = merge(config, ("--optimizer", optimizer if optimizer in arguments.MUONS else "muon", "--use-megatron-fsdp"))
     args = arguments.parse(parser, (*arguments.missing_defaults(parser, flags, device=device), *flags))
-    for flag, value in (
-        ("--yaml-cfg", args.yaml_cfg),
-        ("--data-parallel-sharding-strategy", "no_shard" * (args.data_parallel_sharding_strategy == "no_shard")),
-        ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy.replace("no_shard", "")),
+    for flag, value, planned in (
+        ("--yaml-cfg", args.yaml_cfg, (None,)),
+        ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
+        ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
     ):
-        if value:
+        if value not in planned:
             raise UserError(f"{path}: {flag} {value} cannot be planned")
     arguments.refuse_hybrid(args)
     args.rank, args.world_size = 0, world_size
     if "--transformer-impl" not in given and device == "cuda":
         args.transformer_impl = "transformer_engine"
     arguments.check_parallelism(args, world_size)
+    args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
     vars(args).update(LOCAL)
     args.micro_batch_size, args.global_batch_size, args.rampup_batch_size = args.micro_batch_size or 1, None, None
     args.save, args._is_global_batch_size_explicitly_specified = None, False
