@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_muon.core.blocks import RowSplit
+
 
 class LayoutError(ValueError):
     """A layout whose shards do not tile its matrices."""
@@ -168,36 +170,28 @@ class Layout:
             matrix.check_tiling()
 
 
-Blocks = tuple[int, tuple[int, ...]]
-"""How a matrix's rows make blocks, `(groups, parts)`: in each of `groups` repetitions, part i belongs to block i."""
-
-
 @dataclass(frozen=True)
 class BlockedLayout:
-    """A layout with the blocks of each matrix; None stands for a matrix that is one block.
+    """A layout, and how the rows of each matrix make blocks.
 
     Raises:
         LayoutError: the blocks of a matrix do not add up to its rows.
     """
 
     layout: Layout
-    blocks: tuple[Blocks | None, ...]
+    splits: tuple[RowSplit, ...]
 
     def __post_init__(self) -> None:
-        for matrix, blocks in zip(self.layout.matrices, self.blocks, strict=True):
-            if blocks is None:
-                continue
-            groups, parts = blocks
-            if groups < 1 or not parts or min(parts) < 1 or groups * sum(parts) != matrix.shape[0]:
+        for matrix, split in zip(self.layout.matrices, self.splits, strict=True):
+            if split.rows != matrix.shape[0]:
                 raise LayoutError(
-                    f"{matrix.name}: blocks of {groups} x {list(parts)} rows do not make its {matrix.shape[0]} rows"
+                    f"{matrix.name}: blocks of {split.groups} x {list(split.parts)} rows do not make its "
+                    f"{matrix.shape[0]} rows"
                 )
 
     def block_shapes(self, index: int) -> list[tuple[int, int]]:
         """Shapes of the blocks that are orthogonalised alone, of the matrix with this index."""
-        rows, cols = self.layout.matrices[index].shape
-        groups, parts = self.blocks[index] or (1, (rows,))
-        return [(groups * part, cols) for part in parts]
+        return self.splits[index].block_shapes(self.layout.matrices[index].shape[1])
 
 
 def replicated(name: str, shape: tuple[int, int], world_size: int) -> Matrix:

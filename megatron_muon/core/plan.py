@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.layout import Blocks, Layout, Matrix
+from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.layout import Layout, Matrix
 
 UPDATE_BYTES = 4
 """Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
@@ -57,15 +58,11 @@ class Plan:
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
-    def digest(self, blocks: Sequence[Blocks | None]) -> str:
-        """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine.
-
-        Args:
-            blocks: how the rows of each matrix make blocks; None stands for one block.
-        """
+    def digest(self, splits: Sequence[RowSplit]) -> str:
+        """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine."""
         shapes = [matrix.shape for matrix in self.layout.matrices]
-        whole = [of or (1, (rows,)) for of, (rows, _) in zip(blocks, shapes, strict=True)]
-        content = json.dumps([shapes, whole, self.owners, self.whole, self.waves, self.wave_bytes])
+        blocks = [(split.groups, split.parts) for split in splits]
+        content = json.dumps([shapes, blocks, self.owners, self.whole, self.waves, self.wave_bytes])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:

@@ -119,8 +119,8 @@ class MuonBuilder:
             **variant,
         )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
-            blocks = tuple((split.groups, split.parts) for split in members.splits)
-            dump_layout(config.muon_dump_layout, BlockedLayout(members.layout, blocks), is_expert=is_expert)
+            blocked = BlockedLayout(members.layout, tuple(members.splits))
+            dump_layout(config.muon_dump_layout, blocked, is_expert=is_expert)
         return muon
 
     @property
@@ -250,7 +250,7 @@ class MuonBuilder:
                 f"{plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
                 flush=True,
             )
-        digest = plan.digest([(split.groups, split.parts) for split in splits])
+        digest = plan.digest(splits)
         require_same_plan(digest, members.group, members.device)
         self.digests.append(digest)
         owned = [index for index, owner in enumerate(plan.owners) if owner == rank]
