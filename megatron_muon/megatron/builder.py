@@ -28,7 +28,7 @@ from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig, block_settings
-from megatron_muon.offload.run import OffloadRun, held_shards
+from megatron_muon.offload.run import OffloadRun
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,8 @@ class MuonBuilder:
         kind, variant = self._variant(members, orthogonalizer) if adaptive else (ShardedMuon, {})
         store = None
         if self.offload is not None:
-            held = held_shards(members.layout, members.group.rank())
-            part = "experts" if is_expert else "dense"
-            store = self.offload.make_store(held, members.group_of, kind=part, device=device)
+            rank, part = members.group.rank(), "experts" if is_expert else "dense"
+            store = self.offload.make_store(members.layout, rank, members.group_of, kind=part, device=device)
         muon = kind(
             groups,
             self._exchange(members, orthogonalizer, variant.get("neurons"), group=group, device=device),
