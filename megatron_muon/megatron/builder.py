@@ -17,10 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.core.adaptive import AdaMuon, NorMuon
 from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
-from megatron_muon.core.exchange.owner import Batch
-from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import BlockedLayout, Layout
-from megatron_muon.core.neurons import NeuronMoments, NormalizedBatch
+from megatron_muon.core.neurons import NeuronMoments
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
@@ -214,11 +213,11 @@ class MuonBuilder:
         config, layout, shapes, splits = self.config, members.layout, members.shapes, members.splits
 
         def batches(indices: Sequence[int]) -> Batch:
-            batch = orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
-            return batch if neurons is None else NormalizedBatch(batch, indices, neurons.normalize)
+            normalize = None if neurons is None else neurons.normalizer(indices)
+            return orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices], normalize)
 
         if members.replicated and not config.muon_share_replicated:
-            return LocalExchange(layout, batches, buffer_bytes=self._buffer_bytes, device=device)
+            return LocalExchange(layout, group, batches, buffer_bytes=self._buffer_bytes, device=device)
         if config.muon_exchange == "allgather" and not members.replicated:
             return AllGatherExchange(layout, group, batches, device=device)
         auto = orthogonalizer.dtype if config.muon_exchange_dtype == "auto" else None

@@ -23,6 +23,7 @@ import torch
 
 from megatron_muon.core.exchange.steps import RowPhases
 from megatron_muon.core.layout import Shard
+from megatron_muon.core.momentum import MomentumStore
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.files import DiskRecords, Failure, MomentumFile, in_pages, scratch
 from megatron_muon.offload.prepare_stream import PrepareStream
@@ -59,7 +60,7 @@ class _Staged:
                 piece.give_back()
 
 
-class RecordStore:
+class RecordStore(MomentumStore):
     """Keeps momentum of shards.
 
     Args:

@@ -102,5 +102,5 @@ def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, 
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2, 1000)
-    with pytest.raises(ValueError, match="the plan is for 2 ranks, the process group has 3"):
+    with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
         SharedExchange(plan, Group(3, 0), mock.Mock(), device=torch.device("cpu"))
