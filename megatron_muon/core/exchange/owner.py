@@ -133,7 +133,7 @@ class OwnerExchange(Exchange):
         fillers = iter(self._fillers)
         returning: tuple[_Route, _InFlight] | None = None
         arriving = self._gather(self._routes[0], rows, probe) if self._routes else None
-        for route, following in zip(self._routes, [*self._routes[1:], None], strict=True):
+        for route, following in itertools.zip_longest(self._routes, self._routes[1:]):
             assert arriving is not None
             current = arriving
             arriving = self._gather(following, rows, probe) if following is not None else None
