@@ -75,12 +75,7 @@ class BlockBatch:
         return list(self._matrices)
 
     def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The scaled updates.
-
-        Returns:
-            The update of each matrix, `(rows, cols)`, in the memory from `allocate`; and which of them are finite,
-            `(matrices,)` bool. A matrix with a block whose update is not finite has an update of zeros.
-        """
+        """The scaled update of each matrix, zeros where one of its blocks is not finite, and which are finite."""
         stacks, matrices = self._stacks, self._matrices
         self._stacks, self._matrices = {}, []
         if not matrices:

@@ -140,15 +140,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 group[STEPS] += 1
 
     def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """First phase: momentum and look-ahead.
-
-        Args:
-            indices: matrices of which this rank holds rows.
-
-        Returns:
-            This rank's rows of what is orthogonalised of each, `(rows, cols)` fp32. Without Nesterov they may be the
-            momentum itself, which the caller must not change.
-        """
+        """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself."""
         _take(self._to_prepare, indices)
         ahead: list[torch.Tensor] = []
         with self.probe.phase("momentum"):
@@ -173,11 +165,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
         """Last phase: weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
 
-        Args:
-            indices: the matrices.
-            updates: this rank's rows `(rows, cols)` of the scaled update of each.
-            finite: which updates are finite, `(matrices,)` bool. A matrix whose update is not keeps its weights: the
-                update is zero then, and so is the decay.
+        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay.
         """
         _take(self._to_finalize, indices)
         with self.probe.phase("apply"):
