@@ -45,6 +45,7 @@ setup(
         "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/megatron
         "emerging-optimizers>=0.3",
         "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
+        "msgspec>=0.19",
         "numpy>=1.26",
         "packaging>=24.2",
         "psutil>=5.9",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import time
 from collections.abc import Sequence
@@ -15,10 +14,9 @@ import torch.distributed as dist
 
 from megatron_muon.bench.launch import StepSpec
 from megatron_muon.core.layout import Layout
-from megatron_muon.offload.directory import boot_id
-from megatron_muon.offload.files import Header, MomentumFile, header_bytes
+from megatron_muon.offload.files import Header, MomentumFile
 from megatron_muon.offload.ring import transfer_memory
-from megatron_muon.offload.run import OffloadRun, held_shards
+from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 
 _BLOCK = 8 * 2**20
@@ -51,7 +49,7 @@ def open_run(offload: str, spec: StepSpec) -> OffloadRun:
 
 def make_store(run: OffloadRun, layout: Layout, *, rank: int, device: torch.device) -> RecordStore:
     """The store of a layout's momentum on this rank. Collective."""
-    return run.make_store(held_shards(layout, rank), [0] * len(layout.matrices), kind="bench", device=device)
+    return run.make_store(layout, rank, [0] * len(layout.matrices), kind="bench", device=device)
 
 
 class DiskProbe:
@@ -63,21 +61,8 @@ class DiskProbe:
     """
 
     def __init__(self, directory: Path, group: dist.ProcessGroup) -> None:
-        header = Header(
-            run=f"probe{os.getpid()}",
-            iteration=0,
-            rank=group.rank(),
-            part="probe0",
-            dtype="fp32",
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            records=(),
-            size=0,
-            boot=boot_id(),
-        )
-        self._front = header_bytes(header)
-        size = self._front + _BLOCKS * _BLOCK
-        self._file = MomentumFile(directory, Header(**{**vars(header), "size": size}))
+        run, rank = f"probe{os.getpid()}", group.rank()
+        self._file = MomentumFile(directory, Header(run, 0, rank, "probe0", "fp32", size=_BLOCKS * _BLOCK))
         try:
             self._file.take_space()
         except OSError:
@@ -95,7 +80,7 @@ class DiskProbe:
             dist.barrier(self._group)
             start = time.perf_counter()
             for block in range(_BLOCKS):
-                work(self._front + block * _BLOCK, self._buffer)
+                work(self._file.header.front + block * _BLOCK, self._buffer)
             dist.barrier(self._group)
             rates.append(self._group.size() * _BLOCKS * _BLOCK / (time.perf_counter() - start))
 

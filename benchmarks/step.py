@@ -38,8 +38,7 @@ from benchmarks.peers import NS_METHODS, DeepSpeedMuon
 from megatron_muon.bench.launch import StepSpec
 from megatron_muon.core.blocks import RowSplit, whole
 from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
-from megatron_muon.core.exchange.owner import Batch
-from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -203,9 +202,9 @@ class UpstreamBatch:
         self._settings = settings
         self._matrices: list[torch.Tensor] = []
 
-    def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
+    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Room for each whole matrix `(rows, cols)`."""
-        self._matrices = [like.new_empty(shape, dtype=dtype) for shape in self._shapes]
+        self._matrices = [like.new_empty(shape) for shape in self._shapes]
         return self._matrices
 
     def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:

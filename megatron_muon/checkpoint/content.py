@@ -28,9 +28,6 @@ _HALVES = ("_w", "_v")
 STEP = "step"
 """Adam's count of steps: a slot of each parameter's state, or a setting of its group."""
 
-Slots = dict[str, frozenset[str]]
-"""The slots of each parameter's optimizer state."""
-
 
 def read_entries(folder: Path) -> dict[str, Any]:
     """Every entry of a checkpoint: its name, and torch's description of it."""
@@ -81,20 +78,16 @@ def whole_name(parameter: str, known: Container[str]) -> str:
 
 def step_counts(folder: Path) -> dict[str, int]:
     """Adam's count of steps of each parameter by its plain name, in whichever form a checkpoint holds it."""
-    entries = read_entries(folder)
+    entries, ending = read_entries(folder), f".{STEP}"
     known = optimized(entries)
-    names = {
-        **{name: name.removeprefix(_META) for name in entries if name.startswith(_META) and name.endswith(f".{STEP}")},
-        **{
-            name: name.removeprefix(_STATE) for name in entries if name.startswith(_STATE) and name.endswith(f".{STEP}")
-        },
+    parameters = {
+        name: name.removeprefix(section).removesuffix(ending)
+        for section in (_META, _STATE)
+        for name in entries
+        if name.startswith(section) and name.endswith(ending)
     }
-    tensors = read_tensors(folder, names)
-    values = {**tensors, **read_objects(folder, [name for name in names if name not in tensors])}
-    return {
-        plain(whole_name(parameter.removesuffix(f".{STEP}"), known)): int(values[name])
-        for name, parameter in names.items()
-    }
+    counts = {**read_tensors(folder, parameters), **read_objects(folder, parameters)}
+    return {plain(whole_name(parameter, known)): int(counts[name]) for name, parameter in parameters.items()}
 
 
 def wrappers(parameters: Iterable[str]) -> str:
@@ -112,7 +105,7 @@ def rewrapped(entries: Mapping[str, Any], before: str, after: str) -> dict[str, 
     return renamed
 
 
-def optimizer_slots(entries: Iterable[str]) -> Slots:
+def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
     """The slots that a checkpoint holds for each parameter."""
     found: dict[str, set[str]] = {}
     for name in entries:

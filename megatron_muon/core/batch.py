@@ -19,6 +19,9 @@ OrthogonalizeStack = Callable[[torch.Tensor, float, Probe], torch.Tensor]
 finite; returns which are finite, `(batch,)` bool."""
 
 
+Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Changes the update `(rows, cols)` of the matrix in this place, in place; told whether it is finite, a bool."""
+
 _Kind = tuple[int, int, float]
 """What blocks of a stack have in common: smaller side, larger side, scale of the update."""
 
@@ -31,6 +34,7 @@ class BlockBatch:
         splits: how the rows of each matrix make blocks.
         orthogonalize: works on one stack, in place.
         scale: the scale of a block of `(rows, cols)`.
+        normalize: is given every whole update last.
     """
 
     def __init__(
@@ -39,10 +43,12 @@ class BlockBatch:
         splits: Sequence[RowSplit],
         orthogonalize: OrthogonalizeStack,
         scale: Callable[[tuple[int, int]], float],
+        normalize: Normalize | None = None,
     ) -> None:
         self._shapes = tuple(shapes)
         self._splits = tuple(splits)
         self._orthogonalize = orthogonalize
+        self._normalize = normalize
         self._members: dict[_Kind, list[tuple[int, int]]] = {}
         for index, (split, (_, cols)) in enumerate(zip(splits, shapes, strict=True)):
             for block, (rows, _) in enumerate(split.block_shapes(cols)):
@@ -52,16 +58,14 @@ class BlockBatch:
         self._matrix_of_block: torch.Tensor | None = None
         self._matrices: list[torch.Tensor] = []
 
-    def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Room for each whole matrix `(rows, cols)`, of `dtype`, on the device of `like`.
+    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Room for each whole matrix `(rows, cols)`, of the dtype and on the device of `like`.
 
         A matrix of one block is a view of its stack, transposed where it is tall.
         """
-        self._stacks = {
-            kind: like.new_empty((len(members), *kind[:2]), dtype=dtype) for kind, members in self._members.items()
-        }
+        self._stacks = {kind: like.new_empty((len(members), *kind[:2])) for kind, members in self._members.items()}
         self._matrices = [
-            like.new_empty(shape, dtype=dtype) if len(split.parts) > 1 else like
+            like.new_empty(shape) if len(split.parts) > 1 else like
             for shape, split in zip(self._shapes, self._splits, strict=True)
         ]
         for kind, members in self._members.items():
@@ -71,12 +75,7 @@ class BlockBatch:
         return list(self._matrices)
 
     def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The scaled updates.
-
-        Returns:
-            The update of each matrix, `(rows, cols)`, in the memory from `allocate`; and which of them are finite,
-            `(matrices,)` bool. A matrix with a block whose update is not finite has an update of zeros.
-        """
+        """The scaled update of each matrix, zeros where one of its blocks is not finite, and which are finite."""
         stacks, matrices = self._stacks, self._matrices
         self._stacks, self._matrices = {}, []
         if not matrices:
@@ -85,9 +84,11 @@ class BlockBatch:
         of_blocks = [self._orthogonalize(stack, kind[2], probe) for kind, stack in stacks.items()]
         finite = self._of_matrices(torch.cat(of_blocks))
         self._copy_blocks(stacks, matrices, back=True)
-        for matrix, keep, split in zip(matrices, finite, self._splits, strict=True):
+        for place, (matrix, keep, split) in enumerate(zip(matrices, finite, self._splits, strict=True)):
             if len(split.parts) > 1:
                 matrix.mul_(keep)
+            if self._normalize is not None:
+                self._normalize(place, matrix, keep)
         return matrices, finite
 
     def _of_matrices(self, finite: torch.Tensor) -> torch.Tensor:

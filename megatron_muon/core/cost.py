@@ -8,6 +8,7 @@ and are left out.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron_muon.core.errors import UserError
 
@@ -122,21 +123,13 @@ class Iteration:
         )
 
 
-@dataclass(frozen=True)
-class ProductCounts:
-    """Products of an iteration on a block of `(n, m)`, n <= m.
+class ProductCounts(NamedTuple):
+    """Products of an iteration on a block of `(n, m)`, n <= m."""
 
-    Attributes:
-        gram: X X^T.
-        square: squares of symmetric `(n, n)` matrices.
-        symmetric: products of two different symmetric `(n, n)` matrices.
-        wide: `(n, n) @ (n, m)`.
-    """
-
-    gram: int
-    square: int
-    symmetric: int
-    wide: int
+    gram: int  # X X^T
+    square: int  # squares of symmetric (n, n) matrices
+    symmetric: int  # products of two different symmetric (n, n) matrices
+    wide: int  # (n, n) @ (n, m)
 
 
 def product_counts(method: str, runs: tuple[int, ...]) -> ProductCounts:

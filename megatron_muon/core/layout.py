@@ -11,6 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_muon.core.blocks import RowSplit
+
 
 class LayoutError(ValueError):
     """A layout whose shards do not tile its matrices."""
@@ -78,8 +80,7 @@ class Matrix:
             LayoutError: names the matrix and the first gap, overlap or overhang.
         """
         rows, cols = self.shape
-        if self._is_stack_of_rows():
-            return
+        starting: dict[int, list[Shard]] = {}  # by first row
         for shard in self.shards:
             if min(shard.rows, shard.cols) < 1:
                 raise LayoutError(f"{self.name}: rank {shard.rank} has an empty shard; leave empty shards out")
@@ -87,13 +88,13 @@ class Matrix:
                 shard.row_start + shard.rows > rows or shard.col_start + shard.cols > cols
             ):
                 raise LayoutError(f"{self.name}: the shard of rank {shard.rank} leaves the matrix {rows} x {cols}")
-        edges = {0, rows} | {shard.row_start for shard in self.shards}
-        edges |= {shard.row_start + shard.rows for shard in self.shards}
-        bands = sorted(edges)
-        for top, bottom in itertools.pairwise(bands):
+            starting.setdefault(shard.row_start, []).append(shard)
+        edges = sorted({0, rows, *starting, *(shard.row_start + shard.rows for shard in self.shards)})
+        band: list[Shard] = []  # those with rows between two edges
+        for top, bottom in itertools.pairwise(edges):
+            band = [shard for shard in band if shard.row_start + shard.rows > top] + starting.get(top, [])
             reached = 0
-            band = [s for s in self.shards if s.row_start <= top and bottom <= s.row_start + s.rows]
-            for shard in sorted(band, key=lambda s: s.col_start):
+            for shard in sorted(band, key=lambda shard: shard.col_start):
                 if shard.col_start != reached:
                     fault = "no rank holds" if shard.col_start > reached else "several ranks hold"
                     first, last = sorted((reached, shard.col_start))
@@ -103,19 +104,6 @@ class Matrix:
                 raise LayoutError(
                     f"{self.name}: no rank holds rows {top} to {bottom - 1}, columns {reached} to {cols - 1}"
                 )
-
-    def _is_stack_of_rows(self) -> bool:
-        """Whether the shards are full rows that follow each other from the first row to the last, as ZeRO cuts them.
-
-        Decides the common case in one pass; a matrix over 4,096 ranks has thousands of shards.
-        """
-        rows, cols = self.shape
-        reached = 0
-        for shard in sorted(self.shards, key=lambda shard: shard.row_start):
-            if shard.row_start != reached or shard.rows < 1 or shard.col_start != 0 or shard.cols != cols:
-                return False
-            reached += shard.rows
-        return reached == rows and min(rows, cols) > 0
 
 
 MAX_RANKS = 1 << 20
@@ -167,43 +155,33 @@ class Layout:
                 )
             matrix.check_tiling()
 
-
-Blocks = tuple[int, tuple[int, ...]]
-"""How a matrix's rows make blocks, `(groups, parts)`: in each of `groups` repetitions, part i belongs to block i."""
+    def held(self, rank: int) -> list[Shard]:
+        """What `rank` holds of each matrix; a shard without rows where it holds nothing."""
+        return [matrix.shard_of(rank) or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in self.matrices]
 
 
 @dataclass(frozen=True)
 class BlockedLayout:
-    """A layout with the blocks of each matrix; None stands for a matrix that is one block.
+    """A layout, and how the rows of each matrix make blocks.
 
     Raises:
         LayoutError: the blocks of a matrix do not add up to its rows.
     """
 
     layout: Layout
-    blocks: tuple[Blocks | None, ...]
+    splits: tuple[RowSplit, ...]
 
     def __post_init__(self) -> None:
-        for matrix, blocks in zip(self.layout.matrices, self.blocks, strict=True):
-            if blocks is None:
-                continue
-            groups, parts = blocks
-            if groups < 1 or not parts or min(parts) < 1 or groups * sum(parts) != matrix.shape[0]:
+        for matrix, split in zip(self.layout.matrices, self.splits, strict=True):
+            if split.rows != matrix.shape[0]:
                 raise LayoutError(
-                    f"{matrix.name}: blocks of {groups} x {list(parts)} rows do not make its {matrix.shape[0]} rows"
+                    f"{matrix.name}: blocks of {split.groups} x {list(split.parts)} rows do not make its "
+                    f"{matrix.shape[0]} rows"
                 )
 
     def block_shapes(self, index: int) -> list[tuple[int, int]]:
         """Shapes of the blocks that are orthogonalised alone, of the matrix with this index."""
-        rows, cols = self.layout.matrices[index].shape
-        groups, parts = self.blocks[index] or (1, (rows,))
-        return [(groups * part, cols) for part in parts]
-
-
-def replicated(name: str, shape: tuple[int, int], world_size: int) -> Matrix:
-    """The matrix that every rank holds whole."""
-    rows, cols = shape
-    return Matrix(name, shape, (Shard(0, 0, rows, 0, cols, replicas=tuple(range(1, world_size))),))
+        return self.splits[index].block_shapes(self.layout.matrices[index].shape[1])
 
 
 def from_rectangles(name: str, shape: tuple[int, int], rectangles: Sequence[tuple[int, int, int, int]]) -> Matrix:
@@ -223,22 +201,13 @@ def from_rectangles(name: str, shape: tuple[int, int], rectangles: Sequence[tupl
     return Matrix(name=name, shape=shape, shards=tuple(shards))
 
 
+def replicated(name: str, shape: tuple[int, int], world_size: int) -> Matrix:
+    """The matrix that every rank holds whole."""
+    return from_rectangles(name, shape, [(0, shape[0], 0, shape[1])] * world_size)
+
+
 def row_sharded(name: str, shape: tuple[int, int], rows_per_rank: Sequence[int]) -> Matrix:
-    """The matrix whose rank r holds the next `rows_per_rank[r]` rows, as ZeRO sharding cuts it.
-
-    Args:
-        name: the matrix's name.
-        shape: `(rows, cols)` of the whole matrix.
-        rows_per_rank: rows held by each rank of the group; zeros are allowed.
-
-    Raises:
-        LayoutError: the rows do not add up to the matrix.
-    """
-    shards, start = [], 0
-    for rank, rows in enumerate(rows_per_rank):
-        if rows:
-            shards.append(Shard(rank=rank, row_start=start, rows=rows, col_start=0, cols=shape[1]))
-        start += rows
-    if start != shape[0]:
-        raise LayoutError(f"{name}: the ranks hold {start} rows in all, the matrix has {shape[0]}")
-    return Matrix(name=name, shape=shape, shards=tuple(shards))
+    """The matrix whose rank r holds the next `rows_per_rank[r]` rows, as ZeRO sharding cuts it; zeros are allowed."""
+    ends = itertools.accumulate(rows_per_rank)
+    rectangles = [(end - rows, rows, 0, shape[1]) for end, rows in zip(ends, rows_per_rank, strict=True)]
+    return from_rectangles(name, shape, rectangles)

@@ -2,84 +2,80 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import override
 
 import torch
 
 from megatron_muon.core.exchange.steps import RowPhases
 
 
-class Momentum(Protocol):
-    """Gives the momentum of shards to a step, part by part."""
+class Momentum(ABC):
+    """Gives the momentum of shards to a step, part by part; here all at once.
 
-    staged: bool
-    """What is lent is taken away again, so it must not be kept."""
-
-    def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
-        """Around the exchange of a step: the phases that the exchange is to call, `rows` or what stands before them."""
-
-    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """`indices` in parts that can be lent at once, in order."""
-
-    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
-
-    def take_back(self, indices: Sequence[int]) -> None:
-        """What was lent last has its new value."""
-
-    def end_step(self) -> None:
-        """Every shard has been taken back once."""
-
-
-class MomentumStore(Momentum, Protocol):
-    """Keeps momentum outside of the optimizer's state; see `offload.store`."""
-
-    @property
-    def rounds(self) -> bool:
-        """Whether momentum is rounded for storage, so that a count of steps has to be kept with it."""
-
-    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Room for fp32 tensors of so many elements, for as long as they are used."""
-
-    def read(self, index: int) -> torch.Tensor:
-        """A copy `(rows, cols)` fp32 of a shard's momentum, between steps."""
-
-    def write(self, index: int, values: torch.Tensor) -> None:
-        """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps."""
-
-    def set_step_count(self, steps: int) -> None:
-        """The training has taken `steps` steps; stochastic rounding depends on it."""
-
-
-class StateMomentum:
-    """Momentum as the optimizer's state, fp32, where the parameters are.
-
-    Args:
-        of_shard: finds the momentum `(rows, cols)` fp32 of a shard. It is looked up in every step, because loading a
-            checkpoint replaces an optimizer's state.
+    Attributes:
+        staged: what is lent is taken away again, so it must not be kept.
     """
 
     staged = False
 
-    def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
-        self._of_shard = of_shard
-
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
-        """Nothing stands before the rows."""
+        """Around the exchange of a step: the phases that the exchange is to call, `rows` or what stands before them."""
         return nullcontext(rows)
 
     def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """All of them as one part: nothing is staged."""
+        """`indices` in parts that can be lent at once, in order."""
         yield list(indices)
 
+    @abstractmethod
     def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The state itself."""
+        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
+
+    def take_back(self, indices: Sequence[int]) -> None:  # noqa: B027
+        """What was lent last has its new value."""
+
+    def end_step(self) -> None:  # noqa: B027
+        """Every shard has been taken back once."""
+
+
+class StateMomentum(Momentum):
+    """Momentum as the optimizer's state, fp32, where the parameters are.
+
+    Args:
+        of_shard: finds the momentum of a shard. It is looked up in every step, because loading a checkpoint replaces an
+            optimizer's state.
+    """
+
+    def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
+        self._of_shard = of_shard
+
+    @override
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
         return [self._of_shard(index) for index in indices]
 
-    def take_back(self, indices: Sequence[int]) -> None:
-        """It has been changed in place."""
 
-    def end_step(self) -> None:
-        """Nothing is under way."""
+class MomentumStore(Momentum):
+    """Keeps momentum outside of the optimizer's state; see `offload.store`."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> bool:
+        """Whether momentum is rounded for storage, so that a count of steps has to be kept with it."""
+
+    @abstractmethod
+    def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Room for fp32 tensors of so many elements, for as long as they are used."""
+
+    @abstractmethod
+    def read(self, index: int) -> torch.Tensor:
+        """A copy `(rows, cols)` fp32 of a shard's momentum, between steps."""
+
+    @abstractmethod
+    def write(self, index: int, values: torch.Tensor) -> None:
+        """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps."""
+
+    @abstractmethod
+    def set_step_count(self, steps: int) -> None:
+        """The training has taken `steps` steps; stochastic rounding depends on it."""

@@ -7,42 +7,13 @@ that rounds nothing. The owner of a matrix advances its own; after the exchange 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.owner import Batch
+from megatron_muon.core.batch import Normalize
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.probe import SILENT, Probe
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where the numbers of a matrix lie in the vector, and what they stand for.
-
-    Attributes:
-        start: the first of them.
-        experts: matrices stacked in the parameter; 1 for a matrix.
-        rows: of one of them.
-        cols: of one of them.
-    """
-
-    start: int
-    experts: int
-    rows: int
-    cols: int
-
-    @property
-    def by_row(self) -> bool:
-        """Whether there is a number for each row; source: emerging-optimizers' AdaptiveMuon._init_group."""
-        return self.rows >= self.cols
-
-    @property
-    def numel(self) -> int:
-        """How many numbers there are."""
-        return self.experts * (self.rows if self.by_row else self.cols)
 
 
 class NeuronMoments:
@@ -77,20 +48,22 @@ class NeuronMoments:
         self._columns = columns
         self._replicated = replicated
         self._everywhere = everywhere
-        self._places: list[_Place] = []
-        start = 0
-        for matrix, count in zip(layout.matrices, experts, strict=True):
-            place = _Place(start, count, matrix.shape[0] // count, matrix.shape[1])
-            self._places.append(place)
-            start += place.numel
-        self._all = torch.zeros(start, device=device)
+        counts = zip(layout.matrices, experts, strict=True)
+        self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
+        sizes = [count * (rows if rows >= cols else cols) for count, rows, cols in self._stacks]
+        self._all = torch.zeros(sum(sizes), device=device)
+        self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
         self._shards = [None if replicated else matrix.shard_of(group.rank()) for matrix in layout.matrices]
         self._settings: Sequence[tuple[float, float]] = ()
         self._done: set[int] = set()
 
     def by_row(self, index: int) -> bool:
-        """Whether the matrix with this index has a number for each row, and not for each column."""
-        return self._places[index].by_row
+        """Whether the matrix with this index has a number for each row, and not for each column.
+
+        Source: emerging-optimizers' AdaptiveMuon._init_group.
+        """
+        _, rows, cols = self._stacks[index]
+        return rows >= cols
 
     def collect(self, moments: Sequence[torch.Tensor], settings: Sequence[tuple[float, float]]) -> None:
         """Get all numbers, before a step.
@@ -121,10 +94,10 @@ class NeuronMoments:
         """
         assert index not in self._done
         self._done.add(index)
-        place, (beta2, eps) = self._places[index], self._settings[index]
-        dim = -1 if place.by_row else -2
-        moments = self._whole(index).view(place.experts, *((place.rows, 1) if place.by_row else (1, place.cols)))
-        stack = update.float().reshape(place.experts, place.rows, place.cols)
+        beta2, eps = self._settings[index]
+        dim = -1 if self.by_row(index) else -2
+        stack = update.float().reshape(self._stacks[index])
+        moments = self._whole[index].view(len(stack), -1).unsqueeze(dim)
         normalized = []
         for matrix, moment in zip(stack, moments, strict=True):
             moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite * (1.0 - beta2))
@@ -133,12 +106,16 @@ class NeuronMoments:
             normalized.append(result * (torch.linalg.vector_norm(matrix) / norm))
         update.copy_(torch.cat(normalized).mul_(self._scales[index]))
 
+    def normalizer(self, indices: Sequence[int]) -> Normalize:
+        """`normalize` for a batch of the matrices with these indices."""
+        return lambda place, update, finite: self.normalize(indices[place], update, finite)
+
     def spread(self, moments: Sequence[torch.Tensor]) -> None:
         """Write this rank's part of the new second moments back, after a step."""
         if not self._everywhere:
-            for index in range(len(self._places)):
+            for index, whole in enumerate(self._whole):
                 if index not in self._done:
-                    self._whole(index).zero_()
+                    whole.zero_()
             self._sum()
         for index, moment in enumerate(moments):
             part = self._part(index, sending=False)
@@ -149,48 +126,21 @@ class NeuronMoments:
         if self._group.size() > 1 and self._all.numel():
             dist.all_reduce(self._all, group=self._group)
 
-    def _whole(self, index: int) -> torch.Tensor:
-        place = self._places[index]
-        return self._all[place.start : place.start + place.numel]
-
     def _part(self, index: int, *, sending: bool) -> torch.Tensor | None:
         """This rank's numbers of a matrix; when sending, of those that several ranks hold only the first's."""
-        place, shard, whole = self._places[index], self._shards[index], self._whole(index)
+        (experts, rows, _), shard, whole = self._stacks[index], self._shards[index], self._whole[index]
         if self._replicated:
             return whole
-        if place.by_row:
+        if self.by_row(index):
             if shard is None or (sending and (shard.col_start or shard.rank != self._rank)):
                 return None
             return whole[shard.row_start : shard.row_start + shard.rows]
-        if place.experts > 1:  # experts lie whole on a rank
+        if experts > 1:  # experts lie whole on a rank
             if shard is None or (sending and shard.rank != self._rank):
                 return None
-            return whole.view(place.experts, -1)[
-                shard.row_start // place.rows : (shard.row_start + shard.rows) // place.rows
-            ].view(-1)
+            first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows
+            return whole.view(experts, -1)[first:last].view(-1)
         if sending and (shard is None or shard.row_start or shard.rank != self._rank):
             return None
         first, count = self._columns[index]
         return whole[first : first + count]
-
-
-class NormalizedBatch:
-    """A batch of matrices whose updates are normalised once they are orthogonalised."""
-
-    def __init__(
-        self, batch: Batch, indices: Sequence[int], normalize: Callable[[int, torch.Tensor, torch.Tensor], None]
-    ) -> None:
-        self._batch = batch
-        self._indices = tuple(indices)
-        self._normalize = normalize
-
-    def allocate(self, like: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Room for each whole matrix."""
-        return self._batch.allocate(like, dtype)
-
-    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The normalised and scaled update of each matrix, in its place; which are finite."""
-        updates, finite = self._batch.orthogonalize(probe)
-        for index, update, is_finite in zip(self._indices, updates, finite, strict=True):
-            self._normalize(index, update, is_finite)
-        return updates, finite

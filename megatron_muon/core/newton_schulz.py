@@ -2,7 +2,7 @@
 
 Both iterations take the polynomial steps X <- a X + b (X X^T) X + c (X X^T)^2 X with emerging-optimizers' coefficients.
 The standard one takes them on X; the Gram iteration takes them on the small Gram matrix and touches the wide matrix
-twice in a run instead of twice in a step. Which blocks get which is decided in `sharding.cost`. This module knows
+twice in a run instead of twice in a step. Which blocks get which is decided in `core.cost`. This module knows
 nothing of matrices, splits or ranks.
 
 The division by the norm is part of the first step: ||X||^2 is the trace of X X^T, which the step needs anyway, and the

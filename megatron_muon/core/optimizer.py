@@ -108,7 +108,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._momentum: Momentum = store or StateMomentum(self._momentum_rows)
         self._compute_device = compute_device
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
-        self._to_prepare, self._to_finalize = _Once([]), _Once([])
+        self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
         self._places: dict[tuple[int, ...], torch.Tensor] = {}
         self.initialize_state()
@@ -129,27 +129,19 @@ class ShardedMuon(torch.optim.Optimizer):
         if closure is not None:
             raise ValueError("Muon takes no closure")
         self._require_gradients()
-        self._to_prepare, self._to_finalize = _Once(self._held), _Once(self._held)
+        self._to_prepare, self._to_finalize = set(self._held), set(self._held)
         with self._momentum.step(self) as rows:
             self.exchange.run(rows, self.probe)  # prepare, exchange, finalize, wave by wave
-        self._to_prepare.check_done()
-        self._to_finalize.check_done()
+        left = self._to_prepare | self._to_finalize
+        assert not left, f"the exchange left out {len(left)} matrices"
         self._momentum.end_step()
         for group in self.param_groups:
             if STEPS in group:
                 group[STEPS] += 1
 
     def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """First phase: momentum and look-ahead.
-
-        Args:
-            indices: matrices of which this rank holds rows.
-
-        Returns:
-            This rank's rows of what is orthogonalised of each, `(rows, cols)` fp32. Without Nesterov they may be the
-            momentum itself, which the caller must not change.
-        """
-        self._to_prepare.take(indices)
+        """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself."""
+        _take(self._to_prepare, indices)
         ahead: list[torch.Tensor] = []
         with self.probe.phase("momentum"):
             for part in self._momentum.parts(indices):
@@ -173,13 +165,9 @@ class ShardedMuon(torch.optim.Optimizer):
     def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
         """Last phase: weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
 
-        Args:
-            indices: the matrices.
-            updates: this rank's rows `(rows, cols)` of the scaled update of each.
-            finite: which updates are finite, `(matrices,)` bool. A matrix whose update is not keeps its weights: the
-                update is zero then, and so is the decay.
+        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay.
         """
-        self._to_finalize.take(indices)
+        _take(self._to_finalize, indices)
         with self.probe.phase("apply"):
             self._count_skipped(indices, finite)
             for group, parameters, places in self._by_group(indices):
@@ -289,20 +277,10 @@ class ShardedMuon(torch.optim.Optimizer):
         self.store.set_step_count(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
 
 
-class _Once:
-    """Checks that the exchange takes each matrix of which this rank holds rows through a phase once in a step."""
-
-    def __init__(self, held: Iterable[int]) -> None:
-        self._left = set(held)
-
-    def take(self, indices: Sequence[int]) -> None:
-        """These are taken now."""
-        assert self._left.issuperset(indices), "the exchange takes a matrix twice, or one that this rank does not hold"
-        self._left.difference_update(indices)
-
-    def check_done(self) -> None:
-        """All have been taken."""
-        assert not self._left, f"the exchange left out {len(self._left)} matrices"
+def _take(left: set[int], indices: Sequence[int]) -> None:
+    """Check that the exchange takes each matrix of which this rank holds rows through a phase once in a step."""
+    assert left.issuperset(indices), "the exchange takes a matrix twice, or one that this rank does not hold"
+    left.difference_update(indices)
 
 
 def _sharded_like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.batch import BlockBatch
+from megatron_muon.core.batch import BlockBatch, Normalize
 from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.cost import AUTO, GRAM, KERNEL, Iteration, check_proven, runs_in_half
 from megatron_muon.core.numbers import check_number
@@ -109,9 +109,11 @@ class Orthogonalizer:
             rows.fill_(get_muon_scale_factor(*block, mode=self.scale_mode) * self.extra_scale_factor)
         return factors
 
-    def batch(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit]) -> BlockBatch:
+    def batch(
+        self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], normalize: Normalize | None = None
+    ) -> BlockBatch:
         """A batch of matrices of these shapes, each split into blocks as given."""
-        return BlockBatch(shapes, splits, self.orthogonalize_stack, self.scale)
+        return BlockBatch(shapes, splits, self.orthogonalize_stack, self.scale, normalize)
 
     def __call__(self, matrix: torch.Tensor, split: RowSplit) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled update of one whole matrix.
@@ -125,7 +127,7 @@ class Orthogonalizer:
             finite, `(1,)` bool. It is zero where it was not.
         """
         batch = self.batch([(matrix.shape[0], matrix.shape[1])], [split])
-        batch.allocate(matrix, torch.float32)[0].copy_(matrix)
+        batch.allocate(matrix)[0].copy_(matrix)
         updates, finite = batch.orthogonalize()
         return updates[0], finite
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.layout import Blocks, Layout, Matrix
+from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.layout import Layout, Matrix
 
 UPDATE_BYTES = 4
 """Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
@@ -24,6 +25,8 @@ iteration take. For square blocks on a processor they take up to 14 bytes an ele
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
+
+_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 MIN_WAVES = 3
 """So many waves that one can arrive and one can leave while one is worked on."""
@@ -57,15 +60,11 @@ class Plan:
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
-    def digest(self, blocks: Sequence[Blocks | None]) -> str:
-        """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine.
-
-        Args:
-            blocks: how the rows of each matrix make blocks; None stands for one block.
-        """
+    def digest(self, splits: Sequence[RowSplit]) -> str:
+        """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine."""
         shapes = [matrix.shape for matrix in self.layout.matrices]
-        whole = [of or (1, (rows,)) for of, (rows, _) in zip(blocks, shapes, strict=True)]
-        content = json.dumps([shapes, whole, self.owners, self.whole, self.waves, self.wave_bytes])
+        blocks = [(split.groups, split.parts) for split in splits]
+        content = json.dumps([shapes, blocks, self.owners, self.whole, self.waves, self.wave_bytes])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -91,7 +90,12 @@ class Plan:
 
     def buffer_bytes(self, element_bytes: int) -> int:
         """The most bytes that a rank holds for one wave: what it sends, what it assembles, what it returns."""
-        return max((max(_wave_bytes(self, wave, element_bytes)) for wave in self.waves), default=0)
+        filled = np.zeros((len(self.waves), self.layout.world_size), dtype=np.int64)
+        for of_wave, wave in zip(filled, self.waves, strict=True):
+            for index in wave:
+                ranks, sizes = _footprint(self.layout.matrices[index], self.owners[index], element_bytes)
+                of_wave[ranks] += sizes
+        return int(filled.max(initial=0))
 
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
@@ -218,10 +222,9 @@ def _waves(
     number of layers: that memory is needed anyway, and alone in a wave a matrix would leave every other rank idle.
     """
     footprint = {index: _footprint(layout.matrices[index], owners[index], element_bytes) for index in travelling}
-    oversized = tuple(index for index in travelling if any(size > wave_bytes for _, size in footprint[index]))
+    oversized = tuple(index for index, (_, sizes) in footprint.items() if sizes.max() > wave_bytes)
     peak = np.zeros(layout.world_size, dtype=np.int64)
-    for index in travelling:
-        ranks, sizes = _columns(footprint[index])
+    for ranks, sizes in footprint.values():
         peak[ranks] += sizes
     # A limit smaller than the largest matrix would put every matrix into a wave of its own.
     least = max((_round_bytes(layout.matrices[index], element_bytes) for index in travelling), default=0)
@@ -247,14 +250,14 @@ def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[f
 
 
 def _cut(
-    sequence: Sequence[int], footprint: Mapping[int, list[tuple[int, int]]], limit: int, layout: Layout
+    sequence: Sequence[int], footprint: Mapping[int, tuple[_Ints, _Ints]], limit: int, layout: Layout
 ) -> tuple[tuple[int, ...], ...]:
     """Cut the sequence where a rank's buffer would overflow."""
     waves: list[tuple[int, ...]] = []
     current: list[int] = []
     filled = np.zeros(layout.world_size, dtype=np.int64)
     for index in sequence:
-        ranks, sizes = _columns(footprint[index])
+        ranks, sizes = footprint[index]
         if current and (filled[ranks] + sizes).max() > limit:
             waves.append(tuple(current))
             current = []
@@ -266,26 +269,13 @@ def _cut(
     return tuple(waves)
 
 
-def _columns(parts: list[tuple[int, int]]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    table = np.array(parts, dtype=np.int64)
-    return table[:, 0], table[:, 1]
-
-
 def _round_bytes(matrix: Matrix, element_bytes: int) -> int:
     """What a rank needs to own this matrix while it serves as many rows to other owners."""
     return 2 * matrix.numel * (2 * element_bytes + UPDATE_BYTES)
 
 
-def _footprint(matrix: Matrix, owner: int, element_bytes: int) -> list[tuple[int, int]]:
-    """Bytes that a matrix takes on each rank while its wave is under way: `(rank, bytes)`."""
+def _footprint(matrix: Matrix, owner: int, element_bytes: int) -> tuple[_Ints, _Ints]:
+    """The ranks on which a matrix takes memory while its wave is under way, and how many bytes on each."""
     parts = {rank: 2 * shard.numel * element_bytes for shard in matrix.shards for rank in shard.holders}
-    parts[owner] = 2 * matrix.numel * element_bytes + 2 * matrix.numel * UPDATE_BYTES
-    return list(parts.items())
-
-
-def _wave_bytes(plan: Plan, wave: Sequence[int], element_bytes: int) -> list[int]:
-    filled = [0] * plan.layout.world_size
-    for index in wave:
-        for rank, size in _footprint(plan.layout.matrices[index], plan.owners[index], element_bytes):
-            filled[rank] += size
-    return filled
+    parts[owner] = 2 * matrix.numel * (element_bytes + UPDATE_BYTES)
+    return np.fromiter(parts.keys(), np.int64), np.fromiter(parts.values(), np.int64)

@@ -17,10 +17,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.core.adaptive import AdaMuon, NorMuon
 from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
-from megatron_muon.core.exchange.owner import Batch
-from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import BlockedLayout, Layout
-from megatron_muon.core.neurons import NeuronMoments, NormalizedBatch
+from megatron_muon.core.neurons import NeuronMoments
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
@@ -28,7 +27,7 @@ from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig, block_settings
-from megatron_muon.offload.run import OffloadRun, held_shards
+from megatron_muon.offload.run import OffloadRun
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,8 @@ class MuonBuilder:
         kind, variant = self._variant(members, orthogonalizer) if adaptive else (ShardedMuon, {})
         store = None
         if self.offload is not None:
-            held = held_shards(members.layout, members.group.rank())
-            part = "experts" if is_expert else "dense"
-            store = self.offload.make_store(held, members.group_of, kind=part, device=device)
+            rank, part = members.group.rank(), "experts" if is_expert else "dense"
+            store = self.offload.make_store(members.layout, rank, members.group_of, kind=part, device=device)
         muon = kind(
             groups,
             self._exchange(members, orthogonalizer, variant.get("neurons"), group=group, device=device),
@@ -119,8 +117,8 @@ class MuonBuilder:
             **variant,
         )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
-            blocks = tuple((split.groups, split.parts) for split in members.splits)
-            dump_layout(config.muon_dump_layout, BlockedLayout(members.layout, blocks), is_expert=is_expert)
+            blocked = BlockedLayout(members.layout, tuple(members.splits))
+            dump_layout(config.muon_dump_layout, blocked, is_expert=is_expert)
         return muon
 
     @property
@@ -215,11 +213,11 @@ class MuonBuilder:
         config, layout, shapes, splits = self.config, members.layout, members.shapes, members.splits
 
         def batches(indices: Sequence[int]) -> Batch:
-            batch = orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
-            return batch if neurons is None else NormalizedBatch(batch, indices, neurons.normalize)
+            normalize = None if neurons is None else neurons.normalizer(indices)
+            return orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices], normalize)
 
         if members.replicated and not config.muon_share_replicated:
-            return LocalExchange(layout, batches, buffer_bytes=self._buffer_bytes, device=device)
+            return LocalExchange(layout, group, batches, buffer_bytes=self._buffer_bytes, device=device)
         if config.muon_exchange == "allgather" and not members.replicated:
             return AllGatherExchange(layout, group, batches, device=device)
         auto = orthogonalizer.dtype if config.muon_exchange_dtype == "auto" else None
@@ -250,7 +248,7 @@ class MuonBuilder:
                 f"{plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
                 flush=True,
             )
-        digest = plan.digest([(split.groups, split.parts) for split in splits])
+        digest = plan.digest(splits)
         require_same_plan(digest, members.group, members.device)
         self.digests.append(digest)
         owned = [index for index, owner in enumerate(plan.owners) if owner == rank]

@@ -29,7 +29,7 @@ def state_report(chain: Any) -> str:
     text = f"momentum {stores[0].codec.name if stores else 'fp32'}"
     if staging := sum(store.staging_bytes for store in stores):
         text += f", staged through {_mb(staging)} MB"
-    buffered = sorted({str(file.path.parent) for store in stores for file in store.buffered_files()})
+    buffered = sorted({str(file.path.parent) for store in stores for file in store.disk.files if not file.direct})
     if buffered:
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
     return "\n".join(

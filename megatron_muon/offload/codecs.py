@@ -8,10 +8,8 @@ loses it step after step. The price is noise: about 1.4 times that of rounding t
 The random bits are a function of step, matrix, row and column alone. So a matrix rounds to the same values however its
 rows are cut over ranks (and its columns; for int8 at multiples of 128), on any device and wherever its records live.
 
-Two libraries were looked at. torchao 0.18.0 rounds stochastically (`_fp32_to_bf16_sr`, `quantize_int8_rowwise`), but
-draws from the device's global generator, so a result depends on the cut and on what was drawn before; its 8-bit
-optimizer state rounds to the nearest. bitsandbytes 0.50.2 rounds to the nearest only, in blocks that run on from one
-row into the next where rows are no multiple of the block, and neither of the two has error feedback.
+torchao 0.18.0 draws its stochastic rounding from the device's global generator, so a result would depend on the cut;
+its 8-bit state and bitsandbytes 0.50.2 round to the nearest.
 """
 
 from __future__ import annotations

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import os
 import socket
 import stat
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.locks import close, is_still, open_own, sign, signature, try_lock
-from megatron_muon.offload.files import PREFIX, read_header, require_writable
+from megatron_muon.offload.files import PREFIX, boot_id, read_header, require_writable
 
 LOCK = "muon-momentum.lock"
 
@@ -164,15 +164,6 @@ def reason_to_leave(path: Path, *, save: str = "") -> str | None:
     return None if save and header.save == save else "made before this machine was started"
 
 
-@functools.cache
-def boot_id() -> str:
-    """What the system calls this start of the machine; empty where it does not tell."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
-    except OSError:
-        return ""
-
-
 def momentum_files(directory: Path) -> list[Path]:
     """What has a momentum file's name in a directory: files of any run, whole or damaged.
 
@@ -188,11 +179,8 @@ def in_use(path: Path) -> bool:
     Raises:
         OSError: it may not be opened, so nobody can tell.
     """
-    descriptor = _open_to_lock(path)
-    try:
+    with _opened(path) as descriptor:
         return not try_lock(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def delete_unused(path: Path) -> bool:
@@ -201,14 +189,11 @@ def delete_unused(path: Path) -> bool:
     Raises:
         OSError: it may not be opened or deleted.
     """
-    descriptor = _open_to_lock(path)
-    try:
-        if not try_lock(descriptor) or not is_still(descriptor, path):
-            return False
-        path.unlink()
-        return True
-    finally:
-        os.close(descriptor)
+    with _opened(path) as descriptor:
+        unused = try_lock(descriptor) and is_still(descriptor, path)
+        if unused:
+            path.unlink()
+        return unused
 
 
 def holder(directory: Path) -> tuple[dict[str, Any], bool]:
@@ -218,18 +203,20 @@ def holder(directory: Path) -> tuple[dict[str, Any], bool]:
         OSError: the file may not be opened.
     """
     try:
-        lock = _open_to_lock(directory / LOCK)
+        with _opened(directory / LOCK) as lock:
+            return signature(lock), not try_lock(lock)
     except FileNotFoundError:
         return {}, False
-    try:
-        return signature(lock), not try_lock(lock)
-    finally:
-        os.close(lock)
 
 
-def _open_to_lock(path: Path) -> int:
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
     """A descriptor for locking alone, which on NFS must be for writing; where that is not allowed, one for reading."""
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -13,15 +13,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
+import functools
 import mmap
 import os
+import socket
 import struct
 import tempfile
+import threading
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import msgspec
 import torch
 
 from megatron_muon.errors import UserError
@@ -32,8 +36,17 @@ PAGE = 4096
 """Alignment of offsets, lengths and addresses, which direct I/O asks for."""
 
 _MAGIC = b"MUONMOM\n"
-_VERSION = 2
+_VERSION = 3
 _FRONT = struct.Struct("<8sIII")  # magic, version, bytes of the JSON, their CRC-32
+
+
+@functools.cache
+def boot_id() -> str:
+    """What the system calls this start of the machine; empty where it does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -46,14 +59,15 @@ class Header:
         rank: of the world.
         part: the parameter group, as "dense0" or "experts1".
         dtype: the storage format of its records.
-        host: the machine.
-        pid: the process.
-        records: `[name, first row, rows, first column, columns, offset, bytes]` of each shard.
-        size: bytes of the whole file.
+        size: bytes of all records.
+        records: `[name, first row, rows, first column, columns, offset, bytes]` of each shard; the first has offset 0.
+        front: bytes before the first record, set as the file is made.
         kept: whether its run came to an end and left it on purpose, so that it holds what it says.
         keep: whether its run leaves it on purpose, however that ends.
-        boot: the start of the machine, as the system names it.
         save: the folder that its run saves checkpoints in, the same for later starts of that run; empty without one.
+        host: the machine.
+        pid: the process.
+        boot: the start of the machine, as the system names it.
     """
 
     run: str
@@ -61,14 +75,15 @@ class Header:
     rank: int
     part: str
     dtype: str
-    host: str
-    pid: int
-    records: tuple[tuple[str, int, int, int, int, int, int], ...]
     size: int
+    records: tuple[tuple[str, int, int, int, int, int, int], ...] = ()
+    front: int = 0
     kept: bool = False
     keep: bool = False
-    boot: str = ""
     save: str = ""
+    host: str = field(default_factory=socket.gethostname)
+    pid: int = field(default_factory=os.getpid)
+    boot: str = field(default_factory=boot_id)
 
     @property
     def name(self) -> str:
@@ -77,7 +92,7 @@ class Header:
 
     def pages(self) -> bytes:
         """The header as it is stored, whole pages."""
-        text = json.dumps(asdict(self)).encode()
+        text = msgspec.json.encode(self)
         front = _FRONT.pack(_MAGIC, _VERSION, len(text), zlib.crc32(text))
         return (front + text).ljust(in_pages(len(front) + len(text)), b"\0")
 
@@ -85,11 +100,6 @@ class Header:
 def in_pages(size: int) -> int:
     """`size` bytes rounded up to whole pages."""
     return -(-size // PAGE) * PAGE
-
-
-def header_bytes(header: Header) -> int:
-    """Room for the header, also after its numbers have grown."""
-    return in_pages(len(header.pages()) + 64)
 
 
 def read_header(path: Path) -> Header:
@@ -109,13 +119,12 @@ def read_header(path: Path) -> Header:
             text = file.read(length)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    if len(text) < length or zlib.crc32(text) != checksum:
-        raise UserError(f"{path} has a damaged header")
     try:
-        values = json.loads(text)
-        return Header(**{**values, "records": tuple(tuple(record) for record in values["records"])})
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{path} has a damaged header") from error
+        if zlib.crc32(text) == checksum:
+            return msgspec.json.decode(text, type=Header)
+    except ValueError:
+        pass
+    raise UserError(f"{path} has a damaged header")
 
 
 class MomentumFile:
@@ -133,7 +142,7 @@ class MomentumFile:
             OSError: it exists, or cannot be made.
         """
         self.path = directory / header.name
-        self.header = header
+        self.header = replace(header, front=len(header.pages()) + PAGE)  # its numbers may grow
         self.direct = False
         self._data = -1
         self._file = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -146,9 +155,13 @@ class MomentumFile:
         """
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(self._file, self.header.pages(), 0)  # first: whoever finds the file can tell whose it is
-        os.posix_fallocate(self._file, 0, self.header.size)
+        os.posix_fallocate(self._file, 0, self.header.front + self.header.size)
         os.fsync(self._file)
         self.direct, self._data = _open_for_data(self.path)
+
+    def offset_of(self, number: int) -> int:
+        """Where the record of this number begins in the file."""
+        return self.header.front + self.header.records[number][5]
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`.
@@ -203,17 +216,120 @@ def _open_for_data(path: Path) -> tuple[bool, int]:
     return False, open_own(path, os.O_RDWR)
 
 
-def temporary_memory(directory: Path, size: int) -> torch.Tensor:
-    """`size` zero bytes in a file without a name, which goes when the tensor goes.
+@dataclass(frozen=True)
+class Failure:
+    """The first failed read or write.
 
-    Raises:
-        OSError: there is no room for it.
+    Attributes:
+        doing: "read" or "write".
+        path: the file.
+        offset: bytes from its start.
+        reason: what the system said.
+        lost: the matrices whose momentum could not be read.
     """
+
+    doing: str
+    path: Path
+    offset: int
+    reason: str
+    lost: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"cannot {self.doing} momentum in {self.path} at offset {self.offset:,}: {self.reason}"
+        if not self.lost:
+            kept = "a second try worked" if self.doing == "read" else "what was to be written is kept in memory"
+            return f"{text}; nothing is lost, {kept}"
+        more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
+        return (
+            f"{text}; momentum of {self.lost[0]}{more} on this rank is lost and started at zero; to have it, go back "
+            "to an earlier checkpoint"
+        )
+
+
+class DiskRecords:
+    """Records in files, read and written whatever the disk does; any thread may, one record in one thread at a time.
+
+    When a write fails, the record stays in memory; when a read fails twice, it is zero, and stays in memory from then
+    on. `failure` tells what happened, lost records before all else.
+
+    Args:
+        places: the file of each record and the offset in it, by index.
+        names: of the matrices, by index.
+    """
+
+    def __init__(self, places: Mapping[int, tuple[MomentumFile, int]], names: Sequence[str]) -> None:
+        self.files = list({id(file): file for file, _ in places.values()}.values())
+        self.failure: Failure | None = None
+        self._places = places
+        self._names = names
+        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written, or not be read
+        self._lost: set[int] = set()  # of these, the ones whose place on disk is not to be trusted
+        self._guard = threading.Lock()
+
+    def __contains__(self, index: int) -> bool:
+        return index in self._places
+
+    def read(self, index: int, buffer: torch.Tensor) -> None:
+        """Fill `buffer`, whole pages, with a record."""
+        kept = self._kept.get(index)
+        if kept is not None:
+            buffer[: kept.numel()].copy_(kept)
+            return
+        file, offset = self._places[index]
+        try:
+            file.read(offset, buffer)
+        except OSError as first:
+            lost: tuple[str, ...] = ()
+            try:
+                file.read(offset, buffer)
+            except OSError:
+                self._kept[index] = buffer.zero_().clone()
+                self._lost.add(index)
+                lost = (self._names[index],)
+            self._fail("read", index, first, lost)
+
+    def write(self, index: int, buffer: torch.Tensor) -> None:
+        """Replace a record by `buffer`, whole pages."""
+        if index in self._lost:
+            self._kept[index] = buffer.clone()
+            return
+        file, offset = self._places[index]
+        try:
+            file.write(offset, buffer)
+            self._kept.pop(index, None)
+        except OSError as error:
+            self._kept[index] = buffer.clone()
+            self._fail("write", index, error)
+
+    def _fail(self, doing: str, index: int, error: OSError, lost: tuple[str, ...] = ()) -> None:
+        file, offset = self._places[index]
+        with self._guard:
+            if self.failure is None or (lost and not self.failure.lost):
+                self.failure = Failure(doing, file.path, offset, error.strerror or str(error), lost)
+            elif lost:
+                self.failure = replace(self.failure, lost=self.failure.lost + lost)
+
+
+def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Zeros for fp32 tensors of so many elements, in a file without a name that goes when they go.
+
+    Where the directory has no room for them they are in memory, with a warning: a checkpoint comes first.
+    """
+    size = 4 * sum(sizes)
     if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    with tempfile.TemporaryFile(dir=directory) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+        return [torch.empty(0) for _ in sizes]
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+    except OSError as error:
+        print(
+            f"megatron-muon: warning: {directory} has no {size:,} bytes for the momentum of a checkpoint "
+            f"({error.strerror}); they are taken from main memory",
+            flush=True,
+        )
+        memory = torch.empty(sum(sizes))
+    return list(memory.split(list(sizes)))
 
 
 def require_writable(directory: Path) -> None:

@@ -26,7 +26,7 @@ _WAVES = 2
 
 
 class PrepareStream:
-    """Runs `prepare` of a step on a stream of its own.
+    """Runs `prepare` of a step on a stream of its own: stands before the rows of the step.
 
     Args:
         device: a GPU.
@@ -39,27 +39,19 @@ class PrepareStream:
     @contextmanager
     def step(self, rows: RowPhases) -> Iterator[RowPhases]:
         """Around the exchange of a step, which is given what this yields in the place of `rows`."""
-        products = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(products)  # gradients, and the weights of the step before
-        beside = _Beside(rows, self._stream, products)
-        yield beside
-        products.wait_stream(self._stream)  # whoever reads momentum and weights next
-        beside.release()
-
-
-class _Beside:
-    """`rows`, with `prepare` on another stream than the caller's, `products`."""
-
-    def __init__(self, rows: RowPhases, stream: Any, products: Any) -> None:
         self._rows = rows
-        self._stream = stream
-        self._products = products
+        self._products = torch.cuda.current_stream(self._device)
         # What has been given of each wave: rows, and the event behind which they have been read.
         self._given: list[tuple[list[torch.Tensor], Any]] = []
         self._rows_of_wave: list[torch.Tensor] = []
         self._finalized = False
+        self._stream.wait_stream(self._products)  # gradients, and the weights of the step before
+        yield self
+        self._products.wait_stream(self._stream)  # whoever reads momentum and weights next
+        self._given, self._rows_of_wave = [], []
 
     def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        """As the optimizer's, on this stream."""
         if self._finalized:  # the products of a wave are enqueued, and another one begins
             self._given.append((self._rows_of_wave, self._products.record_event()))
             self._rows_of_wave, self._finalized = [], False
@@ -72,10 +64,7 @@ class _Beside:
         self._rows_of_wave += rows
         return rows
 
-    def release(self) -> None:
-        """Free the rows of the last waves: the step is over."""
-        self._given, self._rows_of_wave = [], []
-
     def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+        """The optimizer's."""
         self._rows.finalize(indices, updates, finite)
         self._finalized = self._finalized or bool(self._rows_of_wave)

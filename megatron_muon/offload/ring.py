@@ -22,14 +22,21 @@ class Piece:
     """Some of a ring's memory, whole pages at an address of whole pages.
 
     Attributes:
-        start: its first byte in the ring.
+        ring: the ring.
+        start: its first byte there.
         memory: its bytes, uint8.
         free: whether it has been given back.
     """
 
+    ring: Ring
     start: int
     memory: torch.Tensor
     free: bool = False
+
+    def give_back(self) -> None:
+        """The piece is no longer used; its memory is free when all older pieces, or all younger ones, are."""
+        self.free = True
+        self.ring.drop_free()
 
 
 class Ring:
@@ -41,38 +48,30 @@ class Ring:
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
+        self.size = memory.numel()
         self._taken: deque[Piece] = deque()  # oldest first
-
-    @property
-    def size(self) -> int:
-        """Bytes of the whole ring."""
-        return self.memory.numel()
 
     def take(self, size: int) -> Piece | None:
         """`size` bytes, rounded up to whole pages; None where that much does not lie together and free."""
         size = in_pages(size)
-        self._drop_free()
-        if not self._taken:
-            start = 0 if size <= self.size else None
-        else:
+        start: int | None = 0
+        if self._taken:
             tail = self._taken[0].start
             head = self._taken[-1].start + self._taken[-1].memory.numel()
-            if head > tail:  # free: from head to the end, and from the front to tail
-                start = head if size <= self.size - head else 0 if size <= tail else None
+            if head > tail and size > self.size - head:  # no room at the end: at the front, before the oldest
+                start = 0 if size <= tail else None
             else:
-                start = head if size <= tail - head else None
+                start = head if head > tail or size <= tail - head else None
+        elif size > self.size:
+            start = None
         if start is None:
             return None
-        piece = Piece(start, self.memory[start : start + size])
+        piece = Piece(self, start, self.memory[start : start + size])
         self._taken.append(piece)
         return piece
 
-    def give_back(self, piece: Piece) -> None:
-        """The piece is no longer used; its memory is free when all older pieces, or all younger ones, are."""
-        piece.free = True
-        self._drop_free()
-
-    def _drop_free(self) -> None:
+    def drop_free(self) -> None:
+        """Forget the pieces at both ends that have been given back."""
         while self._taken and self._taken[0].free:
             self._taken.popleft()
         while self._taken and self._taken[-1].free:

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.layout import Layout
+from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.directory import RunDirectory, boot_id
-from megatron_muon.offload.files import Header, MomentumFile, header_bytes, in_pages
-from megatron_muon.offload.store import DEVICE, DISK, HOST, Held, RecordStore
+from megatron_muon.offload.directory import RunDirectory
+from megatron_muon.offload.files import Header, MomentumFile, in_pages
+from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 _open_runs: list[OffloadRun] = []
@@ -91,13 +91,14 @@ class OffloadRun:
             _delete_at_signals()
 
     def make_store(
-        self, shards: Sequence[Held], group_of: Sequence[int], *, kind: str, device: torch.device
+        self, layout: Layout, rank: int, group_of: Sequence[int], *, kind: str, device: torch.device
     ) -> RecordStore:
-        """A store for shards in their order. Collective where momentum goes to disk.
+        """A store for what a rank holds of a layout. Collective where momentum goes to disk.
 
         Args:
-            shards: what this rank holds of each matrix, empty ones too.
-            group_of: the number of each one's parameter group.
+            layout: the matrices, in the order of their parameters.
+            rank: this one, in the group of the layout.
+            group_of: the number of each matrix's parameter group.
             kind: "dense" or "experts", for the names of files.
             device: where the arithmetic is.
 
@@ -105,28 +106,33 @@ class OffloadRun:
             UserError: the directory has too little room, on any rank.
         """
         codec = codec_of(self.dtype)
+        names, shards = [matrix.name for matrix in layout.matrices], layout.held(rank)
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         files: dict[int, tuple[MomentumFile, int]] = {}
         if self._directory is not None:
-            headers = []
-            for group in sorted(set(group_of)):
-                of_group = [i for i, place in enumerate(places) if place == DISK and group_of[i] == group]
-                if of_group:
-                    headers.append((of_group, self._header(f"{kind}{group}", of_group, shards, sizes)))
             self._kinds.append(kind)
-            self._needed += sum(header.size for _, header in headers)
+            of_group: dict[int, list[int]] = {}
+            for index, place in enumerate(places):
+                if place == DISK:
+                    of_group.setdefault(group_of[index], []).append(index)
+            headers = []
+            for group, indices in sorted(of_group.items()):
+                header = self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices])
+                headers.append((indices, header))
+                self._needed += len(header.pages()) + header.size
             error = None
             try:
-                for of_group, header in headers:
+                for indices, header in headers:
                     file = MomentumFile(self._directory.path, header)
                     self._files.append(file)
                     file.take_space()
-                    files |= {i: (file, record[5]) for i, record in zip(of_group, header.records, strict=True)}
+                    files |= {i: (file, file.offset_of(number)) for number, i in enumerate(indices)}
             except OSError as refusal:
                 error = refusal.strerror or str(refusal)
-            self._agree_on_room(error)
+            self._agree(error, about_room=True)
         store = RecordStore(
+            names,
             shards,
             places,
             codec,
@@ -171,76 +177,44 @@ class OffloadRun:
         if self._directory is not None:
             self._directory.close()
 
-    def _header(self, part: str, indices: Sequence[int], shards: Sequence[Held], sizes: Sequence[int]) -> Header:
-        """The header of a parameter group's file: what is where in it."""
-        offsets, end = [], 0
-        for index in indices:
-            offsets.append(end)
-            end += in_pages(sizes[index])
-        header = Header(
+    def _header(self, part: str, held: Sequence[tuple[str, Shard, int]]) -> Header:
+        """The header of a parameter group's file of `(name, shard, bytes)`: what is where in it."""
+        records, end = [], 0
+        for name, shard, size in held:
+            records.append((name, shard.row_start, shard.rows, shard.col_start, shard.cols, end, size))
+            end += in_pages(size)
+        return Header(
             run=self.name,
             iteration=self._iteration,
             rank=dist.get_rank(),
             part=part,
             dtype=self.dtype,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            records=tuple(
-                (shard.name, shard.row_start, shard.rows, shard.col_start, shard.cols, offset, sizes[index])
-                for index, offset in zip(indices, offsets, strict=True)
-                for shard in [shards[index]]
-            ),
             size=end,
+            records=tuple(records),
             keep=self._keep,
-            boot=boot_id(),
             save=self._save,
         )
-        front = header_bytes(header) + in_pages(16 * len(indices))  # offsets grow by the header itself
-        records = tuple((*record[:5], record[5] + front, record[6]) for record in header.records)
-        header = replace(header, records=records, size=front + end)
-        assert len(header.pages()) <= front
-        return header
 
-    def _agree(self, error: str | None) -> None:
-        """Raise on every rank what one rank found."""
+    def _agree(self, error: str | None, *, about_room: bool = False) -> None:
+        """Raise on every rank what one rank found; about room, with what is needed."""
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, error)
-        if found := next((other for other in everyone if other is not None), None):
-            self.close()
-            raise UserError(found)
-
-    def _agree_on_room(self, error: str | None) -> None:
-        """Raise on every rank that one of them found too little room, with what is needed."""
-        assert self._directory is not None
-        host = socket.gethostname()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (host, error, self._needed))
-        failed = next((one for one in everyone if one[1] is not None), None)
+        dist.all_gather_object(everyone, (error, socket.gethostname(), self._needed))
+        failed = next((one for one in everyone if one[0] is not None), None)
         if failed is None:
             return
-        all_of_host = sum(one[2] for one in everyone if one[0] == failed[0])
-        path = self._directory.path
+        path = self._directory.path if self._directory is not None else Path()
         self.close()
+        if not about_room:
+            raise UserError(failed[0])
         dist.barrier()  # every rank has given its room back
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
+        all_of_host = sum(needed for _, host, needed in everyone if host == failed[1])
         raise UserError(
-            f"--muon-offload-dir {path} is too small ({failed[1]}): momentum ({' and '.join(self._kinds)}) of the "
-            f"ranks on {failed[0]} takes {all_of_host:,} bytes as {self.dtype}, {failed[2]:,} of them on the rank that "
+            f"--muon-offload-dir {path} is too small ({failed[0]}): momentum ({' and '.join(self._kinds)}) of the "
+            f"ranks on {failed[1]} takes {all_of_host:,} bytes as {self.dtype}, {failed[2]:,} of them on the rank that "
             f"failed; {free:,} bytes are free. Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller "
             "--muon-offload-fraction"
         )
-
-
-def held_shards(layout: Layout, rank: int) -> list[Held]:
-    """What a rank holds of each matrix of a layout."""
-    held = []
-    for matrix in layout.matrices:
-        shard = matrix.shard_of(rank)
-        if shard is None:
-            held.append(Held(matrix.name, 0, 0, 0, matrix.shape[1]))
-        else:
-            held.append(Held(matrix.name, shard.row_start, shard.rows, shard.col_start, shard.cols))
-    return held
 
 
 def places_of(sizes: Sequence[int], place: str, *, fraction: float = 1.0) -> list[str]:

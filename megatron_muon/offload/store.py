@@ -5,29 +5,27 @@ or in a file. Records that lie elsewhere than the arithmetic are staged through 
 them in the same order as the step before it, so that while one part of a wave is worked on, the next is read and the
 one before is written back. It does no arithmetic on momentum, and no collectives.
 
-When a write fails, the record stays in memory and the step goes on to its end; when a read fails twice, the record's
-momentum starts at zero, and stays in memory from then on. In either way every rank finishes the step, a checkpoint can
-be saved, and `failure` tells what happened.
+A record that a disk does not take or give ends no step: see `files.DiskRecords`.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_muon.core.exchange.steps import RowPhases
+from megatron_muon.core.layout import Shard
+from megatron_muon.core.momentum import MomentumStore
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import MomentumFile, in_pages, temporary_memory
+from megatron_muon.offload.files import DiskRecords, Failure, MomentumFile, in_pages, scratch
 from megatron_muon.offload.prepare_stream import PrepareStream
 from megatron_muon.offload.ring import Piece, Ring, aligned, lock, transfer_memory, unlock
 
@@ -35,60 +33,6 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 _THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
 _PARTS = 3
 """Parts of a ring: one is read, one is worked on, one is written back."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A shard whose momentum is kept.
-
-    Attributes:
-        name: of the matrix.
-        row_start: its first row in the whole matrix.
-        rows: how many.
-        col_start: its first column.
-        cols: how many.
-    """
-
-    name: str
-    row_start: int
-    rows: int
-    col_start: int
-    cols: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of the shard."""
-        return self.rows * self.cols
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first failed read or write.
-
-    Attributes:
-        doing: "read" or "write".
-        path: the file.
-        offset: bytes from its start.
-        reason: what the system said.
-        lost: the matrices whose momentum could not be read.
-    """
-
-    doing: str
-    path: Path
-    offset: int
-    reason: str
-    lost: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        text = f"cannot {self.doing} momentum in {self.path} at offset {self.offset:,}: {self.reason}"
-        if not self.lost:
-            kept = "a second try worked" if self.doing == "read" else "what was to be written is kept in memory"
-            return f"{text}; nothing is lost, {kept}"
-        more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
-        return (
-            f"{text}; momentum of {self.lost[0]}{more} on this rank is lost and started at zero; to have it, go back "
-            "to an earlier checkpoint"
-        )
 
 
 @dataclass(eq=False)
@@ -109,12 +53,19 @@ class _Staged:
     record: torch.Tensor
     ready: Future[Any]
 
+    def give_back(self) -> None:
+        """Free its pieces."""
+        for piece in (self.host, self.device):
+            if piece is not None:
+                piece.give_back()
 
-class RecordStore:
+
+class RecordStore(MomentumStore):
     """Keeps momentum of shards.
 
     Args:
-        shards: by index; shards without elements are never asked for.
+        names: of the matrices.
+        shards: this rank's of each; those without elements are never asked for.
         places: DEVICE, HOST or DISK for each.
         codec: the storage format.
         device: where the arithmetic is.
@@ -125,55 +76,46 @@ class RecordStore:
 
     def __init__(
         self,
-        shards: Sequence[Held],
+        names: Sequence[str],
+        shards: Sequence[Shard],
         places: Sequence[str],
         codec: Codec,
         *,
         device: torch.device,
         staging_bytes: int,
-        files: dict[int, tuple[MomentumFile, int]],
+        files: Mapping[int, tuple[MomentumFile, int]],
         on_disk: bool = False,
     ) -> None:
-        self.on_disk = on_disk or bool(files)
+        self.on_disk = on_disk
         self.shards = shards
         self.places = places
         self.codec = codec
-        self.failure: Failure | None = None
+        self.disk = DiskRecords(files, names)
         self.steps = 0  # of the training; stochastic rounding depends on it
         self.begun_at = 0
-        self._files = files
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
-        self._keys = [matrix_key(shard.name) for shard in shards]
+        self._keys = [matrix_key(name) for name in names]
         self._at_hand: dict[int, torch.Tensor] = {}  # records that the arithmetic sees where they lie
         self._in_host: dict[int, torch.Tensor] = {}  # records in host memory beside a GPU
-        self._streams: tuple[Any, ...] = ()
-        if self._on_gpu:
-            self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device))  # to the device, and back
+        # To the device, and back.
+        self._streams: list[Any] = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if self._on_gpu else []
         self._locked: list[torch.Tensor] = []
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
         self._make_resident()
-        self._moving = [i for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
-        self.staged = bool(self._moving)
-        self._host_ring: Ring | None = None
-        self._device_ring: Ring | None = None
-        self._part_bytes = 0
-        if self.staged:
-            largest = max(in_pages(self._sizes[i]) for i in self._moving)
-            everything = sum(in_pages(self._sizes[i]) for i in self._moving)
-            size = max(min(in_pages(staging_bytes), everything), _PARTS * largest)
-            self._part_bytes = size // _PARTS
-            if files:
-                self._host_ring = Ring(self._transfer_memory(size))
-            if self._on_gpu:
-                self._device_ring = Ring(aligned(size, device=device))
-                for stream in self._streams:
-                    stream.wait_stream(torch.cuda.current_stream(device))  # which fills the ring with zeros
-            self._readers, self._writers = (
-                ThreadPoolExecutor(_THREADS, f"momentum {what}", initializer=self._start_thread)
-                for what in ("in", "out")
-            )
+        moving = [in_pages(size) for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
+        self.staged = bool(moving)
+        ring_bytes = max(min(in_pages(staging_bytes), sum(moving)), _PARTS * max(moving, default=0))
+        self._part_bytes = ring_bytes // _PARTS
+        self._host_ring = Ring(self._transfer_memory(ring_bytes if files else 0))
+        self._device_ring = Ring(aligned(ring_bytes if self._on_gpu else 0, device=device))
+        for stream in self._streams:
+            stream.wait_stream(torch.cuda.current_stream(device))  # which fills the ring with zeros
+        # Threads start with the first record that moves.
+        self._readers, self._writers = (
+            ThreadPoolExecutor(_THREADS, f"momentum {what}", initializer=self._start_thread) for what in ("in", "out")
+        )
         self.prepare_stream = PrepareStream(device) if self.staged and self._on_gpu else None
         """Runs the steps where rows are prepared beside the products of a GPU."""
         self._staged: dict[int, _Staged] = {}
@@ -182,9 +124,11 @@ class RecordStore:
         self._order: list[int] = []  # of the step before
         self._asked: dict[int, None] = {}  # of this step, in order
         self._next = 0
-        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written, or not be read
-        self._lost: set[int] = set()  # of these, the ones whose place on disk is not to be trusted
-        self._guard = threading.Lock()
+
+    @property
+    def failure(self) -> Failure | None:
+        """The first read or write that failed."""
+        return self.disk.failure
 
     @property
     def rounds(self) -> bool:
@@ -198,22 +142,15 @@ class RecordStore:
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes of momentum by place, staging included."""
-        host_ring = self._host_ring.size if self._host_ring else 0
-        device_ring = self._device_ring.size if self._device_ring else 0
         at_hand = sum(record.numel() for i, record in self._at_hand.items() if self.places[i] == DEVICE)
-        hosted = sum(self._sizes[i] for i in range(len(self.shards)) if self.places[i] == HOST)
-        disk = sum(in_pages(self._sizes[i]) for i in self._files)
-        return {DEVICE: at_hand + device_ring, HOST: hosted + host_ring, DISK: disk}
-
-    def buffered_files(self) -> list[MomentumFile]:
-        """The files that are read and written through the page cache, because their file system wants it."""
-        files = {id(file): file for file, _ in self._files.values()}
-        return [file for file in files.values() if not file.direct]
+        hosted = sum(size for size, place in zip(self._sizes, self.places, strict=True) if place == HOST)
+        disk = sum(in_pages(size) for i, size in enumerate(self._sizes) if i in self.disk)
+        return {DEVICE: at_hand + self._device_ring.size, HOST: hosted + self._host_ring.size, DISK: disk}
 
     @property
     def staging_bytes(self) -> int:
         """Bytes of the rings."""
-        return sum(ring.size for ring in (self._host_ring, self._device_ring) if ring)
+        return self._host_ring.size + self._device_ring.size
 
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
         """Around the exchange of a step: `rows`, prepared on a stream of their own where they are staged to a GPU."""
@@ -272,7 +209,7 @@ class RecordStore:
         record = self._at_hand.get(index, self._in_host.get(index))
         if record is None:
             record = transfer_memory(in_pages(self._sizes[index]))
-            self._read(index, record)
+            self.disk.read(index, record)
         values = self.codec.decode(record[: self._sizes[index]], shard.rows, shard.cols)
         return values.clone() if index in self._at_hand else values
 
@@ -288,27 +225,13 @@ class RecordStore:
             return
         record = transfer_memory(in_pages(self._sizes[index]))
         self._encode(index, values.to("cpu", torch.float32), record[: self._sizes[index]])
-        self._write(index, record)
+        self.disk.write(index, record)
 
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Room outside this process's own memory for fp32 tensors of so many elements, where momentum is on disk.
-
-        Where the directory has no room for them they are in memory, with a warning: a checkpoint comes first.
-        """
-        directories = {file.path.parent for file, _ in self._files.values()}
-        if not directories:
+        """Room for fp32 tensors of so many elements: on the disk that momentum is on, else in memory."""
+        if not self.disk.files:
             return [torch.empty(size) for size in sizes]
-        directory, needed = directories.pop(), 4 * sum(sizes)
-        try:
-            memory = temporary_memory(directory, needed).view(torch.float32)
-        except OSError as error:
-            print(
-                f"megatron-muon: warning: {directory} has no {needed:,} bytes for the momentum of a checkpoint "
-                f"({error.strerror}); they are taken from main memory",
-                flush=True,
-            )
-            memory = torch.empty(sum(sizes))
-        return list(memory.split(list(sizes)))
+        return scratch(self.disk.files[0].path.parent, sizes)
 
     @property
     def in_step(self) -> bool:
@@ -317,9 +240,8 @@ class RecordStore:
 
     def close(self) -> None:
         """Nothing is read or written any more. The store is of no use afterwards; its files are as they were."""
-        if self.staged:
-            for threads in (self._readers, self._writers):
-                threads.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._readers, self._writers):
+            threads.shutdown(wait=True, cancel_futures=True)
         self._unlock()
 
     def _make_resident(self) -> None:
@@ -336,7 +258,7 @@ class RecordStore:
     def _transfer_memory(self, size: int) -> torch.Tensor:
         """Host memory for direct I/O, and locked for transfers where there is a GPU."""
         memory = transfer_memory(size)
-        if self._on_gpu:
+        if self._on_gpu and size:
             self._locked.append(lock(memory))
         return memory
 
@@ -374,17 +296,16 @@ class RecordStore:
         """Begin to read a record; None where the rings have no room."""
         size = in_pages(self._sizes[index])
         host = device = None
-        if self._host_ring is not None and index in self._files and (host := self._host_ring.take(size)) is None:
+        if index in self.disk and (host := self._host_ring.take(size)) is None:
             return None
-        if self._device_ring is not None and (device := self._device_ring.take(size)) is None:
-            if self._host_ring is not None and host is not None:
-                self._host_ring.give_back(host)
+        if self._on_gpu and (device := self._device_ring.take(size)) is None:
+            if host is not None:
+                host.give_back()
             return None
-        memory = device.memory if device is not None else host.memory if host is not None else None
-        assert memory is not None
-        source = host.memory if host is not None else self._in_host[index]
+        source = self._in_host[index] if host is None else host.memory
+        seen = source if device is None else device.memory
         ready = self._readers.submit(self._bring, index, source, device)
-        staged = _Staged(index, host, device, memory[: self._sizes[index]], ready)
+        staged = _Staged(index, host, device, seen[: self._sizes[index]], ready)
         self._staged[index] = staged
         return staged
 
@@ -404,19 +325,14 @@ class RecordStore:
     def _drop(self, staged: _Staged) -> None:
         staged.ready.result()
         del self._staged[staged.index]
-        self._free(staged)
-
-    def _free(self, staged: _Staged) -> None:
-        for ring, piece in ((self._host_ring, staged.host), (self._device_ring, staged.device)):
-            if ring is not None and piece is not None:
-                ring.give_back(piece)
+        staged.give_back()
 
     def _reclaim(self, *, wait: bool) -> None:
         """Free what has been written: all that is done, and with `wait` at least the oldest."""
         while self._leaving and (wait or self._leaving[0][1].done()):
             staged, done = self._leaving.popleft()
             done.result()
-            self._free(staged)
+            staged.give_back()
             wait = False
 
     def _settle(self) -> None:
@@ -429,8 +345,8 @@ class RecordStore:
 
     def _bring(self, index: int, source: torch.Tensor, device: Piece | None) -> Any:
         """In a thread: read a record, and copy it to the device."""
-        if index in self._files:
-            self._read(index, source)
+        if index in self.disk:
+            self.disk.read(index, source)
         if device is None:
             return None
         with torch.cuda.stream(self._streams[0]):
@@ -440,50 +356,11 @@ class RecordStore:
     def _return(self, staged: _Staged, computed: Any) -> None:
         """In a thread: copy a record from the device, and write it."""
         index = staged.index
-        target = staged.host.memory if staged.host is not None else self._in_host.get(index)
+        target = self._in_host[index] if staged.host is None else staged.host.memory
         if staged.device is not None:
-            assert target is not None
             with torch.cuda.stream(self._streams[1]):
                 self._streams[1].wait_event(computed)
                 target[: self._sizes[index]].copy_(staged.record, non_blocking=True)
                 self._streams[1].record_event().synchronize()
-        if index in self._files:
-            assert target is not None
-            self._write(index, target)
-
-    def _read(self, index: int, buffer: torch.Tensor) -> None:
-        kept = self._kept.get(index)
-        if kept is not None:
-            buffer[: kept.numel()].copy_(kept)
-            return
-        file, offset = self._files[index]
-        try:
-            file.read(offset, buffer)
-        except OSError as first:
-            lost: tuple[str, ...] = ()
-            try:
-                file.read(offset, buffer)
-            except OSError:
-                self._kept[index] = buffer.zero_().clone()
-                self._lost.add(index)
-                lost = (self.shards[index].name,)
-            self._fail(Failure("read", file.path, offset, first.strerror or str(first), lost))
-
-    def _write(self, index: int, buffer: torch.Tensor) -> None:
-        if index in self._lost:
-            self._kept[index] = buffer.clone()
-            return
-        file, offset = self._files[index]
-        try:
-            file.write(offset, buffer)
-            self._kept.pop(index, None)
-        except OSError as error:
-            self._kept[index] = buffer.clone()
-            self._fail(Failure("write", file.path, offset, error.strerror or str(error)))
-
-    def _fail(self, failure: Failure) -> None:
-        with self._guard:
-            if self.failure is None or (failure.lost and not self.failure.lost):
-                self.failure = failure
-            elif failure.lost:
-                self.failure = replace(self.failure, lost=self.failure.lost + failure.lost)
+        if index in self.disk:
+            self.disk.write(index, target)

@@ -85,7 +85,7 @@ class GroupPlan:
     @property
     def digest(self) -> str:
         """What a run with this plan logs."""
-        return self.plan.digest(self.group.blocked.blocks)
+        return self.plan.digest(self.group.blocked.splits)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -140,10 +140,7 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
             matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank))))
             splits.append(mp.block_split(parameter, block_settings(settings), over_tp=over_tp))
         if matrices or kind == "dense":
-            blocked = BlockedLayout(
-                Layout(ranks * parts * instances, tuple(matrices)),
-                tuple((split.groups, split.parts) for split in splits),
-            )
+            blocked = BlockedLayout(Layout(ranks * parts * instances, tuple(matrices)), tuple(splits))
             planned.append(Group(kind, blocked, expert * tensor // parts, parts))
     return planned
 

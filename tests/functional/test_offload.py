@@ -151,25 +151,23 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
 
     The stand-in's streams do their work at once, so this shows what is copied where, not that it waits.
     """
+    from megatron_muon.core.layout import Shard
     from megatron_muon.offload import store
     from megatron_muon.offload.codecs import codec_of
-    from megatron_muon.offload.files import Header, MomentumFile, header_bytes
+    from megatron_muon.offload.files import Header, MomentumFile
     from tests.unit.streams import Driver
 
     driver = Driver()  # nothing here can lock memory for a GPU
     torch.cuda.cudart = lambda: driver
     codec = codec_of(dtype)
-    shards = [store.Held(f"w{index}", 0, 8 + index, 0, 16) for index in range(12)]
+    names, shards = [f"w{index}" for index in range(12)], [Shard(0, 0, 8 + index, 0, 16) for index in range(12)]
     files = {}
     if place == store.DISK:
-        header = Header("run", 0, rank, "dense0", dtype, "host", 1, (), 0)
-        front = header_bytes(header)
-        file = MomentumFile(Path(folder), Header(**{**vars(header), "size": front + 4096 * len(shards)}))
+        file = MomentumFile(Path(folder), Header("run", 0, rank, "dense0", dtype, 4096 * len(shards)))
         file.take_space()
-        files = {index: (file, front + 4096 * index) for index in range(len(shards))}
-    kept = store.RecordStore(
-        shards, [place] * len(shards), codec, device=torch.device("cuda", 0), staging_bytes=4096, files=files
-    )
+        files = {index: (file, file.header.front + 4096 * index) for index in range(len(shards))}
+    gpu, places = torch.device("cuda", 0), [place] * len(shards)
+    kept = store.RecordStore(names, shards, places, codec, device=gpu, staging_bytes=4096, files=files)
     for _ in range(3):
         for part in kept.parts(range(len(shards))):
             for momentum in kept.lend(part):
@@ -206,15 +204,15 @@ def anonymous_bytes() -> int:
 def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, int]:
     """In a worker: what keeping momentum, and some steps of changing it, adds to this process's own memory."""
     from benchmarks.step import gpt_layout
-    from megatron_muon.offload.run import OffloadRun, held_shards
+    from megatron_muon.offload.run import OffloadRun
 
     layout, _ = gpt_layout(world_size, 384, 14)
     directory = folder if offload == "nvme" else None
     torch.zeros(2**20).add_(1.0)  # what a first operation loads
     before = anonymous_bytes()
     run = OffloadRun(offload, "fp32", directory=directory, buffer_mb=6)
-    shards = held_shards(layout, rank)
-    store = run.make_store(shards, [0] * len(shards), kind="dense", device=torch.device("cpu"))
+    shards = layout.held(rank)
+    store = run.make_store(layout, rank, [0] * len(shards), kind="dense", device=torch.device("cpu"))
     for _ in range(3):
         for part in store.parts(range(len(shards))):
             for momentum in store.lend(part):

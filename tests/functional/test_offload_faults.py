@@ -83,9 +83,9 @@ def error_of(run: cli.Run, *, status: int) -> str:
 
 def full_disk(store: Any) -> Callable[[], None]:
     """No file may grow, or be written, beyond the middle of the first one; the answer makes room again."""
-    file = next(iter(store._files.values()))[0]
+    file = store.disk.files[0]
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file.header.size // 2, before[1]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((file.header.front + file.header.size) // 2, before[1]))
     return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
@@ -97,7 +97,7 @@ def full_for_good(store: Any) -> Callable[[], None]:
 
 def unreadable(store: Any) -> Callable[[], None]:
     """What the store has open takes writes alone."""
-    for file in {id(file): file for file, _ in store._files.values()}.values():
+    for file in store.disk.files:
         other = os.open(file.path, os.O_WRONLY | (os.O_DIRECT if file.direct else 0))
         os.dup2(other, file._data)
     return lambda: None
@@ -213,17 +213,17 @@ def test_a_disk_that_is_too_small(training: Trainings, small_disk: Path) -> None
 
 def make_stores(rank: int, world_size: int, *, folder: str, limit: int | None) -> tuple[str | None, list[bool]]:
     """In a worker: two stores of a run of which rank 1 alone has momentum; the refusal, and which are on disk."""
+    from megatron_muon.core.layout import Layout, row_sharded
     from megatron_muon.errors import UserError
     from megatron_muon.offload.run import OffloadRun
-    from megatron_muon.offload.store import Held
 
     if limit is not None and rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     run = OffloadRun("nvme", "fp32", directory=folder)
     try:
         for kind, rows in (("dense", [16, 16]), ("experts", [16, 256])):
-            held = [Held(f"{kind}{i}", 0, count * rank, 0, 256) for i, count in enumerate(rows)]
-            run.make_store(held, [0, 1], kind=kind, device=torch.device("cpu"))
+            layout = Layout(2, tuple(row_sharded(f"{kind}{i}", (n, 256), [0, n]) for i, n in enumerate(rows)))
+            run.make_store(layout, rank, [0, 1], kind=kind, device=torch.device("cpu"))
     except UserError as refusal:
         return str(refusal), []
     on_disk = [store.on_disk for store in run.stores]

@@ -13,7 +13,7 @@ from megatron_muon.core.adaptive import MOMENT2, AdaMuon, NorMuon
 from megatron_muon.core.blocks import whole
 from megatron_muon.core.exchange.local import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.neurons import NeuronMoments, NormalizedBatch
+from megatron_muon.core.neurons import NeuronMoments
 from megatron_muon.core.orthogonalize import Orthogonalizer
 
 SHAPES = [(9, 4), (4, 9)]
@@ -34,13 +34,13 @@ def adaptive(method: str) -> Any:
 
     def batches(indices: Sequence[int]) -> Any:
         shapes = [SHAPES[i] for i in indices]
-        batch = orthogonalizer.batch(shapes, [whole(rows) for rows, _ in shapes])
-        return NormalizedBatch(batch, indices, neurons.normalize) if method == "normuon" else batch
+        normalize = neurons.normalizer(indices) if method == "normuon" else None
+        return orthogonalizer.batch(shapes, [whole(rows) for rows, _ in shapes], normalize)
 
     settings: dict[str, Any] = {"scales": scales} if method == "adamuon" else {"neurons": neurons}
     return (AdaMuon if method == "adamuon" else NorMuon)(
         [{"params": parameters}],
-        LocalExchange(layout, batches, buffer_bytes=1 << 20, device=device),
+        LocalExchange(layout, group, batches, buffer_bytes=1 << 20, device=device),
         lr=0.1,
         momentum=0.9,
         nesterov=True,

@@ -18,8 +18,8 @@ from megatron_muon import cli, exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.doctor import command as doctor_command
 from megatron_muon.doctor.offload import offload
-from megatron_muon.offload.directory import LOCK, RunDirectory, boot_id
-from megatron_muon.offload.files import PAGE, Header, MomentumFile
+from megatron_muon.offload.directory import LOCK, RunDirectory
+from megatron_muon.offload.files import PAGE, Header, MomentumFile, boot_id
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -133,7 +133,7 @@ def test_an_environment_that_keeps_a_run_from_starting(monkeypatch) -> None:
 
 # ------------------------------------------------------------------------------------------------ momentum files
 
-LEFT = Header("0a1b2c3d", 100, 3, "dense0", "bf16", "node7", 4321, (), 2 * PAGE)
+LEFT = Header("0a1b2c3d", 100, 3, "dense0", "bf16", PAGE, host="node7", pid=4321, boot="")
 
 
 def lying_there(directory: Path, *, remove: bool = False) -> dict[str, tuple[str, str]]:
@@ -149,7 +149,7 @@ def lying_there(directory: Path, *, remove: bool = False) -> dict[str, tuple[str
 def test_files_of_a_living_run_and_of_others(tmp_path) -> None:
     """Those of the living run are left alone, also the one that it has not locked yet."""
     run = RunDirectory(tmp_path, "living")
-    mine = Header("living", 0, 0, "dense0", "fp32", socket.gethostname(), os.getpid(), (), PAGE)
+    mine = Header("living", 0, 0, "dense0", "fp32", PAGE)
     file, unlocked = MomentumFile(tmp_path, mine), MomentumFile(tmp_path, replace(mine, rank=1))
     file.take_space()
     kept = replace(LEFT, rank=4, iteration=200, kept=True)
@@ -164,7 +164,7 @@ def test_files_of_a_living_run_and_of_others(tmp_path) -> None:
     who = f"run living (process {os.getpid()} on {socket.gethostname()})"
     assert found["offload"] == ("ok", f"{tmp_path} is in use by {who}")
     described = f"run living, rank 0, dense0 as fp32, begun at 0, by process {os.getpid()} on {socket.gethostname()}"
-    assert found[file.path.name] == ("ok", f"{described}, 4,096 bytes, in use")
+    assert found[file.path.name] == ("ok", f"{described}, 12,288 bytes, in use")
     assert found[unlocked.path.name] == ("ok", "is not a momentum file, 0 bytes, in use")
     described = "run 0a1b2c3d, rank 3, dense0 as bf16, begun at 100, by process 4321 on node7, 4,096 bytes"
     assert found[LEFT.name] == ("wrong", f"{described}, left over; to remove it type --remove")

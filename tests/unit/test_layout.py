@@ -120,11 +120,5 @@ def test_a_rank_is_in_the_group(rank: int) -> None:
         Layout(world_size=2, matrices=(matrix(shard(rank, range(6), range(4))),))
 
 
-@pytest.mark.parametrize("rows_per_rank", [[2, 3], [4, 4], []])
-def test_rows_add_up(rows_per_rank: list[int]) -> None:
-    with pytest.raises(LayoutError, match=f"hold {sum(rows_per_rank)} rows in all, the matrix has 6"):
-        row_sharded("w", (6, 4), rows_per_rank)
-
-
 def test_a_layout_error_is_a_value_error() -> None:
     assert issubclass(LayoutError, ValueError)

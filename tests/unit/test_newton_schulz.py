@@ -248,7 +248,7 @@ def test_the_symmetric_kernel_is_tuned_before_the_first_step(kernel) -> None:
     assert {(16, 40), (16, 16), (24, 24)} <= tuned
     kernel.clear()
     batch = orthogonalizer.batch(kinds, [whole(rows) for rows, _ in kinds])
-    for matrix in batch.allocate(torch.empty(0), torch.bfloat16):
+    for matrix in batch.allocate(torch.empty(0, dtype=torch.bfloat16)):
         matrix.normal_()
     batch.orthogonalize()
     assert set(kernel) <= tuned

@@ -18,10 +18,11 @@ import pytest
 
 from megatron_muon.errors import UserError
 from megatron_muon.offload import directory
-from megatron_muon.offload.directory import LOCK, RunDirectory, boot_id, reason_to_leave
-from megatron_muon.offload.files import PAGE, Header, MomentumFile
+from megatron_muon.offload.directory import LOCK, RunDirectory, reason_to_leave
+from megatron_muon.offload.files import PAGE, Header, MomentumFile, boot_id
 
-HEADER = Header("0a1b2c3d", 7, 3, "dense0", "fp32", "host", 42, (("layers.0.weight", 0, 2, 0, 4, 8192, 32),), 3 * PAGE)
+RECORDS = (("layers.0.weight", 0, 2, 0, 4, 0, 32),)
+HEADER = Header("0a1b2c3d", 7, 3, "dense0", "fp32", PAGE, RECORDS, 2 * PAGE, host="host", pid=42, boot="")
 HERE = replace(HEADER, host=socket.gethostname(), boot=boot_id(), save="/runs/a/checkpoints")
 
 

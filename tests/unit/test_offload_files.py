@@ -20,7 +20,8 @@ from megatron_muon.errors import UserError
 from megatron_muon.offload.files import PAGE, Header, MomentumFile, read_header, require_writable
 from megatron_muon.offload.ring import transfer_memory
 
-HEADER = Header("0a1b2c3d", 7, 3, "dense0", "fp32", "host", 42, (("layers.0.weight", 0, 2, 0, 4, 8192, 32),), 3 * PAGE)
+RECORDS = (("layers.0.weight", 0, 2, 0, 4, 0, 32),)
+HEADER = Header("0a1b2c3d", 7, 3, "dense0", "fp32", PAGE, RECORDS, 2 * PAGE, host="host", pid=42, boot="")
 
 
 @pytest.fixture
@@ -94,7 +95,7 @@ def test_junk_is_never_a_header(junk: bytes) -> None:
 
 
 def signed(text: bytes) -> bytes:
-    return struct.pack("<8sIII", b"MUONMOM\n", 2, len(text), zlib.crc32(text)) + text
+    return struct.pack("<8sIII", b"MUONMOM\n", 3, len(text), zlib.crc32(text)) + text
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def signed(text: bytes) -> bytes:
         (HEADER.pages().replace(b"dense0", b"dense1"), "damaged header"),
         (HEADER.pages()[:100], "damaged header"),
         (HEADER.pages()[:10], "not a momentum file"),
-        (HEADER.pages()[:8] + struct.pack("<I", 9) + HEADER.pages()[12:], "has version 9, this program knows 2"),
+        (HEADER.pages()[:8] + struct.pack("<I", 9) + HEADER.pages()[12:], "has version 9, this program knows 3"),
         (signed(b"[]"), "damaged header"),
         (signed(b'{"run": "x", "records": []}'), "damaged header"),
         (signed(b'{"run": '), "damaged header"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import threading
@@ -15,33 +16,28 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_muon.core.layout import Shard
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import PAGE, Header, MomentumFile, in_pages
-from megatron_muon.offload.store import DEVICE, DISK, HOST, Held, RecordStore
+from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 CPU = torch.device("cpu")
-FRONT = 2 * PAGE
 
 
 class Bench:
     """A store over a file in `folder`, and beside it a dict that holds what it should hold."""
 
     def __init__(self, folder: Path, rows: list[int], places: list[str] | None = None, *, staging_pages: int) -> None:
-        self.shards = [Held(f"matrix{i}", 0, count, 0, 256) for i, count in enumerate(rows)]  # a row is 1 KiB
+        names, shards = [f"matrix{i}" for i in range(len(rows))], [Shard(0, 0, count, 0, 256) for count in rows]
         self.places = places or [DISK] * len(rows)
         codec = codec_of("fp32")
-        sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in self.shards]
-        offsets, end = [], FRONT
-        for size in sizes:
-            offsets.append(end)
-            end += in_pages(size)
-        header = Header("run", 0, 0, "dense0", "fp32", "host", os.getpid(), (), end)
-        self.file = MomentumFile(folder, header)
+        sizes = [in_pages(codec.record_bytes(count, 256)) for count in rows]  # a row is 1 KiB
+        self.file = MomentumFile(folder, Header("run", 0, 0, "dense0", "fp32", sum(sizes)))
         self.file.take_space()
-        files = {i: (self.file, offset) for i, offset in enumerate(offsets) if self.places[i] == DISK and sizes[i]}
-        self.offsets = offsets
+        self.offsets = list(itertools.accumulate(sizes, initial=self.file.header.front))
+        files = {i: (self.file, self.offsets[i]) for i, place in enumerate(self.places) if place == DISK and sizes[i]}
         self.store = RecordStore(
-            self.shards, self.places, codec, device=CPU, staging_bytes=staging_pages * PAGE, files=files
+            names, shards, self.places, codec, device=CPU, staging_bytes=staging_pages * PAGE, files=files
         )
         self.expected = {i: torch.zeros(count, 256) for i, count in enumerate(rows)}
 

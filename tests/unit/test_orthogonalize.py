@@ -157,7 +157,7 @@ def test_one_block_that_is_not_finite_gives_its_matrix_an_update_of_zeros(precis
     shapes, splits = [(16, 10), (16, 10), (5, 12), (5, 12)], [split, split, whole(5), whole(5)]
     batch = Orthogonalizer(matmul_precision=precision).batch(shapes, splits)
     for dtype in (torch.float32, torch.bfloat16):
-        matrices = batch.allocate(torch.empty(0), dtype)
+        matrices = batch.allocate(torch.empty(0, dtype=dtype))
         for seed, matrix in enumerate(matrices):
             matrix.copy_(randn(*matrix.shape, seed=seed))
         matrices[0][5, 1] = math.inf  # a key row

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon import cpu
+from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.layout import BlockedLayout
 from megatron_muon.errors import UserError
 
@@ -70,9 +71,9 @@ def shapes(blocked: BlockedLayout) -> dict[str, tuple[int, int]]:
     return {matrix.name: matrix.shape for matrix in blocked.layout.matrices}
 
 
-def blocks(blocked: BlockedLayout, name: str) -> Any:
+def blocks(blocked: BlockedLayout, name: str) -> RowSplit:
     index = next(i for i, matrix in enumerate(blocked.layout.matrices) if matrix.name.endswith(name))
-    return blocked.blocks[index]
+    return blocked.splits[index]
 
 
 def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
@@ -89,7 +90,7 @@ def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
     assert rows(dense, "layers.0.mlp.linear_fc1.weight") == [(1, 0, 32)]
     assert rows(dense, "layers.1.mlp.linear_fc1.weight") == [(1, 0, 32)]
     index = next(i for i, m in enumerate(dense.layout.matrices) if "qkv" in m.name)
-    assert dense.blocks[index] == (2, (4, 2, 2))
+    assert dense.splits[index] == RowSplit(2, (4, 2, 2))
     assert dense.block_shapes(index) == [(8, 8), (4, 8), (4, 8)]
 
 
@@ -109,9 +110,9 @@ def test_experts_are_cut_as_by_hand(planned: Any) -> None:
     assert shapes(dense)["decoder.layers.1.mlp.router.weight"] == (4, 8)
     assert shapes(dense)["decoder.layers.1.mlp.shared_experts.linear_fc1.weight"] == (12, 8)
     assert "decoder.layers.0.mlp.linear_fc1.weight" in shapes(dense)
-    assert blocks(dense, "layers.0.mlp.linear_fc1.weight") == (1, (16, 16))
-    assert blocks(dense, "shared_experts.linear_fc1.weight") == (1, (6, 6))
-    assert blocks(experts, "linear_fc1.weight1") == (1, (4, 4))
+    assert blocks(dense, "layers.0.mlp.linear_fc1.weight") == RowSplit(1, (16, 16))
+    assert blocks(dense, "shared_experts.linear_fc1.weight") == RowSplit(1, (6, 6))
+    assert blocks(experts, "linear_fc1.weight1") == RowSplit(1, (4, 4))
 
 
 def test_experts_without_grouped_products_lie_one_by_one(planned: Any) -> None:
@@ -141,7 +142,7 @@ def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -
     assert shapes(parts)["decoder.layers.0.self_attention.linear_qkv.weight"] == (8, 8)
     assert shapes(parts)["decoder.layers.0.self_attention.linear_proj.weight"] == (8, 4)
     assert shapes(whole) == shapes(one)
-    assert whole.blocks == one.blocks
+    assert whole.splits == one.splits
     for matrix, part in zip(whole.layout.matrices, parts.layout.matrices, strict=True):
         down = matrix.shape[0] != part.shape[0]  # cut along rows
         for shard in part.shards:
@@ -160,7 +161,7 @@ def test_no_part_holds_a_whole_query_group_but_the_matrix_does(planned: Any) -> 
         planned(TINY | TP2 | {"num_query_groups": 1}, 4)
     (whole,) = planned(TINY | TP2 | DUPLICATED | {"num_query_groups": 1}, 4)
     (one,) = planned(TINY | {"num_query_groups": 1}, 1)
-    assert (shapes(whole), whole.blocks) == (shapes(one), one.blocks)
+    assert (shapes(whole), whole.splits) == (shapes(one), one.splits)
 
 
 def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
@@ -185,8 +186,8 @@ def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned
     (dense,) = planned(flags | latent | {"moe_latent_size": 2}, 2)  # experts of no groups of their own are dense
     attention = "decoder.layers.0.self_attention."
     assert shapes(dense)[f"{attention}linear_q_up_proj.weight"] == (16, 6)
-    assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == (1, (4, 2))
-    assert blocks(dense, f"{attention}linear_kv_up_proj.weight") == (4, (2, 2))
+    assert blocks(dense, f"{attention}linear_kv_down_proj.weight") == RowSplit(1, (4, 2))
+    assert blocks(dense, f"{attention}linear_kv_up_proj.weight") == RowSplit(4, (2, 2))
     assert shapes(dense)["mtp.layers.0.eh_proj.weight"] == (8, 16)
     assert "mtp.layers.0.mtp_model_layer.self_attention.linear_kv_up_proj.weight" in shapes(dense)
     assert shapes(dense)["decoder.layers.1.mlp.fc1_latent_proj.weight"] == (2, 8)

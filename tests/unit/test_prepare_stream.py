@@ -6,7 +6,6 @@ It shows the order that the program asks for. How fast a GPU is with it was not 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,14 @@ import torch
 from megatron_muon.core.blocks import whole
 from megatron_muon.core.exchange import OwnerExchange
 from megatron_muon.core.exchange import owner as owner_module
-from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.layout import Layout, Shard, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import PAGE, Header, MomentumFile, header_bytes
-from megatron_muon.offload.run import held_shards
-from megatron_muon.offload.store import DISK, HOST, Held, RecordStore
+from megatron_muon.offload.files import PAGE, Header, MomentumFile
+from megatron_muon.offload.store import DISK, HOST, RecordStore
 from tests.unit.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
 
@@ -79,7 +77,7 @@ class Trial:
             batch.orthogonalize = noted
             return batch
 
-        held = held_shards(layout, 0)
+        held = layout.held(0)
         generator = torch.Generator().manual_seed(1)
         self.weights = [torch.randn(shard.rows, shard.cols, generator=generator) for shard in held]
         self.muon = ShardedMuon(
@@ -99,12 +97,12 @@ class Trial:
 
     def _store(self, held: Any, folder: Path, place: str) -> RecordStore:
         sizes = [4 * shard.numel for shard in held]
-        header = Header("run", 0, 0, "dense0", "fp32", "host", os.getpid(), (), 0)
-        front = header_bytes(header)
-        self.file = MomentumFile(folder, Header(**{**vars(header), "size": front + PAGE * len(sizes)}))
+        self.file = MomentumFile(folder, Header("run", 0, 0, "dense0", "fp32", PAGE * len(sizes)))
         self.file.take_space()
+        front = self.file.header.front
         files = {i: (self.file, front + PAGE * i) for i, size in enumerate(sizes) if size and place == DISK}
         return RecordStore(
+            [f"w{i}" for i in range(len(held))],
             held,
             [place] * len(held),
             codec_of("fp32"),
@@ -220,10 +218,8 @@ def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
 
 def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
     """A script of one's own drops its optimizer."""
-    held = [Held("w", 0, 8, 0, 32)]
-    kept: Any = RecordStore(
-        held, [HOST], codec_of("fp32"), device=torch.device("cuda", 0), staging_bytes=PAGE, files={}
-    )
+    gpu_0, shard = torch.device("cuda", 0), Shard(0, 0, 8, 0, 32)
+    kept: Any = RecordStore(["w"], [shard], [HOST], codec_of("fp32"), device=gpu_0, staging_bytes=PAGE, files={})
     assert gpu.driver.registered
     del kept
     gc.collect()

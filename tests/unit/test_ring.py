@@ -44,9 +44,9 @@ def test_pieces_never_overlap_and_an_empty_ring_has_room(schedule: list[int]) ->
                 )
             taken.append(piece)
         elif taken:
-            staging.give_back(taken.pop(number % len(taken)))
+            taken.pop(number % len(taken)).give_back()
     for piece in taken:
-        staging.give_back(piece)
+        piece.give_back()
     whole = staging.take(staging.size)
     assert whole is not None
     assert whole.start == 0
@@ -58,7 +58,7 @@ def test_in_order_a_third_of_it_is_always_to_be_had(pages: list[int]) -> None:
     staging, taken = ring(), []
     for size in pages:
         while sum(piece.memory.numel() for piece in taken) + size * PAGE > PAGES * PAGE // 3:
-            staging.give_back(taken.pop(0))
+            taken.pop(0).give_back()
         piece = staging.take(size * PAGE)
         assert piece is not None
         taken.append(piece)
@@ -76,7 +76,7 @@ def test_what_was_taken_last_can_be_taken_again() -> None:
     first, *others = (take(staging, 3) for _ in range(4))
     assert staging.take(PAGE) is None
     for piece in others:
-        staging.give_back(piece)
+        piece.give_back()
     assert take(staging, 9).start == first.start + 3 * PAGE
 
 

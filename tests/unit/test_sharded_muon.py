@@ -36,9 +36,6 @@ class WholeMatrices:
         self.rows = [rows for rows, _ in shapes]
         self.orthogonalize = Orthogonalizer(matmul_precision="highest")
 
-    def replicas(self, index: int) -> int:
-        return 1
-
     def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1
         held = [index for index, count in enumerate(self.rows) if count]

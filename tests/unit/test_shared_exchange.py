@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon.core.blocks import whole
-from megatron_muon.core.exchange import SharedExchange
+from megatron_muon.core.exchange import OwnerExchange, SharedExchange
 from megatron_muon.core.exchange import shared as module
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -44,7 +44,7 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int) -> Plan:
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4)
 
 
-def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[tuple[int, int]], list[int]]:
+def step(plan: Plan, shapes: Shapes, rank: int, kind: Any = SharedExchange) -> tuple[list[tuple[int, int]], list[int]]:
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
     orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)
     owned: list[int] = []
@@ -77,7 +77,7 @@ def step(plan: Plan, shapes: Shapes, rank: int) -> tuple[list[tuple[int, int]], 
             assert update.shape == shapes[index]
             assert bool(update.any()) is (plan.owners[index] == rank)
 
-    exchange = SharedExchange(plan, Group(plan.layout.world_size, rank), batches, device=torch.device("cpu"))
+    exchange = kind(plan, Group(plan.layout.world_size, rank), batches, device=torch.device("cpu"))
     with mock.patch.object(module.dist, "broadcast", broadcast):
         exchange.run(SimpleNamespace(prepare=prepare, finalize=finalize), SILENT)
     assert sorted(prepared) == sorted(finalized) == list(range(len(shapes)))
@@ -100,7 +100,14 @@ def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, 
     assert elements == (sum(rows * cols for rows, cols in shapes) if ranks > 1 else 0)
 
 
+@pytest.mark.parametrize("kind", [SharedExchange, OwnerExchange])
+def test_one_rank_alone_exchanges_nothing(kind: Any) -> None:
+    """Its plan has no waves."""
+    shapes = [(4, 3), (1, 5), (2, 2)]
+    assert step(planned(shapes, 1, 1), shapes, 0, kind) == ([], [0, 1, 2])
+
+
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2, 1000)
-    with pytest.raises(ValueError, match="the plan is for 2 ranks, the process group has 3"):
+    with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
         SharedExchange(plan, Group(3, 0), mock.Mock(), device=torch.device("cpu"))

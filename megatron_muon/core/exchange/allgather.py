@@ -9,45 +9,31 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.owner import BatchMaker
-from megatron_muon.core.exchange.steps import RowPhases, rectangle_view
+from megatron_muon.core.exchange.steps import BatchMaker, Exchange, RowPhases, rectangle_view
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.probe import Probe
 
 
-class AllGatherExchange:
+class AllGatherExchange(Exchange):
     """One padded all-gather for each matrix, in the layout's order on every rank.
 
     Args:
-        layout: the group's matrices; the same on every rank.
-        group: the process group whose rank r holds the shards of rank r in `layout`.
+        layout: the group's matrices.
+        group: its ranks.
         batches: makes batches of matrices, here of one matrix each.
         device: where the rows lie.
-
-    Raises:
-        ValueError: the layout is for another number of ranks.
     """
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, batches: BatchMaker, *, device: torch.device) -> None:
-        if group.size() != layout.world_size:
-            raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        self.layout = layout
-        self.group = group
-        self._rank = group.rank()
-        self._nothing = torch.empty(0, device=device)
+        super().__init__(layout, group, device=device)
         self._batches = [batches([index]) for index in range(len(layout.matrices))]
-
-    def replicas(self, index: int) -> int:
-        """How many ranks hold the same rows of a matrix as this one."""
-        shard = self.layout.matrices[index].shard_of(self._rank)
-        return 1 if shard is None else len(shard.holders)
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, matrix by matrix."""
         for index, (matrix, batch) in enumerate(zip(self.layout.matrices, self._batches, strict=True)):
             shard = matrix.shard_of(self._rank)
             own = rows.prepare([index])[0] if shard else self._nothing
-            (whole,) = batch.allocate(self._nothing, torch.float32)
+            (whole,) = batch.allocate(self._nothing)
             with probe.phase("gather_wait"):
                 self._gather(matrix, own, whole, probe)
             with probe.phase("orthogonalize"):

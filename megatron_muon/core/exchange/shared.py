@@ -16,9 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.owner import Batch, BatchMaker
-from megatron_muon.core.exchange.steps import FiniteMarks, RowPhases
-from megatron_muon.core.layout import Layout
+from megatron_muon.core.exchange.steps import Batch, BatchMaker, Exchange, FiniteMarks, RowPhases
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
 
@@ -51,7 +49,7 @@ class _InFlight:
     updates: torch.Tensor
 
 
-class SharedExchange:
+class SharedExchange(Exchange):
     """Carries out a plan for matrices that every rank holds whole.
 
     Args:
@@ -61,9 +59,6 @@ class SharedExchange:
         wire_dtype: dtype of updates on the wire and of what the iteration starts from. The owner applies the update
             that it sends, rounded as it travels, so that the replicas stay the same to the last bit.
         device: where the matrices lie.
-
-    Raises:
-        ValueError: the plan is for another number of ranks.
     """
 
     def __init__(
@@ -75,25 +70,10 @@ class SharedExchange:
         wire_dtype: torch.dtype = torch.float32,
         device: torch.device,
     ) -> None:
-        if group.size() != plan.layout.world_size:
-            raise ValueError(f"the plan is for {plan.layout.world_size} ranks, the process group has {group.size()}")
-        self.plan = plan
-        self.group = group
-        self.wire_dtype = wire_dtype
-        self._rank = group.rank()
-        self._nothing = torch.empty(0, dtype=wire_dtype, device=device)
+        super().__init__(plan.layout, group, device=device, wire_dtype=wire_dtype)
         self._waves = [_parcels(plan, wave, self._rank, batches, device) for wave in _waves(plan)]
         # A wave that is worked on fills a third of the buffer; the rest is for what is under way.
         self._most_under_way = 2 * plan.wave_bytes // wire_dtype.itemsize
-
-    @property
-    def layout(self) -> Layout:
-        """The layout that the plan was made for."""
-        return self.plan.layout
-
-    def replicas(self, index: int) -> int:
-        """How many ranks hold the same rows of a matrix as this one: all."""
-        return self.layout.world_size
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
@@ -116,7 +96,7 @@ class SharedExchange:
         """The updates of this rank's matrices of a wave, one after the other in one buffer."""
         assert parcel.batch is not None
         with probe.phase("orthogonalize"):
-            torch._foreach_copy_(parcel.batch.allocate(self._nothing, self.wire_dtype), rows.prepare(parcel.indices))
+            torch._foreach_copy_(parcel.batch.allocate(self._nothing), rows.prepare(parcel.indices))
             updates = self._nothing.new_empty(parcel.numel)
             results, finite = parcel.batch.orthogonalize(probe)
             torch._foreach_copy_(self._pieces(parcel, updates), results)
@@ -142,7 +122,7 @@ class SharedExchange:
 
     def _pieces(self, parcel: _Parcel, buffer: torch.Tensor) -> list[torch.Tensor]:
         """A buffer as the matrices of a parcel, one after the other: views."""
-        matrices = [self.plan.layout.matrices[index] for index in parcel.indices]
+        matrices = [self.layout.matrices[index] for index in parcel.indices]
         pieces = buffer.split([matrix.numel for matrix in matrices])
         return [piece.view(matrix.shape) for matrix, piece in zip(matrices, pieces, strict=True)]
 

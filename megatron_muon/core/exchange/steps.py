@@ -7,10 +7,12 @@ the update's rows to `finalize` as they come. Memory is bounded by the exchange'
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.probe import Probe
@@ -38,16 +40,55 @@ class RowPhases(Protocol):
         """
 
 
-class Exchange(Protocol):
-    """Makes matrices whole, has them orthogonalised, and brings the update's rows back."""
+class Batch(Protocol):
+    """Matrices that are orthogonalised together: filled, run, read."""
 
-    @property
-    def layout(self) -> Layout:
-        """Who holds which rectangle of each matrix."""
+    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Room for each whole matrix `(rows, cols)`, of the dtype and on the device of `like`."""
+
+    def orthogonalize(self, probe: Probe) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The scaled update of each matrix, `(rows, cols)`, in its place; which are finite, `(matrices,)` bool."""
+
+
+BatchMaker = Callable[[Sequence[int]], Batch]
+"""Makes the batch of the matrices with the given indices; called at construction, once for each wave."""
+
+
+class Exchange(ABC):
+    """Makes matrices whole, has them orthogonalised, and brings the update's rows back.
+
+    Args:
+        layout: who holds which rectangle of each matrix; the same on every rank.
+        group: the process group whose rank r holds the shards of rank r in `layout`.
+        device: where the rows lie.
+        wire_dtype: dtype of elements on the wire and of the matrices that are put together from them: torch.float32, or
+            torch.bfloat16 where the iteration starts from bf16.
+
+    Raises:
+        ValueError: the layout is for another number of ranks.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        *,
+        device: torch.device,
+        wire_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        if group.size() != layout.world_size:
+            raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
+        self.layout = layout
+        self.group = group
+        self._rank = group.rank()
+        self._nothing = torch.empty(0, dtype=wire_dtype, device=device)
 
     def replicas(self, index: int) -> int:
         """How many ranks hold the same rows of a matrix as this one."""
+        shard = self.layout.matrices[index].shard_of(self._rank)
+        return 1 if shard is None else len(shard.holders)
 
+    @abstractmethod
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step of all matrices.
 
@@ -57,6 +98,13 @@ class Exchange(Protocol):
         Raises:
             RuntimeError: a collective failed.
         """
+
+    def _update_whole(self, indices: Sequence[int], batch: Batch, rows: RowPhases, probe: Probe) -> None:
+        """Prepare, orthogonalise and finalize matrices that this rank holds whole."""
+        with probe.phase("orthogonalize"):
+            torch._foreach_copy_(batch.allocate(self._nothing), rows.prepare(indices))
+            updates, finite = batch.orthogonalize(probe)
+        rows.finalize(indices, updates, finite)
 
 
 class FiniteMarks:
