@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,6 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.functional.cells import Cells  # noqa: E402
 from tests.functional.pool import Pool  # noqa: E402
 
 
@@ -23,12 +21,3 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def cells() -> Iterator[Cells]:
-    """Takes what the tests show of each parallel layout; written to the file that MUON_CELLS names."""
-    cells = Cells()
-    yield cells
-    if file := os.environ.get("MUON_CELLS"):
-        cells.save(Path(file))
