@@ -27,7 +27,7 @@ OTHERS = {
         "--cpus-per-task",
         "--qos",
     ),  # SLURM
-    *("--shm-size", "--pid", "--repeats"),  # docker, py-spy, a test by hand
+    *("--pid", "--repeats"),  # py-spy, a test by hand
 }
 
 
