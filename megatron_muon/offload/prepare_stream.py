@@ -3,7 +3,7 @@
 Which stream does what, and what it waits for:
 
     in, out     copies of momentum to the device and back (`store`): "out" waits for `prepare`, and for no products
-    prepare     decay, momentum, look-ahead of a wave's rows: waits for "in", and for the readers of rows two waves ago
+    prepare     momentum, look-ahead of a wave's rows: waits for "in", and for the readers of rows two waves ago
     products    the caller's: packs rows, starts collectives, orthogonalises, applies updates: waits for its rows
 
 The exchange asks for rows of the next waves when the products of a wave are enqueued. The host then waits for disk and

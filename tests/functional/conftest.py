@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.functional import cli  # noqa: E402
-from tests.functional.cells import Cells  # noqa: E402
 from tests.functional.pool import Pool  # noqa: E402
 
 
@@ -31,12 +29,3 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def cells() -> Iterator[Cells]:
-    """Takes what the tests show of each parallel layout; written to the file that MUON_CELLS names."""
-    cells = Cells()
-    yield cells
-    if file := os.environ.get("MUON_CELLS"):
-        cells.save(Path(file))

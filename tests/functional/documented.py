@@ -1,7 +1,6 @@
 """The commands that README.md and docs/ show: finds them, and says how each is tried.
 
-A command is a line of an indented or fenced block that begins with a program; a backslash joins lines, and a loop of
-the shell is one command.
+A command is a line of an indented or fenced block that begins with a program; a backslash joins lines.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from tests.functional.cli import ROOT
 
 PROGRAM = re.compile(
     r"(sudo )?([A-Z_]+=\S+ )*"
-    r"(megatron-muon|torchrun|tensorboard|pip|sbatch|srun|scancel|scontrol|python3?|source|export|mkdir|cd|git|for"
+    r"(megatron-muon|torchrun|tensorboard|pip|sbatch|srun|scancel|scontrol|python3?|source|export|mkdir|cd|git"
     r"|(\./)?(scripts|examples|requirements)/\S+)(?= |$)"
 )
 _COMMENT = re.compile(r"\s{2,}#.*$")
@@ -76,15 +75,10 @@ def _blocks(text: str) -> Iterator[list[tuple[int, str]]]:
 
 
 def _joined(block: list[tuple[int, str]]) -> Iterator[tuple[int, str]]:
-    """Whole commands: continued lines and loops in one."""
+    """Whole commands: continued lines in one."""
     lines = iter(block)
     for number, line in lines:
         text = line
         while text.endswith("\\"):
             text = text[:-1].rstrip() + " " + next(lines)[1].strip()
-        if text.startswith("for "):
-            while len(re.findall(r"; do\b", text)) > len(re.findall(r"\bdone\b", text)):
-                text += "\n" + next(lines)[1]
-        else:
-            text = _COMMENT.sub("", text)
-        yield number, text.strip()
+        yield number, _COMMENT.sub("", text).strip()

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.functional import cli
-from tests.functional.cells import Cells
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import DIVISIBLE, EXACT, FULL, SWIGLU, differences, saved, strategy, warnings
 from tests.functional.training import Trainings
@@ -63,7 +62,7 @@ OFTEN = {("HSDP 2 x TP 2", "optim_grads_params"), ("EP 2 x HSDP 2", "optim_grads
     ids=[f"{layout}, {sharding}" for _, layout, sharding, _ in LAYOUTS],
 )
 def test_layouts_save_resume_and_reshard(
-    trainings: Any, cells: Cells, model: str, layout: str, sharding: str, flags: tuple[str, ...]
+    trainings: Any, model: str, layout: str, sharding: str, flags: tuple[str, ...]
 ) -> None:
     training, one = trainings
     args = (*cli.MUON, *strategy(sharding.split(", ")[0]), *MODELS[model], *flags)
@@ -87,4 +86,3 @@ def test_layouts_save_resume_and_reshard(
     found = saved(training, back, 4)
     of_peers = [name for name in expected if name.startswith("rng_state.(0, 1)")]  # of the other tensor-parallel rank
     assert [name for name in differences(found, expected) if name not in of_peers] == []
-    cells.add(layout, sharding, "save", "resume", "reshard")

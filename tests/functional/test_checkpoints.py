@@ -14,7 +14,6 @@ import torch
 
 from megatron_muon.checkpoint import checksums, content, files
 from tests.functional import cli
-from tests.functional.cells import Cells
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings, train
 
@@ -98,7 +97,7 @@ OFTEN = ("dense", "experts", "swiglu under no_shard")
 
 
 @pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in OFTEN else pytest.mark.wide) for m in MODELS])
-def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, cells: Cells, model: str) -> None:
+def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str) -> None:
     """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
 
     Story: a handler that knew exp_avg alone lost momentum; under no_shard it asked for an attribute that is not there;
@@ -125,8 +124,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, cells: Cell
     assert expected["consumed"] == 6 * 12
     changed = differences(saved(training, "whole", 4), expected)
     assert set(momentum) | set(moments) <= set(changed)  # the comparison can fail
-    if model in ("dense", "swiglu under optim, in bf16", "swiglu under no_shard"):
-        cells.add("DP", MODELS[model][MODELS[model].index("--data-parallel-sharding-strategy") + 1], "save", "resume")
 
 
 QKV_BIAS = ("--add-qkv-bias",)
@@ -175,7 +172,7 @@ LAYOUTS = {
 }
 
 
-def test_any_layout_loads_what_any_other_saved(training: Trainings, cells: Cells) -> None:
+def test_any_layout_loads_what_any_other_saved(training: Trainings) -> None:
     """A chain of layouts, each loading what the one before saved: nothing changes by a bit. Then each can go on."""
     flags = (*EXACT, *SWIGLU)
     whole = training(*FULL, *flags, "--save", "whole").checked()
@@ -195,8 +192,6 @@ def test_any_layout_loads_what_any_other_saved(training: Trainings, cells: Cells
         # The second line of a start averages over its first step too, so only the first tells a single step's loss.
         assert run.losses[0] == pytest.approx(whole.losses[2], abs=1e-5)
         assert run.iterations[-1].grad_norm == pytest.approx(whole.iterations[-1].grad_norm, rel=1e-3)
-    for _, layout in LAYOUTS.values():
-        cells.add("DP", layout[layout.index("--data-parallel-sharding-strategy") + 1], "save", "reshard")
 
 
 @pytest.mark.wide

@@ -1,9 +1,9 @@
 """Every command that README.md and docs/ show is run here, or checked as far as this machine allows.
 
 Cheap ones run as they stand, in a copy of the repository's files, page by page in the order of the page. Trainings run
-as they stand with flags behind them that end them after two iterations. The usual run does so for README.md and settles
-the flags of the other pages' trainings as `train --dry-run` does; with `-m ''` all of them train. What needs a cluster,
-another machine or minutes is listed with the reason.
+as they stand with flags behind them that end them after two iterations. The usual run does so for the pages of TRAINED
+and settles the flags of the other pages' trainings as `train --dry-run` does; with `-m ''` all of them train. What
+needs a cluster, another machine or minutes is listed with the reason.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ SHORT = (
 """Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
 what the command says."""
 
+TRAINED = ("README.md", "docs/troubleshooting.md")
+
 STAND_INS = {
     "torchrun ...": "torchrun --nproc-per-node 2",
     "--config ...": "--config configs/quickstart.yaml",
@@ -68,9 +70,6 @@ NOT_HERE = {
     r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
     r"export SLURM_CONF=": "belongs to the local SLURM cluster",
     r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
-    r"python -m pytest ": "the tests themselves",
-    r"MUON_CELLS=\S+ python -m pytest ": "the tests themselves",
-    r"python -m tests\.functional\.cells ": "test_parallelism_page.py compares the page with the tests",
 }
 """Commands that are not run, by their beginning, with the reason; the files that they name must exist."""
 
@@ -103,8 +102,6 @@ class Reader:
         for name, stand_in in STAND_INS.items():
             text = text.replace(name, stand_in)
         assert "..." not in text, f"{command}: what stands for the dots? Add it to STAND_INS"
-        if text.startswith("for "):
-            return self.loop(command)
         words = shlex.split(text)
         with contextlib.ExitStack() as stack:
             while re.fullmatch(r"[A-Z_]+=.*", words[0]):
@@ -175,6 +172,7 @@ class Reader:
             assert re.search(r"status 0 after \d*[1-9]\d* iterations", text), text[-4000:]
 
     def torchrun(self, argv: list[str]) -> str:
+        argv = [word for word in argv if word != "--standalone"]  # about torchrun's port
         assert argv[0] == "--nproc-per-node", argv
         ranks, script, flags = int(argv[1]), argv[2], argv[3:]
         assert (ROOT / script).is_file(), script
@@ -207,17 +205,6 @@ class Reader:
         setup = (ROOT / "setup.py").read_text("utf-8")
         assert all(f'"{extra}": [' in setup for extra in extras), argv
         return "the extras exist"
-
-    def loop(self, command: Command) -> str:
-        """What a loop would run: the first and the last trainings of it are settled."""
-        show = 'show() { printf "%s\\n" "$*"; }; torchrun() { show torchrun "$@"; }; megatron-muon() { show "$@"; }\n'
-        done = subprocess.run(["bash", "-c", show + command.text], capture_output=True, text=True, check=True)
-        lines = [line for line in done.stdout.splitlines() if line.startswith("torchrun ")]
-        assert lines, command
-        for line in {*lines[:2], *lines[-2:]}:
-            words = shlex.split(line)
-            self.settle(words[4:], ranks=int(words[2]))
-        return "settled"
 
     def files_exist(self, text: str) -> None:
         for path in re.findall(r"(?:scripts|tests|configs)/[\w./*]+", text):
@@ -282,10 +269,10 @@ def reader(
 @pytest.mark.parametrize(
     ("page", "trains"),
     [
-        pytest.param(page, full, marks=[pytest.mark.wide] if full and page != "README.md" else [], id=f"{page}-{how}")
+        pytest.param(page, full, marks=[pytest.mark.wide] if full and page not in TRAINED else [], id=f"{page}-{how}")
         for page in pages()
         for full, how in ((False, "settled"), (True, "trained"))
-        if commands(page) and (full or page != "README.md")
+        if commands(page) and (full or page not in TRAINED)
     ],
 )
 def test_a_reader_can_type_every_command(page: str, trains: bool, reader: Callable[[bool], Reader]) -> None:
@@ -298,11 +285,18 @@ def test_a_reader_can_type_every_command(page: str, trains: bool, reader: Callab
         assert how, command
 
 
+def test_flags_that_troubleshooting_advises_fit_a_run(reader: Callable[[bool], Reader]) -> None:
+    """Those that stand in its sentences, with their values."""
+    advised = re.findall(r"`(--[a-z][a-z-]* [a-z0-9_ .-]+)`", (ROOT / "docs/troubleshooting.md").read_text("utf-8"))
+    assert "--muon-extra-scale-factor 0.2" in advised
+    for flags in set(advised):
+        reader(False).settle(["--config", "configs/quickstart.yaml", *shlex.split(flags)])
+
+
 def test_no_command_is_overlooked() -> None:
-    """What the collector finds of known pages, and that nothing that looks like a command stays outside of blocks."""
+    """Nothing that looks like a command stands outside of blocks."""
     found = {page: commands(page) for page in pages()}
     assert sum(map(len, found.values())) > 40
-    assert any(command.text.startswith("megatron-muon submit") for command in found["docs/clusters.md"])
     for page, of_page in found.items():
         lines = (ROOT / page).read_text("utf-8").splitlines()
         looks = {number for number, line in enumerate(lines, 1) if re.match(r"(    )?(megatron-muon|torchrun) ", line)}

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from tests.functional.cells import Cells
 from tests.functional.model import STRATEGIES, Case, Trainer, batches, ddp_statistics
 from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import assert_same_bits, check, run
@@ -202,7 +201,7 @@ TRAINED_OFTEN = {"HSDP 2 x TP 2", "EP 2 x TP 2, sequence parallel", "expert TP 2
         for layout in TRAINED[model][1]
     ],
 )
-def test_training_equals_that_of_one_rank(ranks: Pool, cells: Cells, alone: Any, model: str, layout: str) -> None:
+def test_training_equals_that_of_one_rank(ranks: Pool, alone: Any, model: str, layout: str) -> None:
     cases = of_all_strategies(TRAINED[model][1][layout])
     found = ranks(4, curves, cases=cases, micro_batches=3)[0]
     for label, steps in found.items():
@@ -211,5 +210,3 @@ def test_training_equals_that_of_one_rank(ranks: Pool, cells: Cells, alone: Any,
         for step, ((loss, norm, _), (other_loss, other_norm, _)) in enumerate(zip(steps, alone[model], strict=True)):
             assert abs(loss - other_loss) <= 1e-4, f"{label}: step {step} has loss {loss}, expected {other_loss}"
             assert abs(norm - other_norm) <= 1e-3 * other_norm, f"{label}: step {step}: norm {norm}, not {other_norm}"
-    for strategy in found:
-        cells.add(layout, strategy, "train", "equal to one rank")

@@ -45,6 +45,20 @@ def started(block: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return to_unit_magnitude(block.clone(), dtype)
 
 
+@pytest.mark.parametrize(
+    ("kind", "low", "high"), [("quintic", 0.97, 1.04), ("simple", 0.68, 1.14), ("polar_express", 0.86, 1.13)]
+)
+def test_where_five_steps_bring_singular_values_above_a_hundredth_of_the_norm(
+    kind: str, low: float, high: float
+) -> None:
+    """The bounds that docs/tuning.md and docs/concepts.md give, to two digits."""
+    values = torch.logspace(-2, 0, 2000, dtype=torch.float64)
+    for a, b, c in ns.coefficients(kind, 5):
+        values = a * values + b * values**3 + c * values**5
+    assert low <= values.min() < low + 0.015
+    assert high - 0.015 < values.max() <= high
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("condition", [1.0, 10.0, 1e2, 1e4, 1e6, 1e8])
 @pytest.mark.parametrize("shape", [(48, 48), (48, 96), (40, 160)])

@@ -168,27 +168,3 @@ def test_without_slurm_it_says_where_to_go(submit):
     assert status == exit_codes.USAGE
     assert "sbatch is not installed here" in errors
     assert "scripts/slurm/local_cluster.sh start" in errors
-
-
-def documented() -> list[str]:
-    """The lines of docs/clusters.md that call submit."""
-    lines = [line.strip() for line in (ROOT / "docs/clusters.md").read_text("utf-8").splitlines()]
-    return [
-        line[line.index("megatron-muon submit") :]
-        for line in lines
-        if re.match(r"([A-Z_]+=\S+ )*megatron-muon submit", line)
-    ]
-
-
-@pytest.mark.parametrize("line", documented())
-def test_the_documented_commands(line, tmp_path, monkeypatch, capsys):
-    page = (ROOT / "docs/clusters.md").read_text("utf-8")
-    tasks = re.findall(r"^    (--lr .*)$", page, re.MULTILINE)
-    assert len(tasks) == 2
-    (tmp_path / "rates.txt").write_text("\n".join(tasks) + "\n")
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
-    _, *arguments = shlex.split(line)
-    arguments.insert(1, "--dry-run")
-    assert cli.main(arguments) == exit_codes.OK, capsys.readouterr().err
-    assert command(capsys.readouterr().out)[-1]
