@@ -6,10 +6,13 @@ Commands that start trainings take any flag of pretrain_gpt.py beside their own.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_muon.errors import UserError
 from megatron_muon.suggest import did_you_mean, nearest
 
 
@@ -18,6 +21,20 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
     return int(text)
+
+
+def write_json(file: Path | None, content: Any) -> None:
+    """Writes what a command has found to the FILE of its --json, if that was given.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if file is None:
+        return
+    try:
+        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import platform
 import tempfile
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from megatron_muon.command_parser import write_json
 from megatron_muon.doctor.findings import NOTE, OK, WRONG, Finding
 from megatron_muon.errors import UserError
 from megatron_muon.gpu import unusable_gpu
@@ -72,12 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
         findings += offload(args.offload_dir, remove=args.remove)
     _show(findings)
-    if args.json is not None:
-        text = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2) + "\n"
-        try:
-            args.json.write_text(text, "utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    write_json(args.json, [dataclasses.asdict(finding) for finding in findings])
     return int(any(finding.state == WRONG for finding in findings))
 
 

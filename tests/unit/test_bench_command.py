@@ -17,7 +17,6 @@ from benchmarks.peers import NS_METHODS
 from benchmarks.step import gpt_layout
 from megatron_muon import cli, exit_codes
 from megatron_muon.bench import command as bench_command
-from megatron_muon.bench import launch as bench_launch
 from megatron_muon.bench import train as bench_train
 from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
@@ -66,17 +65,14 @@ def step_results():
     return {"bench": "step", **bench_command._with_ratios(figures), "setting": setting, **PROVENANCE}
 
 
-def test_defaults():
-    spec = bench_command.step_spec(parsed(*STEP))
-    assert spec == bench_launch.StepSpec(ranks=2, hidden_size=64, num_layers=1)
-    assert spec.methods == ("owner", "allgather", "allgather-tuned", "adam")
-
-
 def test_arguments_reach_the_specification():
+    spec = bench_command.step_spec(parsed(*STEP))
+    assert (spec.ranks, spec.ns_dtype, spec.repeat, spec.peers, spec.offload) == (2, "bf16", 5, [], [])
+    assert spec.methods == ["owner", "allgather", "allgather-tuned", "adam"]
     spec = bench_command.step_spec(
         parsed(*STEP, "--ns-dtype", "fp32", "--methods", "adam", "owner", "adam", "--buffer-mb", "0.5", "--repeat", "3")
     )
-    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ("adam", "owner"), 0.5, 3)
+    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ["adam", "owner"], 0.5, 3)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +112,27 @@ def test_installed_peers_reach_the_specification(monkeypatch):
     sought = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
     spec = bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
-    assert spec.peers == ("deepspeed-gram", "deepspeed")
+    assert spec.peers == ["deepspeed-gram", "deepspeed"]
     assert set(sought) == {"deepspeed"}
     assert set(bench_command.PEERS) == {*NS_METHODS, "muon-fsdp2"}
 
 
-def test_peer_that_needs_equal_shards_says_so(monkeypatch):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ("--hidden-size", "63", "--peers", "muon-fsdp2"),
+            r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2",
+        ),
+        (("--peers", "deepspeed", "--device", "cuda"), r"--peers deepspeed --device cuda: .* type --device cpu"),
+        (("--offload", "nvme"), r"--offload nvme and --offload-dir DIR go together"),
+        (("--momentum-dtype", "bf16"), r"--momentum-dtype bf16 needs --offload"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(argv, said, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match=r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2"):
-        bench_command.step_spec(parsed(*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"))
-
-
-def test_peers_are_not_measured_on_cuda(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match=r"--peers deepspeed --device cuda: .* type --device cpu"):
-        bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed", "--device", "cuda"))
+    with pytest.raises(UserError, match=said):
+        bench_command.step_spec(parsed(*STEP, *argv))
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
