@@ -20,47 +20,14 @@ from megatron_muon.patching import Patches
 
 CPU = torch.device("cpu")
 
-# Functions of torch that create a tensor on the device named in `device=`.
-FACTORIES = (
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-)
-TENSOR_FACTORIES = (
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_tensor",
-    "new_zeros",
-)
+_LIKE = ("normal", *(f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")))
+"""Functions of torch that create a tensor on the device named in `device=`, beside those that torch itself lists."""
+
+_NEW = tuple(f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"))
+"""Methods of tensors that do."""
 
 
-def on_cpu(device: Any) -> Any:
+def _on_cpu(device: Any) -> Any:
     """Maps whatever names a CUDA device (string, `torch.device`, index) to the CPU; leaves the rest alone.
 
     `meta` stays `meta`: models are built there before they have storage.
@@ -79,13 +46,14 @@ def install(patches: Patches) -> None:
     # This list is cached on first use and its functions are compared by identity: fill it with the
     # originals, or `with torch.device("meta")` would not recognise the functions that it is meant to
     # redirect.
-    device_context._device_constructors()
+    listed = {function.__name__: function for function in device_context._device_constructors()}
+    own = sorted(name for name, function in listed.items() if getattr(torch, name, None) is function)
 
     # The functions are wrapped one by one; a TorchFunctionMode would be shorter, but it is suspended inside
     # Tensor.backward, where Megatron-FSDP's hooks allocate their buckets.
-    for name in FACTORIES:
+    for name in (*own, *_LIKE):
         patches.wrap(torch, name, _with_cpu_keywords)
-    for name in TENSOR_FACTORIES:
+    for name in _NEW:
         patches.wrap(torch.Tensor, name, _with_cpu_keywords)
     patches.wrap(torch.Tensor, "to", _tensor_to)
     patches.wrap(torch.Tensor, "type", _tensor_type)
@@ -108,7 +76,7 @@ def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
 def _with_cpu_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
     def create(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
+            kwargs["device"] = _on_cpu(kwargs["device"])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False  # pinned memory asks the driver
         return function(*args, **kwargs)
@@ -119,11 +87,9 @@ def _with_cpu_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
 def _tensor_to(function: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
-        if args:
-            args = (on_cpu(args[0]), *args[1:])
         if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return function(self, *args, **kwargs)
+            kwargs["device"] = _on_cpu(kwargs["device"])
+        return function(self, *map(_on_cpu, args[:1]), *args[1:], **kwargs)
 
     return to
 
@@ -162,5 +128,5 @@ def _first_argument_on_cpu(name: str) -> Callable[[Callable[..., Any]], Callable
 
 
 def _same_kind(device: Any) -> Any:
-    mapped = on_cpu(device)
+    mapped = _on_cpu(device)
     return mapped.type if isinstance(device, str) and isinstance(mapped, torch.device) else mapped

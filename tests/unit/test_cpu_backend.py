@@ -161,7 +161,7 @@ def test_refuses_where_cuda_exists_unless_forced(monkeypatch):
 
 def test_a_failed_install_is_rolled_back(monkeypatch):
     original = torch.Tensor.to
-    monkeypatch.setattr(devices, "FACTORIES", ("empty", "no_such_factory"))
+    monkeypatch.setattr(devices, "_LIKE", ("empty_like", "no_such_factory"))
     with pytest.raises(RuntimeError, match=r"torch\.no_such_factory"):
         cpu.install(force=REALLY_HAS_CUDA)
     assert not cpu.installed()
