@@ -37,9 +37,19 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 
 scripts/lib/setup.sh
-# shellcheck source=scripts/lib/run.sh
-source scripts/lib/run.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# Runs a command that ends its own processes, and hands it the signals that this script gets.
+run() {
+    local child code=0
+    "$@" </dev/null &
+    child=$!
+    # shellcheck disable=SC2064 # the id of now is meant
+    trap "trap '' INT TERM HUP; kill -TERM $child; wait $child || true; exit 130" INT TERM HUP
+    wait "$child" || code=$?
+    trap - INT TERM HUP
+    return "$code"
+}
 
 # The manifest is written last.
 if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib.idx ]]; then

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+from packaging.version import Version
+
 from megatron_muon.command_parser import write_json
 from megatron_muon.doctor.findings import NOTE, OK, WRONG, Finding
 from megatron_muon.errors import UserError
@@ -93,9 +95,8 @@ def environment() -> Iterator[Finding]:
             yield Finding(name, WRONG, f"not installed ({why}); type: pip install {name}")
     with quiet_imports():
         import torch
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    text = f"{torch.__version__}"
-    yield Finding("torch", OK if version >= _TORCH else WRONG, text if version >= _TORCH else f"{text}; 2.11 is needed")
+    is_new = Version(torch.__version__).release >= _TORCH
+    yield Finding("torch", OK if is_new else WRONG, torch.__version__ + ("" if is_new else "; 2.11 is needed"))
     yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield Finding(

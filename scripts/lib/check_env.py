@@ -5,11 +5,11 @@ size. pip takes one for installed as soon as its METADATA is there, so what an i
 would stay broken: --repair removes the metadata of broken distributions, and pip installs them over the rest.
 """
 
-import csv
 import re
 import shutil
 import sys
 import sysconfig
+from importlib.metadata import Distribution
 from pathlib import Path
 
 
@@ -18,32 +18,22 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_pins(lock: Path) -> dict[str, str]:
-    """The pinned version of each normalized name."""
-    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
-    pins = (line.partition("==") for line in lines if line)
-    return {normalized(name): version for name, _, version in pins}
-
-
-def is_whole(metadata: Path) -> bool:
+def is_whole(distribution: Distribution) -> bool:
     """Whether all files that a distribution recorded are there, with the size they were recorded with."""
+    files = distribution.files if distribution.read_text("METADATA") and distribution.read_text("RECORD") else None
     try:
-        record = (metadata / "RECORD").read_text(encoding="utf-8")
-        (metadata / "METADATA").stat()
-        for name, _, size in csv.reader(record.splitlines()):
-            if not name.endswith(".pyc"):
-                actual = (metadata.parent / name).stat().st_size
-                if size and actual != int(size):
-                    return False
+        return bool(files) and all(
+            file.size in (None, Path(file.locate()).stat().st_size) for file in files if file.suffix != ".pyc"
+        )
     except OSError:
         return False
-    return bool(record)
 
 
 def main(arguments: list[str]) -> None:
     """Print the broken names on one line, nothing where all is well."""
     repair = "--repair" in arguments
-    pins = read_pins(Path(arguments[-1]))
+    lines = (line.split("#")[0].strip() for line in Path(arguments[-1]).read_text(encoding="utf-8").splitlines())
+    pins = {normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
     site_packages = Path(sysconfig.get_path("purelib"))
     whole = set()
     for metadata in site_packages.glob("*.dist-info"):
@@ -51,7 +41,7 @@ def main(arguments: list[str]) -> None:
         name = normalized(name)
         if name not in pins:
             continue
-        if not is_whole(metadata):
+        if not is_whole(Distribution.at(metadata)):
             if repair:
                 shutil.rmtree(metadata)
         elif version == pins[name]:
@@ -59,9 +49,7 @@ def main(arguments: list[str]) -> None:
     if repair:
         for leftover in site_packages.glob("~*"):  # pip's name for what it was about to remove
             shutil.rmtree(leftover, ignore_errors=True)
-    missing = pins.keys() - whole
-    if missing:
-        print(*sorted(missing))
+    print(*sorted(pins.keys() - whole))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 import ast
 import functools
-import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -19,7 +17,6 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "lock.txt"
-RUN_SH = shlex.quote(str(ROOT / "scripts" / "lib" / "run.sh"))
 SCRIPTS = [
     "scripts/quickstart.sh",
     "scripts/test.sh",
@@ -29,22 +26,7 @@ SCRIPTS = [
     "requirements/update.sh",
     ".ci/run",
 ]
-TOOLS = [
-    "bash",
-    "cat",
-    "cksum",
-    "dirname",
-    "env",
-    "grep",
-    "head",
-    "mv",
-    "rm",
-    "sed",
-    "sleep",
-    "tail",
-    "uname",
-    "wc",
-]
+TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "head", "mv", "rm", "sed", "sleep", "tail", "uname", "wc"]
 READ_SETUP = """
 import json
 import setuptools
@@ -146,8 +128,7 @@ def set_up(tmp_path):
     tree = tmp_path / "a tree"
     for folder in ("scripts/lib", ".venv/bin", "data"):
         (tree / folder).mkdir(parents=True)
-    for name in ("scripts/quickstart.sh", "scripts/lib/run.sh"):
-        shutil.copy(ROOT / name, tree / name)
+    shutil.copy(ROOT / "scripts/quickstart.sh", tree / "scripts/quickstart.sh")
     for name in ("data/stdlib.prepared.json", "data/stdlib.bin", "data/stdlib.idx"):
         (tree / name).write_text("made")
     for name, code in (
@@ -169,6 +150,27 @@ def test_a_second_quickstart_leaves_the_first_alone(set_up):
         f"{train}-2 -- --muon-lr 0.01", "summary runs/quickstart-2",
         f"{train}-3 --", "summary runs/quickstart-3",
     ]  # fmt: skip
+
+
+def test_a_signal_to_quickstart_reaches_the_training_and_waits_for_its_end(set_up):
+    """torchrun's workers have sessions of their own: only the command that started them can end them."""
+    command = set_up / ".venv/bin/megatron-muon"
+    command.write_text(
+        "#!/usr/bin/env bash\ntrap 'sleep 0.2; echo >ended; exit 75' TERM\necho >began\nsleep 60 & wait\n"
+    )
+    process = subprocess.Popen([set_up / "scripts/quickstart.sh"])
+    while not (set_up / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(30) == 130
+    assert (set_up / "ended").exists()
+
+
+def test_a_failed_training_is_quickstarts_exit_status(set_up):
+    command = set_up / ".venv/bin/megatron-muon"
+    command.write_text("#!/usr/bin/env bash\nexit 7\n")
+    assert subprocess.run([set_up / "scripts/quickstart.sh"], check=False).returncode == 7
 
 
 # --- scripts/lib/setup.sh on a machine of another make --------------------
@@ -270,7 +272,7 @@ def test_venv_of_another_python_is_remade_with_a_line(bare_machine):
     assert ".venv is Python 3.11, the project needs 3.12 or 3.13: remaking it" in done.stderr
 
 
-# --- scripts/lib/check_env.py and scripts/lib/run.sh --------------------
+# --- scripts/lib/check_env.py --------------------
 
 
 def check_env(site_packages, *arguments):
@@ -310,28 +312,3 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
         "good-1.dist-info",
         "other_version-1.dist-info",  # whole, so pip replaces it in the ordinary way
     }
-
-
-def test_a_signal_ends_workers_in_sessions_of_their_own(tmp_path):
-    """torchrun starts workers with setsid: a signal to the script's process group does not reach them."""
-    script = tmp_path / "script.sh"
-    script.write_text(
-        f"set -euo pipefail\nsource {RUN_SH}\n"
-        f"run bash -c 'trap : TERM; setsid sleep 60 & echo $! >{tmp_path}/worker.new; "
-        f"mv {tmp_path}/worker.new {tmp_path}/worker; wait; kill $!'\n"
-    )
-    process = subprocess.Popen(["bash", script], stderr=subprocess.PIPE, text=True)
-    worker = tmp_path / "worker"
-    while not worker.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(worker.read_text()), 0)
-
-
-def test_run_hands_on_the_exit_code():
-    code = f"source {RUN_SH}; set -e; run bash -c 'exit 7'"
-    assert subprocess.run(["bash", "-c", code], check=False).returncode == 7
