@@ -48,11 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         self._passes_on = False
 
     def take_megatron_flags(self, words: str) -> None:
-        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows.
-
-        Args:
-            words: the help text.
-        """
+        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows."""
         self._passes_on = True
         self.add_argument("flags", nargs="*", metavar="FLAGS", help=words)
 

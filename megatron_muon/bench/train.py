@@ -33,13 +33,7 @@ _TABLE_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
 
 @dataclass(frozen=True)
 class TrainRun:
-    """What one run left behind.
-
-    Attributes:
-        step_ms: time of each step after the warm-up.
-        tokens_per_step: global batch size times sequence length.
-        muon_parameters: parameters that Muon takes; None in a run without Muon.
-    """
+    """What one run left behind: times after the warm-up; Muon's parameters, None in a run without Muon."""
 
     step_ms: tuple[float, ...]
     tokens_per_step: int
@@ -47,11 +41,7 @@ class TrainRun:
 
 
 def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """The figures of `bench train`.
-
-    Args:
-        args: of the command line.
-        progress: told what is being done.
+    """The figures of `bench train`, from the command line; `progress` is told what is being done.
 
     Raises:
         UserError: the config cannot be read.

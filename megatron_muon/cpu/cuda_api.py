@@ -23,7 +23,7 @@ import torch
 from megatron_muon.patching import Patches
 
 
-class _Event:
+class _Event(torch.cpu.Event):
     """A point in time. Work on the CPU is done when the call returns, so waiting for it is nothing."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
@@ -36,15 +36,8 @@ class _Event:
         """Milliseconds from this event to `end_event`."""
         return (end_event._recorded_s - self._recorded_s) * 1e3
 
-    def query(self) -> bool:
-        return True
 
-    def wait(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """The order in which the calling thread runs things."""
 
     device = torch.device("cpu")
@@ -57,17 +50,13 @@ class _Stream:
     def priority_range() -> tuple[int, int]:
         return 0, 0
 
-    def record_event(self, event: _Event | None = None) -> _Event:
+    def record_event(self, event: _Event | None = None) -> _Event:  # type: ignore[override]
         event = event or _Event()
         event.record(self)
         return event
 
     def query(self) -> bool:
         return True
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
 
     def synchronize(self) -> None: ...
 

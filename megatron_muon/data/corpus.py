@@ -46,16 +46,12 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` wrote, or found already written.
+    """What `prepare` wrote, or found already written (`up_to_date`).
 
     Attributes:
-        prefix: `PREFIX` as Megatron's `--data-path` takes it.
-        documents: number of documents.
         tokens: number of tokens, end-of-document ids included.
         bytes: size of `PREFIX.bin`.
-        seconds: wall time of this call.
         flags: the flags with which training reads the data.
-        up_to_date: nothing was written, because the same data was there.
         skipped: what was passed over, in words; empty when nothing was.
     """
 
@@ -247,7 +243,7 @@ def _write(
         bin_, idx, manifest_file = (paths.partial / path.name for path in (paths.bin, paths.idx, paths.manifest))
         builder = IndexedDatasetBuilder(str(bin_), dtype=dtype)
         try:
-            for place, ids in pool.encode_documents(documents, spec, encoder, workers):
+            for place, ids in pool.encode_documents(documents, spec, workers):
                 _check_ids(ids, place, encoder.vocab_size)
                 ids = np.concatenate([ids, end], dtype=dtype, casting="unsafe")
                 builder.add_document(ids, [ids.size])

@@ -34,14 +34,12 @@ FileFormat = Literal["auto", "text", "jsonl"]
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What to take from the inputs.
+    """What to take from the inputs: the flags of `data prepare`.
 
     Attributes:
-        suffixes: File name endings taken from directories; empty means every file. A file named explicitly is
-            always taken.
+        suffixes: of files in directories; empty means every file. A file named explicitly is always taken.
         exclude: `fnmatch` patterns against a file's or directory's name and its path relative to the input.
         file_format: `auto` reads `.jsonl` and `.ndjson` as JSONL and everything else as text.
-        json_key: The field of a JSONL line that holds the document.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -81,15 +79,11 @@ def stdlib_directory() -> Path:
 def find_sources(inputs: Iterable[Path], options: SourceOptions, not_these: Iterable[Path] = ()) -> list[Source]:
     """Lists the files of the inputs: inputs in the order given, a directory's files sorted by relative path.
 
-    Args:
-        inputs: Files, or directories to search through. Hidden files and directories below them are passed
-            over.
-        options: What to take.
-        not_these: Files never taken, for example the output when it lies inside an input. A file reached
-            twice is listed once.
+    What is hidden below a directory is passed over, as are files of `not_these`, such as the output. A file reached
+    twice is listed once.
 
     Raises:
-        UserError: An input does not exist, or there is nothing to take.
+        UserError: an input does not exist, or there is nothing to take.
     """
     inputs = list(inputs)
     seen = {os.path.realpath(path) for path in not_these}

@@ -8,6 +8,7 @@ does with the same values.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,19 +48,10 @@ _PACKAGES = {
 }
 """What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
 
-Encode = Callable[[str], npt.NDArray[Any]]
-
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Which tokenizer, in the words of Megatron's command line.
-
-    Attributes:
-        tokenizer_type: One of `TOKENIZER_TYPES`.
-        model: Megatron's `--tokenizer-model`.
-        vocab_size: Megatron's `--vocab-size`. For the byte-level tokenizer at least 257; the last id ends
-            documents.
-    """
+    """Which tokenizer, in the words of Megatron's command line; the last id of the byte-level one ends documents."""
 
     tokenizer_type: str = BYTE_LEVEL
     model: str | None = None
@@ -80,15 +72,9 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer ready for use.
+    """A tokenizer ready for use: text to ids without an end-of-document id, which some tokenizers do not have."""
 
-    Attributes:
-        encode: Text to a one-dimensional array of ids, without an end-of-document id.
-        vocab_size: Number of ids; every id is smaller.
-        eod: The id that ends a document; None where the tokenizer has none.
-    """
-
-    encode: Encode
+    encode: Callable[[str], npt.NDArray[Any]]
     vocab_size: int
     eod: int | None
 
@@ -99,11 +85,7 @@ def encode_bytes(text: str) -> npt.NDArray[np.uint8]:
 
 
 def check_spec(spec: TokenizerSpec) -> None:
-    """Refuses what can be seen to be wrong without importing anything.
-
-    Raises:
-        UserError: An unknown type, a vocabulary too small for bytes, or a missing model or vocabulary size.
-    """
+    """Refuses, by a `UserError`, what can be seen to be wrong without importing anything."""
     kind, size = spec.tokenizer_type, spec.vocab_size
     if kind not in TOKENIZER_TYPES:
         raise UserError(f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}")
@@ -122,8 +104,9 @@ def check_spec(spec: TokenizerSpec) -> None:
         raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
 
 
+@functools.cache
 def build(spec: TokenizerSpec) -> Tokenizer:
-    """Builds the tokenizer; all but the byte-level one import megatron-core, which takes seconds.
+    """Builds the tokenizer, once in a process; all but the byte-level one import megatron-core, which takes seconds.
 
     Raises:
         UserError: What `check_spec` refuses, a missing package, or a model that does not load.
@@ -133,23 +116,19 @@ def build(spec: TokenizerSpec) -> Tokenizer:
         size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
         return Tokenizer(encode=encode_bytes, vocab_size=size, eod=size - 1)
 
-    tokenizer = _build_megatron(spec)
-
-    def encode(text: str) -> npt.NDArray[np.int64]:
-        return np.asarray(tokenizer.tokenize(text), dtype=np.int64)
-
-    eod = getattr(tokenizer, "eod", None)
-    return Tokenizer(encode=encode, vocab_size=int(tokenizer.vocab_size), eod=None if eod is None else int(eod))
-
-
-def _build_megatron(spec: TokenizerSpec) -> Any:
     with quiet_imports():
         from megatron.training.config import TokenizerConfig
 
     args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
     args.tokenizer_type, args.tokenizer_model = spec.tokenizer_type, spec.model
     args.vocab_size, args.pad_vocab_size = spec.vocab_size, False
-    return build_megatron(args)
+    tokenizer = build_megatron(args)
+    eod = getattr(tokenizer, "eod", None)
+    return Tokenizer(
+        encode=lambda text: np.asarray(tokenizer.tokenize(text), dtype=np.int64),
+        vocab_size=int(tokenizer.vocab_size),
+        eod=None if eod is None else int(eod),
+    )
 
 
 def build_megatron(args: argparse.Namespace) -> Any:

@@ -49,10 +49,6 @@ def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
     `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning is looked at. A run's
     NullTokenizer stands for any tokenizer: only the size of its vocabulary counts.
 
-    Args:
-        prefix: as `--data-path` takes it; both files are there.
-        args: validated settings, with the padded size of the vocabulary.
-
     Raises:
         UserError: names both tokenizers, or the size and the id.
     """

@@ -50,13 +50,7 @@ and elementwise work. They rank configurations; measure with megatron-muon bench
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides costs and bytes: the values of training's flags.
-
-    Attributes:
-        buffer_mb: `--muon-exchange-buffer-mb`.
-        exchange_dtype: "fp32" or "bf16", what travels.
-        iteration: which iteration a block gets and what it costs on the machine.
-    """
+    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
 
     buffer_mb: float
     exchange_dtype: str
@@ -240,13 +234,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
 
 
 def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Settings:
-    """The command line's settings, else the config's, which has training's defaults.
-
-    Args:
-        args: the command line.
-        config: has the fields of `MuonSettings`; those of `OptimizerConfig` for Muon are training's defaults otherwise.
-        hardware: the machine.
-    """
+    """The command line's settings, else the config's; `MuonSettings` alone lacks those that `OptimizerConfig` has."""
     precision = getattr(config, "muon_fp32_matmul_prec", "medium")
     if args.ns_dtype is not None:
         precision = "medium" if args.ns_dtype == "bf16" else "highest"

@@ -99,12 +99,10 @@ HARDWARE = {machine.name: machine for machine in (*(sheet.expected() for sheet i
 
 @dataclass(frozen=True)
 class Group:
-    """A process group whose matrices are planned together.
+    """A process group whose matrices are planned together: "dense", "experts", or a captured "layout".
 
     Attributes:
-        name: "dense", "experts", or "layout" for one that was captured.
-        blocked: its layout.
-        stride: so many groups lie side by side in the world.
+        stride: groups of this kind that lie side by side in the world.
         together: consecutive global ranks in one group.
     """
 
@@ -152,7 +150,7 @@ def estimate(
         plan: owners and waves of a group.
         flops: operations of each matrix.
         hardware: what it runs on.
-        element_bytes: bytes of an element on the wire.
+        element_bytes: of an element on the wire.
         ns_dtype: "bf16" or "fp32", what the products run in.
         rank_stride: distance in the world between neighbours of the group, which decides who shares a node.
     """

@@ -63,7 +63,6 @@ def page(
     """The whole page.
 
     Args:
-        arms: all of them.
         empty: runs without a step.
         pictures: what `draw` returned.
         places: the folders that the user gave.

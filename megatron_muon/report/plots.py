@@ -54,15 +54,12 @@ AXES: Mapping[str, tuple[str, Axis]] = {
 def draw_losses(
     file: Path, arms: Sequence[Arm], axis: str, *, names: Mapping[str, str], window: int, compared: Sequence[Comparison]
 ) -> bool:
-    """Training and validation loss of arms, mean over seeds with the least and the most as a band.
+    """Training and validation loss of arms over one of `AXES`, mean over seeds with the least and the most as a band.
 
     Args:
-        file: where the picture goes.
-        arms: what is drawn.
-        axis: a key of `AXES`.
         names: what the legend calls an arm, by its name.
         window: logged steps that the training loss is averaged over.
-        compared: whose target is marked.
+        compared: the first one's target is marked.
     """
     label, where = AXES[axis]
     sides = {"training loss": [arm.train(window) for arm in arms]}
@@ -89,12 +86,9 @@ def draw_losses(
 
 
 def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
-    """Final loss against learning rate, a line for each optimizer through the best of each rate; diverged runs on top.
+    """Final loss, named `final`, against learning rate: a line for each optimizer through the best of each rate.
 
-    Args:
-        file: where the picture goes.
-        arms: all of them.
-        final: what the final loss is.
+    Diverged runs stand on top.
     """
     rates = sorted({arm.rate for arm in arms if arm.rate})
     if len(rates) < 2:

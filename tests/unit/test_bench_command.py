@@ -3,10 +3,7 @@
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,6 @@ from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.runs import processes
-from tests.unit.test_processes import is_gone
 
 STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
@@ -214,35 +210,3 @@ def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
     with pytest.raises(RunFailedError, match="the run ended with status 3"):
         processes.run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
     assert "what went wrong" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
-    """torchrun gives every rank a session, so ending its process group would leave the ranks behind."""
-    pid_file = tmp_path / "pid"
-    rank = "import time; time.sleep(60)"
-    launcher = (
-        "import subprocess, sys, pathlib, time; "
-        f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True); "
-        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid)); time.sleep(60)"
-    )
-    code = (
-        # A shell that runs tests in the background has SIGINT ignored, which children inherit.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import os, sys, pathlib; from megatron_muon.runs.processes import run_logged; "
-        f"run_logged([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path / 'log')!r}), "
-        "env=dict(os.environ), what='x')"
-    )
-    env = {**os.environ, "PYTHONPATH": str(processes.ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        child = int(pid_file.read_text())
-        process.send_signal(number)
-        assert process.wait(timeout=30) != 0
-    finally:
-        process.kill()
-    assert is_gone(child)
