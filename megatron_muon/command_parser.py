@@ -38,7 +38,7 @@ def write_json(file: Path | None, content: Any) -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose `take_megatron_flags` collects in `flags` what pretrain_gpt.py is to get.
+    """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
 
     Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of `--seeds`.
     """

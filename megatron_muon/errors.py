@@ -1,4 +1,4 @@
-"""What can go wrong, by whose part it is to mend it; `UserError` is the core's."""
+"""Errors by who can mend them; `UserError`, a mistake of the user, is the core's."""
 
 from megatron_muon.core.errors import UserError as UserError
 

@@ -1,4 +1,4 @@
-"""A GPU that exists and cannot be used: no reason to fall back to the CPU, where other nodes use theirs."""
+"""Finds a GPU that torch cannot use: this node must not fall back to the CPU where other nodes use their GPUs."""
 
 from __future__ import annotations
 

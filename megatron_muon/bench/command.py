@@ -33,7 +33,7 @@ PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": 
 """The module that each imports; what they are stands in `benchmarks/peers.py` and `fsdp2.py`."""
 
 CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
-"""Peers that cannot be measured, with the version that this was found of: `zeropower` and `foreach_zeropower` choose
+"""Peers that cannot be measured, with the version in which this was found: `zeropower` and `foreach_zeropower` choose
 the Triton kernel unless told otherwise, no option of their optimizers tells them, and its `gram_` asserts `is_cuda`."""
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon import cli, data
+from megatron_muon import cli
 from megatron_muon.data import SourceOptions, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
 from megatron_muon.data.sources import find_sources
 from megatron_muon.errors import UserError
@@ -334,10 +334,6 @@ def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, cap
     assert "up to date" in capsys.readouterr().out
     assert cli.main([*argv, "--no-append-eod"]) == 2
     assert capsys.readouterr().err.startswith("megatron-muon: error: ")
-
-
-def test_the_package_offers_its_names():
-    assert set(data.__all__) <= set(dir(data))
 
 
 def test_a_folder_is_no_prefix(tmp_path, monkeypatch, capsys):
