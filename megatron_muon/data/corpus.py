@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_muon.data import pool, tokenizers
+from megatron_muon.data import tokenizers
 from megatron_muon.data.sources import (
     STDLIB_EXCLUDED,
     ReadCounts,
@@ -243,7 +243,7 @@ def _write(
         bin_, idx, manifest_file = (paths.partial / path.name for path in (paths.bin, paths.idx, paths.manifest))
         builder = IndexedDatasetBuilder(str(bin_), dtype=dtype)
         try:
-            for place, ids in pool.encode_documents(documents, spec, workers):
+            for place, ids in tokenizers.encode_documents(documents, spec, workers):
                 _check_ids(ids, place, encoder.vocab_size)
                 ids = np.concatenate([ids, end], dtype=dtype, casting="unsafe")
                 builder.add_document(ids, [ids.size])

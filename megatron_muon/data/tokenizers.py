@@ -10,7 +10,10 @@ import argparse
 import dataclasses
 import functools
 import importlib.util
-from collections.abc import Callable
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +50,15 @@ _PACKAGES = {
     "TikTokenizer": "tiktoken",
 }
 """What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
+
+_BATCH_CHARACTERS = 1 << 20
+_BATCHES_PER_WORKER = 2
+
+Document = tuple[str, str]
+"""Where it stands, and its text."""
+
+Encoded = tuple[str, npt.NDArray[Any]]
+"""Where a document stands, and its ids."""
 
 
 @dataclass(frozen=True)
@@ -157,3 +169,54 @@ def build_megatron(args: argparse.Namespace) -> Any:
     except Exception as error:  # each tokenizer library has exceptions of its own
         named = "" if model is None else f" --tokenizer-model {model}"
         raise UserError(f"--tokenizer-type {kind}{named}: {' '.join(str(error).split())}") from error
+
+
+def encode_documents(documents: Iterable[Document], spec: TokenizerSpec, workers: int) -> Iterator[Encoded]:
+    """Yields (where it stands, ids) for every document, in order; one worker is this process.
+
+    Only a few batches are under way at any time, so memory stays bounded however long the input is.
+
+    Raises:
+        UserError: a text that the tokenizer does not take; names where it stands.
+    """
+    batches = _batches(documents)
+    if workers == 1:
+        for batch in batches:
+            yield from _encode(batch, spec)
+        return
+    # Spawned, not forked: torch and a progress bar have threads, whose locks a fork would copy while held.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as executor:
+        under_way: deque[Future[list[Encoded]]] = deque()
+        try:
+            for batch in batches:
+                under_way.append(executor.submit(_encode, batch, spec))
+                if len(under_way) > workers * _BATCHES_PER_WORKER:
+                    yield from under_way.popleft().result()
+            while under_way:
+                yield from under_way.popleft().result()
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document[1])
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batch: list[Document], spec: TokenizerSpec) -> list[Encoded]:
+    tokenizer = build(spec)
+    encoded = []
+    for place, text in batch:
+        try:
+            encoded.append((place, tokenizer.encode(text)))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
+    return encoded

@@ -18,7 +18,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from megatron_muon.command_parser import write_json
-from megatron_muon.doctor.findings import NOTE, OK, WRONG, Finding
+from megatron_muon.doctor import NOTE, OK, WRONG, Finding
 from megatron_muon.errors import UserError
 from megatron_muon.gpu import unusable_gpu
 from megatron_muon.quiet import quiet_imports

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_muon.doctor.findings import NOTE, OK, WRONG, Finding
+from megatron_muon.doctor import NOTE, OK, WRONG, Finding
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
