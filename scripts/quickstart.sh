@@ -39,13 +39,22 @@ fi
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
-# Runs a command that ends its own processes, and hands it the signals that this script gets.
+# Hands a signal on to a command, which ends its own processes, and waits for its end.
+stop() {
+    trap '' INT TERM HUP
+    printf '\nstopping ...\n' >&2
+    kill -TERM "$1" 2>/dev/null || true
+    wait "$1" || true
+    exit 130
+}
+
+# Runs a command and returns its exit code. It does not read the terminal; a signal to this script ends it.
 run() {
     local child code=0
     "$@" </dev/null &
     child=$!
     # shellcheck disable=SC2064 # the id of now is meant
-    trap "trap '' INT TERM HUP; kill -TERM $child; wait $child || true; exit 130" INT TERM HUP
+    trap "stop $child" INT TERM HUP
     wait "$child" || code=$?
     trap - INT TERM HUP
     return "$code"

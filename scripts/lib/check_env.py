@@ -5,11 +5,11 @@ size. pip takes one for installed as soon as its METADATA is there, so what an i
 would stay broken: --repair removes the metadata of broken distributions, and pip installs them over the rest.
 """
 
+import csv
 import re
 import shutil
 import sys
 import sysconfig
-from importlib.metadata import Distribution
 from pathlib import Path
 
 
@@ -18,19 +18,26 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def is_whole(distribution: Distribution) -> bool:
-    """Whether all files that a distribution recorded are there, with the size they were recorded with."""
-    files = distribution.files if distribution.read_text("METADATA") and distribution.read_text("RECORD") else None
+def is_whole(metadata: Path) -> bool:
+    """Whether all files that a distribution recorded are there, with the size they were recorded with.
+
+    importlib.metadata's `files` leaves out those that are missing.
+    """
     try:
-        return bool(files) and all(
-            file.size in (None, Path(file.locate()).stat().st_size) for file in files if file.suffix != ".pyc"
-        )
+        record = (metadata / "RECORD").read_text(encoding="utf-8")
+        (metadata / "METADATA").stat()
+        for name, _, size in csv.reader(record.splitlines()):
+            if not name.endswith(".pyc"):
+                actual = (metadata.parent / name).stat().st_size
+                if size and actual != int(size):
+                    return False
     except OSError:
         return False
+    return bool(record)
 
 
 def main(arguments: list[str]) -> None:
-    """Print the broken names on one line, nothing where all is well."""
+    """Print the broken names on one line, an empty line where all is well."""
     repair = "--repair" in arguments
     lines = (line.split("#")[0].strip() for line in Path(arguments[-1]).read_text(encoding="utf-8").splitlines())
     pins = {normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
@@ -41,7 +48,7 @@ def main(arguments: list[str]) -> None:
         name = normalized(name)
         if name not in pins:
             continue
-        if not is_whole(Distribution.at(metadata)):
+        if not is_whole(metadata):
             if repair:
                 shutil.rmtree(metadata)
         elif version == pins[name]:

@@ -302,7 +302,8 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
         if recorded is not None:
-            (metadata / "RECORD").write_text(f"{name}.py,sha256=x,{recorded}\n{name}.pyc,,\n")
+            kept = f"{metadata.name}/METADATA,,\n"  # one that is there beside one that may not be
+            (metadata / "RECORD").write_text(f"{kept}{name}.py,sha256=x,{recorded}\n{name}.pyc,,\n")
         if content is not None:
             (tmp_path / f"{name}.py").write_bytes(content)
     broken = ["absent", "gone-file", "no-record", "other-version", "short"]
