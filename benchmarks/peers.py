@@ -1,4 +1,6 @@
-"""DeepSpeed's ZeRO-3 Muon as a method of `megatron-muon bench step`: another implementation on the same matrices.
+"""Other implementations on the same matrices: DeepSpeed's, and below it the iteration of megatron-core's Muon.
+
+DeepSpeed's ZeRO-3 Muon is a method of `megatron-muon bench step`.
 
 A real engine holds the benchmark's weights, its backward delivers the benchmark's gradients, and its `step()` is timed.
 As of DeepSpeed 0.19.8 that call has all of Muon's work and nothing of forward or backward: backward averages gradients
@@ -27,8 +29,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from emerging_optimizers import utils as eo_utils
+from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
 
-from megatron_muon.core.probe import PhaseTimer
+from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
 from megatron_muon.patching import Patches
 
 NS_METHODS = {"deepspeed": "standard", "deepspeed-gram": "gram"}
@@ -153,3 +159,40 @@ def _counted(timer: PhaseTimer, call: Callable[..., Any]) -> Callable[..., Any]:
         return call(*args, **kwargs)
 
     return counted
+
+
+class UpstreamBatch:
+    """Matrices that are orthogonalised as megatron-core's Muon does it, one after the other, block by block.
+
+    Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], settings: Orthogonalizer) -> None:
+        self._shapes = shapes
+        self._splits = splits
+        self._settings = settings
+        self._matrices: list[torch.Tensor] = []
+
+    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
+        """Room for each whole matrix `(rows, cols)`."""
+        self._matrices = [like.new_empty(shape) for shape in self._shapes]
+        return self._matrices
+
+    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The scaled updates, none of which is looked at."""
+        matrices, self._matrices = self._matrices, []
+        updates = [self._update(matrix, split) for matrix, split in zip(matrices, self._splits, strict=True)]
+        return updates, torch.ones(len(updates), dtype=torch.bool, device=updates[0].device)
+
+    def _update(self, matrix: torch.Tensor, split: RowSplit) -> torch.Tensor:
+        settings = self._settings
+        update = torch.empty_like(matrix)
+        for block, place in zip(split.views(matrix), split.views(update), strict=True):
+            whole_block = block.reshape(-1, matrix.shape[1])
+            with eo_utils.fp32_matmul_precision(settings.matmul_precision):
+                orthogonal = muon_utils.newton_schulz(
+                    whole_block, steps=settings.num_steps, coefficient_type=settings.coefficient_type
+                )
+            scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
+            place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
+        return update

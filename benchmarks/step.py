@@ -19,23 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emerging_optimizers import utils as eo_utils
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
 
 from benchmarks.floor import Floor
 from benchmarks.fsdp2 import Fsdp2Muon
 from benchmarks.memory import peak_extra_bytes
-from benchmarks.offload import (
-    DiskProbe,
-    make_store,
-    method_of,
-    momentum_figures,
-    offload_of,
-    open_run,
-    transfer_ms,
-)
-from benchmarks.peers import NS_METHODS, DeepSpeedMuon
-from megatron_muon.bench.launch import StepSpec
+from benchmarks.offload import DiskProbe, momentum_figures
+from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamBatch
+from megatron_muon.bench.command import StepSpec
 from megatron_muon.core.blocks import RowSplit, whole
 from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
@@ -43,13 +33,14 @@ from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.probe import PHASES, SILENT, PhaseTimer, Probe, synchronize
+from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
 from megatron_muon.cpu.memory import keep_freed_memory
 from megatron_muon.ending import end_alone
 from megatron_muon.errors import UserError
 from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
+from megatron_muon.patching import Patches
 
 Peer = DeepSpeedMuon | Fsdp2Muon
 type Steps = torch.optim.Optimizer | Peer
@@ -62,17 +53,10 @@ LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.95, 0.1
 
 @dataclass(frozen=True)
 class Problem:
-    """What every method works on.
+    """What every method works on: the blocks' matrices, rows cut evenly over the ranks.
 
-    Attributes:
-        layout: the blocks' matrices, rows cut evenly over the ranks.
-        splits: how the rows of each matrix make blocks.
-        weights: this rank's rows of each matrix, fp32.
-        gradients: as `weights`; no method changes them.
-        orthogonalizer: the settings of Newton-Schulz.
-        plan: the owner scheme's.
-        group: all ranks.
-        device: where tensors lie.
+    `weights` and `gradients` are this rank's rows of each matrix, fp32; no method changes them. `plan` is the owner
+    scheme's.
     """
 
     layout: Layout
@@ -115,17 +99,16 @@ def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device)
         buffer_bytes=int(spec.buffer_mb * 2**20),
         element_bytes=orthogonalizer.dtype.itemsize,
     )
-    weights: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
+    parts = []
     for index, matrix in enumerate(layout.matrices):
         shard = matrix.shard_of(group.rank())
         rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
-        for parts, full in zip((weights, gradients), whole_matrices(index, matrix.shape, device), strict=True):
-            parts.append(full[rows].clone())
-    return Problem(layout, splits, tuple(weights), tuple(gradients), orthogonalizer, plan, group, device)
+        parts.append([full[rows].clone() for full in _whole_matrices(index, matrix.shape, device)])
+    weights, gradients = zip(*parts, strict=True)
+    return Problem(layout, splits, weights, gradients, orthogonalizer, plan, group, device)
 
 
-def whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def _whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Weight and gradient of the matrix with this index, `(rows, cols)`, fp32."""
     generator = torch.Generator(device).manual_seed(index)
     weight, gradient = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
@@ -135,7 +118,7 @@ def whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> 
 def make_peer(peer: str, problem: Problem) -> Peer:
     """Another implementation, on the same matrices and gradients. Collective."""
     weights, gradients = zip(
-        *(whole_matrices(i, m.shape, problem.device) for i, m in enumerate(problem.layout.matrices)), strict=True
+        *(_whole_matrices(i, m.shape, problem.device) for i, m in enumerate(problem.layout.matrices)), strict=True
     )
     if peer == "muon-fsdp2":
         return Fsdp2Muon(weights, problem.gradients, lr=LR, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
@@ -157,9 +140,11 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
         parameter.grad = gradient
     if method == "adam":
         return _megatron_adam(parameters)
-
-    matrices, rank = problem.layout.matrices, problem.group.rank()
-    store = None if run is None else make_store(run, problem.layout, rank=rank, device=problem.device)
+    matrices = problem.layout.matrices
+    store = None
+    if run is not None:
+        rank, groups = problem.group.rank(), [0] * len(matrices)
+        store = run.make_store(problem.layout, rank, groups, kind="bench", device=problem.device)
     return ShardedMuon(
         [{"params": parameters}],
         make_exchange(method, problem),
@@ -190,43 +175,6 @@ def make_exchange(method: str, problem: Problem) -> Exchange:
     return OwnerExchange(problem.plan, problem.group, batches, wire_dtype=orthogonalizer.dtype, device=problem.device)
 
 
-class UpstreamBatch:
-    """Matrices that are orthogonalised as megatron-core's Muon does it, one after the other, block by block.
-
-    Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
-    """
-
-    def __init__(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], settings: Orthogonalizer) -> None:
-        self._shapes = shapes
-        self._splits = splits
-        self._settings = settings
-        self._matrices: list[torch.Tensor] = []
-
-    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Room for each whole matrix `(rows, cols)`."""
-        self._matrices = [like.new_empty(shape) for shape in self._shapes]
-        return self._matrices
-
-    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The scaled updates, none of which is looked at."""
-        matrices, self._matrices = self._matrices, []
-        updates = [self._update(matrix, split) for matrix, split in zip(matrices, self._splits, strict=True)]
-        return updates, torch.ones(len(updates), dtype=torch.bool, device=updates[0].device)
-
-    def _update(self, matrix: torch.Tensor, split: RowSplit) -> torch.Tensor:
-        settings = self._settings
-        update = torch.empty_like(matrix)
-        for block, place in zip(split.views(matrix), split.views(update), strict=True):
-            whole_block = block.reshape(-1, matrix.shape[1])
-            with eo_utils.fp32_matmul_precision(settings.matmul_precision):
-                orthogonal = muon_utils.newton_schulz(
-                    whole_block, steps=settings.num_steps, coefficient_type=settings.coefficient_type
-                )
-            scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
-            place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
-        return update
-
-
 def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     """The Adam that megatron-core takes: transformer-engine's where it is installed and CUDA is there, else torch's.
 
@@ -249,7 +197,15 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     problem = make_problem(spec, group, device)
     optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
     optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
-    runs = {method_of(offload): open_run(offload, spec) for offload in spec.offload}
+    runs = {
+        f"owner+{offload}": OffloadRun(
+            offload,
+            spec.momentum_dtype,
+            directory=spec.offload_dir if offload == "nvme" else None,
+            buffer_mb=spec.offload_buffer_mb,
+        )
+        for offload in spec.offload
+    }
     optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
     disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
     floor = Floor(problem.plan, problem.splits, problem.orthogonalizer, group, device)
@@ -266,8 +222,9 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         floor.probe()
         if disk is not None:
             disk.probe()
-        _say(group, f"repeat {repeat + 1} of {spec.repeat}: " + ", ".join(
-            f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items()))  # fmt: skip
+        if group.rank() == 0:
+            latest = ", ".join(f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items())
+            print(f"repeat {repeat + 1} of {spec.repeat}: {latest}", flush=True)
 
     floor_ms, rates = floor.result()
     results = {}
@@ -283,12 +240,13 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
             results[method] |= momentum_figures(optimizer.store, group, device)
     for run in runs.values():
         run.close()
+    on_disk = results.get("owner+nvme", {}).get("momentum_bytes_all_ranks", {}).get("disk")
     itemsize = problem.orthogonalizer.dtype.itemsize
     return {
         "floor_ms": floor_ms,
         "rates": rates,
         "methods": results,
-        **_disk_figures(disk, results),
+        **({"disk": disk.result(on_disk)} if disk is not None else {}),
         "plan": {
             "load_max_over_mean": problem.plan.imbalance,
             "waves": len(problem.plan.waves),
@@ -299,17 +257,6 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads_per_rank": torch.get_num_threads(),
     }
-
-
-def _disk_figures(disk: DiskProbe | None, results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The disk's rates, and how long momentum on disk takes there and back at these."""
-    if disk is None:
-        return {}
-    disk.close()
-    rates = disk.result()
-    if (on_disk := results.get(method_of("nvme"))) is not None:
-        rates["transfer_ms"] = transfer_ms(on_disk["momentum_bytes_all_ranks"]["disk"], rates)
-    return {"disk": rates}
 
 
 def _timed(optimizer: Steps, problem: Problem) -> float:
@@ -335,16 +282,13 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
         RuntimeError: the bytes counted at the collectives are not those that the plan promises.
     """
     timer = PhaseTimer(problem.device)
-    if isinstance(optimizer, Peer):
-        patches = optimizer.attach(timer)
-        total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
-        patches.undo()
-    elif isinstance(optimizer, ShardedMuon):
-        optimizer.probe = timer
-        total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
-        optimizer.probe = SILENT
-    else:
-        total = sum(_timed(optimizer, problem) for _ in range(steps)) / steps
+    patches = optimizer.attach(timer) if isinstance(optimizer, Peer) else Patches()
+    if isinstance(optimizer, ShardedMuon):
+        patches.setting(optimizer, "probe", timer)
+    seconds = [_timed(optimizer, problem) for _ in range(steps)]
+    patches.undo()
+    total = sum(seconds) / steps
+    if method == "adam":
         timer.seconds["apply"] = total * steps  # type: ignore[assignment]  # a Counter of floats
     mine = [timer.seconds[phase] / steps for phase in PHASES[:-1]]
     mine.append(total - sum(mine))
@@ -382,7 +326,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
     The all-gather scheme pads every shard to the largest, and gathers fp32.
     """
     ranks = problem.group.size()
-    if method == "owner" or offload_of(method):
+    if method.startswith("owner"):
         return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
     if method.startswith("allgather"):
         padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
@@ -395,11 +339,6 @@ def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> li
     dist.all_reduce(tensor, op=operation, group=problem.group)
     result: list[float] = tensor.tolist()
     return result
-
-
-def _say(group: dist.ProcessGroup, text: str) -> None:
-    if group.rank() == 0:
-        print(text, flush=True)
 
 
 def settle_device(wanted: str, ranks: int) -> torch.device:
@@ -426,8 +365,7 @@ def settle_device(wanted: str, ranks: int) -> torch.device:
 
 def main(argv: Sequence[str]) -> int:
     """Measure as the specification in `argv[0]` says, and write `argv[1]`."""
-    values = json.loads(argv[0])
-    spec = StepSpec(**(values | {name: tuple(values[name]) for name in ("methods", "peers", "offload")}))
+    spec = StepSpec(**json.loads(argv[0]))
     try:
         device = settle_device(spec.device, spec.ranks)
         if spec.peers and device.type != "cpu":

@@ -1,7 +1,8 @@
 """The `megatron-muon` command: finds the subcommand, imports it, runs it, turns errors into one line.
 
-A subcommand is one entry of `COMMANDS` and one module with `configure(parser)` and `run(args) -> int`. Only
-the module that is asked for is imported, so that help and usage errors never wait for torch.
+A subcommand is one entry of `COMMANDS` and one module: `configure(parser)` adds arguments, description and examples,
+`run(args)` does the work, returns the exit status, and raises `UserError` for what the user got wrong. Only the module
+that is asked for is imported, so that help and usage errors never wait for torch.
 """
 
 import argparse
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Protocol, cast
+from types import ModuleType
 
 from megatron_muon import exit_codes
 from megatron_muon.command_parser import CommandParser
@@ -23,16 +24,6 @@ from megatron_muon.version import __version__
 
 EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepare and check"
 """Groups of subcommands, in the order of `megatron-muon --help`."""
-
-
-class CommandModule(Protocol):
-    """What a subcommand's module offers."""
-
-    def configure(self, parser: CommandParser) -> None:
-        """Adds arguments, description and examples; imports nothing heavy."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Does the work and returns the exit code; raises `UserError` for what the user got wrong."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +47,6 @@ COMMANDS = {
     "doctor": Command("megatron_muon.doctor.command", "check this environment, and a checkpoint", PREPARE),
 }
 
-VERSIONED_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine")
-
 EPILOG = """\
 examples:
   megatron-muon data prepare --stdlib --output data/stdlib
@@ -77,19 +66,13 @@ exit status:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line.
-
-    Args:
-        argv: The arguments after the program's name; `sys.argv[1:]` by default.
-
-    Returns:
-        0 when all went well, 1 after a failure, 2 after a mistake of the user, 130 after Ctrl-C; `train` has more.
-    """
+    """Runs the command line `argv`, by default `sys.argv[1:]`, and returns the exit status, as `EPILOG` has them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         parser, modules = _build_parser(arguments)
         args = parser.parse_args(arguments)
-        return modules[args.command].run(args)
+        status: int = modules[args.command].run(args)
+        return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
         return end.code if isinstance(end.code, int) else exit_codes.FAILURE
     except UserError as error:
@@ -109,27 +92,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def versions() -> str:
     """Returns what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
-    lines = [f"{'megatron-muon':<20} {__version__}"]
-    for package in VERSIONED_PACKAGES:
+    found = {"megatron-muon": __version__}
+    for package in ("megatron-core", "torch", "emerging-optimizers", "transformer-engine"):
         try:
-            lines.append(f"{package:<20} {metadata.version(package)}")
+            found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             if package != "transformer-engine":  # optional: its absence is nothing to report
-                lines.append(f"{package:<20} not installed")
-    lines.append(f"{'python':<20} {platform.python_version()}")
-    lines.append(f"{'system':<20} {platform.platform()}")
+                found[package] = "not installed"
+    found |= {"python": platform.python_version(), "system": platform.platform()}
     with contextlib.suppress(OSError):
         driver = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
-        lines.append(f"{'gpu driver':<20} {driver.removeprefix('NVRM version:').strip()}")
-    return "\n".join(lines)
-
-
-def _groups() -> str:
-    """The subcommands by group, one a line."""
-    lines = []
-    for group in (EXPERIMENTS, MEASURE, PREPARE):
-        lines += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
-    return "\n".join(lines)
+        found["gpu driver"] = driver.removeprefix("NVRM version:").strip()
+    return "\n".join(f"{name:<20} {version}" for name, version in found.items())
 
 
 class _ShowVersions(argparse.Action):
@@ -140,7 +114,7 @@ class _ShowVersions(argparse.Action):
         parser.exit(exit_codes.OK)
 
 
-def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, CommandModule]]:
+def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, ModuleType]]:
     """Returns the parser, and the module of the subcommand that `arguments` names, if any."""
     parser = CommandParser(
         prog="megatron-muon",
@@ -150,21 +124,24 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Comman
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
+    groups = []
+    for group in (EXPERIMENTS, MEASURE, PREPARE):
+        groups += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
         title="commands",
-        description=_groups(),
+        description="\n".join(groups),
         dest="command",
         metavar="COMMAND",
         required=True,
         help=argparse.SUPPRESS,
     )
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
-    modules: dict[str, CommandModule] = {}
+    modules: dict[str, ModuleType] = {}
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == wanted:
-            modules[name] = cast(CommandModule, importlib.import_module(command.module))
+            modules[name] = importlib.import_module(command.module)
             modules[name].configure(subparser)
     return parser, modules
 

@@ -6,10 +6,13 @@ Commands that start trainings take any flag of pretrain_gpt.py beside their own.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from megatron_muon.errors import UserError
 from megatron_muon.suggest import did_you_mean, nearest
 
 
@@ -20,8 +23,22 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def write_json(file: Path | None, content: Any) -> None:
+    """Writes what a command has found to the FILE of its --json, if that was given.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if file is None:
+        return
+    try:
+        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
+
+
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose `take_megatron_flags` collects in `flags` what pretrain_gpt.py is to get.
+    """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
 
     Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of `--seeds`.
     """
@@ -31,11 +48,7 @@ class CommandParser(argparse.ArgumentParser):
         self._passes_on = False
 
     def take_megatron_flags(self, words: str) -> None:
-        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows.
-
-        Args:
-            words: the help text.
-        """
+        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows."""
         self._passes_on = True
         self.add_argument("flags", nargs="*", metavar="FLAGS", help=words)
 

@@ -1,4 +1,4 @@
-"""The end of a rank that failed by itself."""
+"""Ends a rank that failed while the others go on."""
 
 from __future__ import annotations
 

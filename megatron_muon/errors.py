@@ -1,4 +1,4 @@
-"""What can go wrong, by whose part it is to mend it; `UserError` is the core's."""
+"""Errors by who can mend them; `UserError`, a mistake of the user, is the core's."""
 
 from megatron_muon.core.errors import UserError as UserError
 
@@ -44,24 +44,17 @@ class Reasons:
     """
 
     def __init__(self) -> None:
-        """Nothing is refused yet."""
         self.lines: list[str] = []
 
-    def __enter__(self) -> None:
-        """Begin a check."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Keep what the check refused; other errors go on."""
         if not isinstance(error, UserError):
             return False
         self.lines += [line for line in str(error).splitlines() if line not in self.lines]
         return True
 
     def tell(self) -> None:
-        """Raise what was refused.
-
-        Raises:
-            UserError: the reasons, one a line.
-        """
+        """Raises a `UserError` of the reasons, one a line, if there are any."""
         if self.lines:
             raise UserError("\n".join(self.lines))

@@ -4,8 +4,6 @@ OK = 0
 FAILURE = 1
 USAGE = 2
 """A mistake of the user."""
-RERUN = 16
-"""Megatron's: the loss or the gradients were not numbers, again when the step was repeated."""
 TEMPFAIL = 75
 """SIGTERM ended a training after a checkpoint: start it again."""
 INTERRUPTED = 130

@@ -1,4 +1,4 @@
-"""A GPU that exists and cannot be used: no reason to fall back to the CPU, where other nodes use theirs."""
+"""Finds a GPU that torch cannot use: this node must not fall back to the CPU where other nodes use their GPUs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ _DEVICES = Path("/dev")
 
 
 def refuse_unusable_gpu(wanted: str) -> None:
-    """Check that "auto" would not take the CPU on a machine whose GPU cannot be used.
-
-    Args:
-        wanted: `--device`.
+    """Check that `--device auto` would not take the CPU on a machine whose GPU cannot be used.
 
     Raises:
         UserError: names what is wrong with the GPU.
@@ -28,11 +25,7 @@ def refuse_unusable_gpu(wanted: str) -> None:
 
 
 def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why torch cannot use the NVIDIA GPU of this machine; None where it can, or there is none, or it is hidden.
-
-    Args:
-        environ: an empty CUDA_VISIBLE_DEVICES hides all GPUs on purpose.
-    """
+    """Why torch cannot use the NVIDIA GPU of this machine; None where it can, or there is none, or it is hidden."""
     import torch
 
     if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles"):

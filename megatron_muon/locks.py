@@ -23,7 +23,7 @@ from typing import Any
 from megatron_muon.errors import UserError
 
 SECONDS_TO_LOOK = 0.3
-"""For so long a lock is tried again: whoever only looks has it for an instant, whoever took it has yet to sign it."""
+"""How long a lock is tried again: whoever only looks holds it for an instant, whoever took it has yet to sign it."""
 
 _descriptors: set[int] = set()
 
@@ -33,7 +33,7 @@ class Lock:
     """A lock that one process at a time holds.
 
     Attributes:
-        file: in the folder that it is for.
+        file: in the folder that it locks.
         taken: what it means that another process holds it, such as "a run is under way in runs/a".
         remedy: what to do then.
     """
@@ -47,7 +47,7 @@ class Lock:
         """Holds the lock; its folder is made before, its file deleted afterwards.
 
         Args:
-            wait_s: how long a holder on another machine, which may be dead, is waited for.
+            wait_s: how long to wait for a holder on another machine, which may be dead.
 
         Yields:
             A descriptor that keeps the lock in a process that inherits it; None where the file system has no locks.

@@ -28,16 +28,10 @@ class Patches:
         return len(self._undo)
 
     def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
-        """Sets `owner.name` to `value`.
-
-        Args:
-            owner: A module or class.
-            name: The attribute, which must exist.
-            value: Its replacement.
-            takes: Names of parameters that the original must still accept.
+        """Sets `owner.name` to `value`; `owner` is a module or class.
 
         Raises:
-            RuntimeError: The attribute is missing, or no longer accepts `takes`. Nothing is changed then.
+            RuntimeError: the attribute is missing, or no longer accepts the parameters `takes`; nothing is changed.
         """
         _checked(owner, name, takes)
         own = vars(owner).get(name, _ABSENT)
@@ -77,7 +71,6 @@ class Patches:
 
 
 def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
-    """Returns `owner.name` after checking that it exists and accepts the parameters `takes`."""
     where = f"{getattr(owner, '__name__', owner)}.{name}"
     original = getattr(owner, name, _ABSENT)
     if original is _ABSENT:

@@ -37,9 +37,28 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 
 scripts/lib/setup.sh
-# shellcheck source=scripts/lib/run.sh
-source scripts/lib/run.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+
+# Hands a signal on to a command, which ends its own processes, and waits for its end.
+stop() {
+    trap '' INT TERM HUP
+    printf '\nstopping ...\n' >&2
+    kill -TERM "$1" 2>/dev/null || true
+    wait "$1" || true
+    exit 130
+}
+
+# Runs a command and returns its exit code. It does not read the terminal; a signal to this script ends it.
+run() {
+    local child code=0
+    "$@" </dev/null &
+    child=$!
+    # shellcheck disable=SC2064 # the id of now is meant
+    trap "stop $child" INT TERM HUP
+    wait "$child" || code=$?
+    trap - INT TERM HUP
+    return "$code"
+}
 
 # The manifest is written last.
 if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib.idx ]]; then

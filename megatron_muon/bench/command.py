@@ -14,11 +14,11 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.bench.launch import StepSpec
-from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.fields import DTYPES, OFFLOADS
@@ -33,8 +33,29 @@ PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": 
 """The module that each imports; what they are stands in `benchmarks/peers.py` and `fsdp2.py`."""
 
 CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
-"""Peers that cannot be measured, with the version that this was found of: `zeropower` and `foreach_zeropower` choose
+"""Peers that cannot be measured, with the version in which this was found: `zeropower` and `foreach_zeropower` choose
 the Triton kernel unless told otherwise, no option of their optimizers tells them, and its `gram_` asserts `is_cuda`."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """What `bench step` measures: its flags, under their names. Travels to the ranks as JSON."""
+
+    ranks: int
+    hidden_size: int
+    num_layers: int
+    ns_dtype: str
+    methods: Sequence[str]
+    peers: Sequence[str]
+    repeat: int
+    warmup: int
+    buffer_mb: float
+    device: str
+    offload: Sequence[str]
+    offload_dir: str | None
+    offload_buffer_mb: float
+    momentum_dtype: str
+
 
 EXAMPLES = """\
 examples:
@@ -75,15 +96,10 @@ def configure(parser: CommandParser) -> None:
     parser.description = "Measure optimizer steps and whole training steps."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    layout: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    _step_arguments(
-        actions.add_parser(
-            "step", help="time one optimizer step of each method", description=STEP_DESCRIPTION, **layout
-        )
-    )
-    _train_arguments(
-        actions.add_parser("train", help="time whole training steps", description=TRAIN_DESCRIPTION, **layout)
-    )
+    shape: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    step, train = "time one optimizer step of each method", "time whole training steps"
+    _step_arguments(actions.add_parser("step", help=step, description=STEP_DESCRIPTION, **shape))
+    _train_arguments(actions.add_parser("train", help=train, description=TRAIN_DESCRIPTION, **shape))
 
 
 def _step_arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,11 +141,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.resolve().parent.is_dir():
         raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(args.json.resolve().parent)!r}")
     results = _run_step(args) if args.action == "step" else _run_train(args)
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(results, indent=2) + "\n", "utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    write_json(args.json, results)
     show(results)
     return 0
 
@@ -140,7 +152,7 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     Raises:
         UserError: a peer that is not installed or needs CUDA, or a device or shards that peers are not measured on.
     """
-    check_peers(args.peers)
+    _check_peers(args.peers)
     if args.peers and args.device == "cuda":
         raise UserError(f"--peers {' '.join(args.peers)} --device cuda: measured on CPU alone; type --device cpu")
     if "muon-fsdp2" in args.peers and args.hidden_size % args.ranks:
@@ -156,21 +168,13 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
         from megatron_muon.offload.files import require_writable
 
         require_writable(Path(args.offload_dir))
-    names = {field.name for field in dataclasses.fields(StepSpec)} - {"methods", "peers", "offload"}
-    return StepSpec(
-        methods=tuple(dict.fromkeys(args.methods)),  # once each, in the order given
-        peers=tuple(dict.fromkeys(args.peers)),
-        offload=tuple(dict.fromkeys(args.offload)),
-        **{name: getattr(args, name) for name in names},
-    )
+    for name in ("methods", "peers", "offload"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name))))  # once each, in the order given
+    return StepSpec(**{field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)})
 
 
-def check_peers(peers: Sequence[str]) -> None:
-    """Refuse peers that are missing or cannot run here, before anything runs.
-
-    Raises:
-        UserError: names the peer and what to type.
-    """
+def _check_peers(peers: Sequence[str]) -> None:
+    """Refuse peers that are missing or cannot run here, before anything runs."""
     for peer in peers:
         if peer in CUDA_PEERS:
             raise UserError(
@@ -217,15 +221,8 @@ def _run_train(args: argparse.Namespace) -> dict[str, Any]:
         raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
     source = provenance(sys.argv[1:])
     with _status("training") as status:
-        figures = measure(
-            args.config,
-            ranks=args.ranks,
-            steps=args.steps,
-            warmup=args.warmup,
-            rounds=args.rounds,
-            flags=args.flags,
-            progress=status.update if status is not None else lambda text: print(text, file=sys.stderr),
-        )
+        progress = status.update if status is not None else lambda text: print(text, file=sys.stderr)
+        figures = measure(args, progress)
     return {"bench": "train", **figures, **source}
 
 
@@ -246,15 +243,12 @@ def show(results: Mapping[str, Any]) -> None:
 
 def step_tables(results: Mapping[str, Any]) -> list[Table]:
     """The methods' figures, then where their time goes, from the JSON of `bench step`."""
-    from rich.table import Table
-
     methods, floor, rates = results["methods"], results["floor_ms"], results["rates"]
     spec = results["setting"]
-    figures = Table(title=f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, "
-                          f"{spec['ns_dtype']}")  # fmt: skip
-    for column in ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB"):
-        is_name = column == "method"
-        figures.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
+    title = (
+        f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, {spec['ns_dtype']}"
+    )
+    figures = _table(title, "method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB")
     for method, values in methods.items():
         figures.add_row(
             method,
@@ -273,10 +267,7 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
     if of_peers:
         figures.caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
 
-    phases = Table(title="Phases in ms, mean over ranks, from steps of their own")
-    phases.add_column("phase")
-    for method in methods:
-        phases.add_column(method, justify="right")
+    phases = _table("Phases in ms, mean over ranks, from steps of their own", "phase", *methods)
     for phase in dict.fromkeys(phase for values in methods.values() for phase in values["phases_ms"]):
         cells = [values["phases_ms"].get(phase) for values in methods.values()]
         phases.add_row(phase, *("" if cell is None else f"{cell:,.1f}" for cell in cells))
@@ -286,13 +277,9 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
 
 def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> Table:
     """Where momentum lies, of the fullest rank, and what the disk can do."""
-    from rich.table import Table
-
     places = {"device": "device", "host": "host", "disk": "disk", "staging": "of these, staging"}
-    table = Table(title=f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank")
-    table.add_column("method")
-    for heading in (*places.values(), "/ owner"):
-        table.add_column(heading, justify="right")
+    title = f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank"
+    table = _table(title, "method", *places.values(), "/ owner")
     for method, values in offloaded.items():
         ratio = results["ratios"].get(f"{method}_over_owner")
         cells = [f"{values['momentum_bytes'][place] / 1e6:,.2f}" for place in places]
@@ -310,16 +297,25 @@ def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> 
 
 def train_table(results: Mapping[str, Any]) -> Table:
     """Muon against Adam, from the JSON of `bench train`."""
-    from rich.table import Table
-
-    table = Table(title=f"Training step, {results['tokens_per_step']:,} tokens")
-    for column in ("optimizer", "median ms", "by run", "state MB"):
-        table.add_column(column, justify="left" if column == "optimizer" else "right")
+    table = _table(
+        f"Training step, {results['tokens_per_step']:,} tokens", "optimizer", "median ms", "by run", "state MB"
+    )
     for name in ("muon", "adam"):
         runs = " ".join(f"{one[name]:,.0f}" for one in results["rounds_ms"])
         state = results["optimizer_state_bytes"][name] / 1e6
         table.add_row(name, f"{results[f'{name}_step_ms']:,.1f}", runs, f"{state:,.1f}")
     table.caption = f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes"
+    return table
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    """An empty table of numbers beside a column of names."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right")
     return table
 
 

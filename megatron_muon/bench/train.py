@@ -7,6 +7,7 @@ from the table that a Muon run prints.
 
 from __future__ import annotations
 
+import argparse
 import re
 import statistics
 import tempfile
@@ -32,39 +33,15 @@ _TABLE_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
 
 @dataclass(frozen=True)
 class TrainRun:
-    """What one run left behind.
-
-    Attributes:
-        step_ms: time of each step after the warm-up.
-        tokens_per_step: global batch size times sequence length.
-        muon_parameters: parameters that Muon takes; None in a run without Muon.
-    """
+    """What one run left behind: times after the warm-up; Muon's parameters, None in a run without Muon."""
 
     step_ms: tuple[float, ...]
     tokens_per_step: int
     muon_parameters: int | None
 
 
-def measure(
-    config: Path,
-    *,
-    ranks: int,
-    steps: int,
-    warmup: int,
-    rounds: int,
-    flags: Sequence[str],
-    progress: Callable[[str], None],
-) -> dict[str, Any]:
-    """The figures of `bench train`.
-
-    Args:
-        config: experiment file.
-        ranks: processes on this machine.
-        steps: steps of each run.
-        warmup: first steps that do not count.
-        rounds: runs of each optimizer, in turn.
-        flags: further flags for pretrain_gpt.py.
-        progress: told what is being done.
+def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
+    """The figures of `bench train`, from the command line; `progress` is told what is being done.
 
     Raises:
         UserError: the config cannot be read.
@@ -72,29 +49,25 @@ def measure(
     """
     from megatron_muon.megatron.flags.config_file import load_config
 
-    in_config = [flag for flag, _ in load_config(config).flags]
+    in_config = [flag for flag, _ in load_config(args.config).flags]
     runs: dict[str, list[TrainRun]] = {optimizer: [] for optimizer in OPTIMIZERS}
-    for number in range(rounds):
+    for number in range(args.rounds):
         for optimizer in OPTIMIZERS:
-            what = f"the {optimizer} run of round {number + 1} of {rounds}"
+            what = f"the {optimizer} run of round {number + 1} of {args.rounds}"
             progress(f"training: {what}")
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-                arguments = run_flags(in_config, optimizer, steps=steps, tensorboard=Path(folder, "tensorboard"))
-                command = torchrun(ranks, *pretrain_program(), "--config", str(config), *flags, *arguments)
-                log = Path(folder, "log")
-                run_logged(command, log, env=environment(ranks), what=what)
-                runs[optimizer].append(read_run(Path(folder, "tensorboard"), log, warmup=warmup))
+                tensorboard, log = Path(folder, "tensorboard"), Path(folder, "log")
+                flags = (*args.flags, *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard))
+                command = torchrun(args.ranks, *pretrain_program(), "--config", str(args.config), *flags)
+                run_logged(command, log, env=environment(args.ranks), what=what)
+                runs[optimizer].append(_read_run(tensorboard, log, warmup=args.warmup))
     return figures(runs)
 
 
 def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboard: Path) -> list[str]:
     """The flags that make a config's run short, logged at every step, and free of anything that is not training.
 
-    Args:
-        in_config: flags of the config; only these can be taken back.
-        optimizer: "muon" or "adam".
-        steps: number of training steps.
-        tensorboard: where the log goes.
+    Only flags that are `in_config` can be taken back.
     """
     taken_back = [part for flag in _NOT_MEASURED if flag in in_config for part in ("--unset", flag)]
     return [
@@ -105,12 +78,7 @@ def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboa
     ]
 
 
-def read_run(tensorboard: Path, log: Path, *, warmup: int) -> TrainRun:
-    """What a finished run logged.
-
-    Raises:
-        UserError: it logged no step after the warm-up.
-    """
+def _read_run(tensorboard: Path, log: Path, *, warmup: int) -> TrainRun:
     events = read_events(tensorboard)
     step_ms = tuple(point.value * 1e3 for point in events.points("iteration-time") if point.step > warmup)
     if not step_ms:

@@ -25,7 +25,7 @@ def install(*, force: bool = False) -> None:
     """Makes the CPU stand in for a CUDA device. Installing twice is installing once.
 
     Args:
-        force: Install although CUDA is available, for a CPU run on a machine with GPUs.
+        force: install although CUDA is available, for a CPU run on a machine with GPUs.
 
     Raises:
         RuntimeError: CUDA is available and `force` is not set, or torch or megatron-core has changed in a way

@@ -24,15 +24,13 @@ import torch.distributed as dist
 from megatron_muon.patching import Patches
 
 
-class Done:
+class _Done:
     """The handle of a collective that has already finished."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns at once."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
         return True
 
 
@@ -43,59 +41,39 @@ class PremulSum:
     factor: Any
 
 
-class BlockingDistributed(types.ModuleType):
-    """`torch.distributed` as Megatron-FSDP's buffers see it; what is not defined here is the real thing."""
+class _View(types.ModuleType):
+    """A module with some of its attributes replaced; what is not given is the real thing."""
 
-    def __init__(self) -> None:
-        super().__init__("torch.distributed (blocking)")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-    @staticmethod
-    def _make_nccl_premul_sum(factor: Any) -> PremulSum:
-        return PremulSum(factor)
-
-    @staticmethod
-    def all_gather_into_tensor(
-        output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
-    ) -> Done | None:
-        """`torch.distributed.all_gather_into_tensor`, finished on return."""
-        dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
-        return Done() if async_op else None
-
-    @staticmethod
-    def all_reduce(
-        tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-    ) -> Done | None:
-        """`torch.distributed.all_reduce`, finished on return."""
-        with _plain_sum(op, tensor, tensor, group) as plain_op:
-            dist.all_reduce(tensor, op=plain_op, group=group)
-        return Done() if async_op else None
-
-    @staticmethod
-    def reduce_scatter_tensor(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        op: Any = dist.ReduceOp.SUM,
-        group: Any = None,
-        async_op: bool = False,
-    ) -> Done | None:
-        """`torch.distributed.reduce_scatter_tensor`, finished on return."""
-        with _plain_sum(op, input, output, group) as plain_op:
-            dist.reduce_scatter_tensor(output, input, op=plain_op, group=group)
-        return Done() if async_op else None
-
-
-class _Torch(types.ModuleType):
-    """`torch`, but with `BlockingDistributed` for `torch.distributed`."""
-
-    def __init__(self) -> None:
-        super().__init__("torch (blocking collectives)")
-        self.distributed = BlockingDistributed()
+    def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
+        super().__init__(f"{module.__name__} (blocking collectives)")
+        self._module = module
+        vars(self).update(replaced)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        return getattr(self._module, name)
+
+
+def _all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+    return _Done() if async_op else None
+
+
+def _all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    with _plain_sum(op, tensor, tensor, group) as plain_op:
+        dist.all_reduce(tensor, op=plain_op, group=group)
+    return _Done() if async_op else None
+
+
+def _reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    with _plain_sum(op, input, output, group) as plain_op:
+        dist.reduce_scatter_tensor(output, input, op=plain_op, group=group)
+    return _Done() if async_op else None
 
 
 @contextlib.contextmanager
@@ -112,14 +90,21 @@ def _plain_sum(op: Any, source: torch.Tensor, result: torch.Tensor, group: Any) 
 
 
 @contextlib.contextmanager
-def one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[Done]:
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Done]:
     """Stands in for `torch.distributed._coalescing_manager`: each collective runs where it is written."""
-    yield Done()
+    yield _Done()
 
 
 def install(patches: Patches) -> None:
     """Gives Megatron-FSDP's buffer module blocking collectives."""
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
 
-    patches.replace(buffers, "_coalescing_manager", one_by_one, takes=("group", "device", "async_ops"))
-    patches.replace(buffers, "torch", _Torch())
+    blocking = _View(
+        dist,
+        _make_nccl_premul_sum=PremulSum,
+        all_gather_into_tensor=_all_gather_into_tensor,
+        all_reduce=_all_reduce,
+        reduce_scatter_tensor=_reduce_scatter_tensor,
+    )
+    patches.replace(buffers, "_coalescing_manager", _one_by_one, takes=("group", "device", "async_ops"))
+    patches.replace(buffers, "torch", _View(torch, distributed=blocking))

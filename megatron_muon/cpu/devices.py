@@ -9,6 +9,7 @@ loudly.
 Needed with megatron-core 0.19.x, whose training loop and Megatron-FSDP name the device in hundreds of places.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,59 +19,24 @@ from torch.utils import _device as device_context
 
 from megatron_muon.patching import Patches
 
-CPU = torch.device("cpu")
+_LIKE = ("normal", *(f"{kind}_like" for kind in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")))
+"""Functions of torch that create a tensor on the device named in `device=`, beside those that torch itself lists."""
 
-# Functions of torch that create a tensor on the device named in `device=`.
-FACTORIES = (
-    "arange",
-    "as_tensor",
-    "asarray",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "eye",
-    "full",
-    "full_like",
-    "linspace",
-    "logspace",
-    "normal",
-    "ones",
-    "ones_like",
-    "rand",
-    "rand_like",
-    "randint",
-    "randint_like",
-    "randn",
-    "randn_like",
-    "randperm",
-    "scalar_tensor",
-    "tensor",
-    "tril_indices",
-    "triu_indices",
-    "zeros",
-    "zeros_like",
-)
-TENSOR_FACTORIES = (
-    "new_empty",
-    "new_empty_strided",
-    "new_full",
-    "new_ones",
-    "new_tensor",
-    "new_zeros",
-)
+_NEW = tuple(f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones", "tensor", "zeros"))
+"""Methods of tensors that do."""
 
 
-def on_cpu(device: Any) -> Any:
+def _on_cpu(device: Any) -> Any:
     """Maps whatever names a CUDA device (string, `torch.device`, index) to the CPU; leaves the rest alone.
 
     `meta` stays `meta`: models are built there before they have storage.
     """
     if isinstance(device, torch.device):
-        return CPU if device.type == "cuda" else device
+        return torch.device("cpu") if device.type == "cuda" else device
     if isinstance(device, str):
-        return CPU if device.split(":")[0] == "cuda" else device
+        return "cpu" if device.split(":")[0] == "cuda" else device
     if isinstance(device, int) and not isinstance(device, bool):
-        return CPU  # a bare index means the current accelerator
+        return "cpu"  # a bare index means the current accelerator
     return device
 
 
@@ -79,15 +45,17 @@ def install(patches: Patches) -> None:
     # This list is cached on first use and its functions are compared by identity: fill it with the
     # originals, or `with torch.device("meta")` would not recognise the functions that it is meant to
     # redirect.
-    device_context._device_constructors()
+    listed = {function.__name__: function for function in device_context._device_constructors()}
+    own = sorted(name for name, function in listed.items() if getattr(torch, name, None) is function)
 
     # The functions are wrapped one by one; a TorchFunctionMode would be shorter, but it is suspended inside
     # Tensor.backward, where Megatron-FSDP's hooks allocate their buckets.
-    for name in FACTORIES:
-        patches.wrap(torch, name, _with_cpu_keywords)
-    for name in TENSOR_FACTORIES:
-        patches.wrap(torch.Tensor, name, _with_cpu_keywords)
-    patches.wrap(torch.Tensor, "to", _tensor_to)
+    for name in (*own, *_LIKE):
+        patches.wrap(torch, name, _mapped)
+    for name in _NEW:
+        patches.wrap(torch.Tensor, name, _mapped)
+    # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
+    patches.wrap(torch.Tensor, "to", functools.partial(_mapped, has_self=True))
     patches.wrap(torch.Tensor, "type", _tensor_type)
 
     # Everything lives on the one device there is, so moving there returns the tensor itself, as on a GPU.
@@ -97,35 +65,27 @@ def install(patches: Patches) -> None:
     patches.replace(torch.Tensor, "pin_memory", _itself)
     patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
-    patches.wrap(DeviceMesh, "__init__", _first_argument_on_cpu("device_type"), takes=("device_type",))
-    patches.wrap(device_context.DeviceContext, "__init__", _first_argument_on_cpu("device"), takes=("device",))
+    for owner, keyword in ((DeviceMesh, "device_type"), (device_context.DeviceContext, "device")):
+        patches.wrap(owner, "__init__", functools.partial(_mapped, has_self=True, keyword=keyword), takes=(keyword,))
 
 
 def _itself(tensor_or_module: Any, *args: Any, **kwargs: Any) -> Any:
     return tensor_or_module
 
 
-def _with_cpu_keywords(function: Callable[..., Any]) -> Callable[..., Any]:
-    def create(*args: Any, **kwargs: Any) -> Any:
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
+def _mapped(function: Callable[..., Any], *, has_self: bool = False, keyword: str = "device") -> Callable[..., Any]:
+    """`function` with its device on the CPU; methods take it as their first argument, too."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if has_self:
+            args = (args[0], *map(_on_cpu, args[1:2]), *args[2:])
+        if keyword in kwargs:
+            kwargs[keyword] = _on_cpu(kwargs[keyword])
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False  # pinned memory asks the driver
         return function(*args, **kwargs)
 
-    return create
-
-
-def _tensor_to(function: Callable[..., Any]) -> Callable[..., Any]:
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
-        if args:
-            args = (on_cpu(args[0]), *args[1:])
-        if "device" in kwargs:
-            kwargs["device"] = on_cpu(kwargs["device"])
-        return function(self, *args, **kwargs)
-
-    return to
+    return call
 
 
 def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,22 +105,3 @@ def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
         return name.replace("torch.", "torch.cuda.", 1) if self.device.type == "cpu" else name
 
     return type_
-
-
-def _first_argument_on_cpu(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def around(init: Callable[..., Any]) -> Callable[..., Any]:
-        def initialise(self: Any, *args: Any, **kwargs: Any) -> None:
-            if args:
-                args = (_same_kind(args[0]), *args[1:])
-            elif name in kwargs:
-                kwargs[name] = _same_kind(kwargs[name])
-            init(self, *args, **kwargs)
-
-        return initialise
-
-    return around
-
-
-def _same_kind(device: Any) -> Any:
-    mapped = on_cpu(device)
-    return mapped.type if isinstance(device, str) and isinstance(mapped, torch.device) else mapped

@@ -1,6 +1,6 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices and collectives.
 
-Counts of tokens that collectives can read, norms that know sequence parallelism, random numbers that resume where they
+Token counts as numbers for collectives, norms that know sequence parallelism, random numbers that resume where they
 stopped, and no saving in the background, which would write what training is changing meanwhile. None of it touches
 numerics. Needed with megatron-core 0.19.x.
 """

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_muon.data.corpus import PreparedData, Progress, prepare
+from megatron_muon.data.corpus import Progress, prepare
 from megatron_muon.data.sources import SourceOptions
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
@@ -53,13 +53,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--stdlib", action="store_true", help="take the running Python's standard library, about 30 MB")
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     add("--overwrite", action="store_true", help="replace existing output that holds something else")
-    add(
-        "--suffix",
-        nargs="+",
-        default=[],
-        metavar="S",
-        help="file name endings to take from directories (all)",
-    )
+    add("--suffix", nargs="+", default=[], metavar="S", help="file name endings to take from directories (all)")
     add(
         "--exclude",
         nargs="+",
@@ -67,48 +61,30 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         help="name or path patterns to pass over: tests '*_pb2.py'",
     )
+    add("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: .jsonl and .ndjson are JSONL")
+    add("--json-key", default="text", metavar="KEY", help="the field of a JSONL line that holds the text (text)")
     add(
-        "--format",
-        choices=("auto", "text", "jsonl"),
-        default="auto",
-        help="auto: .jsonl and .ndjson are JSONL",
-    )
-    add(
-        "--json-key",
-        default="text",
-        metavar="KEY",
-        help="the field of a JSONL line that holds the text (text)",
-    )
-    add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
-        help=f"{', '.join(TOKENIZER_TYPES)} (the first)")  # fmt: skip
+        "--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
+        help=f"{', '.join(TOKENIZER_TYPES)} (the first)",
+    )  # fmt: skip
     add("--tokenizer-model", metavar="MODEL", help="file, directory or name, as Megatron's flag of this name")
     add("--vocab-size", type=int, metavar="N", help="as Megatron's flag of this name")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
         help="end every document with the end-of-document id (yes)")  # fmt: skip
-    add(
-        "--workers",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tokenizing processes; worth it for slow tokenizers (1)",
-    )
+    add("--workers", type=int, default=1, metavar="N", help="tokenizing processes; worth it for slow tokenizers (1)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints what was written and how to train on it."""
     if args.output.endswith("/"):  # which a Path would not show
         raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
+    options = SourceOptions(tuple(args.suffix), tuple(args.exclude), args.format, args.json_key)
     with _progress() as progress:
         prepared = prepare(
             args.input,
             Path(args.output),
             stdlib=args.stdlib,
-            sources=SourceOptions(
-                suffixes=tuple(args.suffix),
-                exclude=tuple(args.exclude),
-                file_format=args.format,
-                json_key=args.json_key,
-            ),
+            sources=options,
             tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
             append_eod=args.append_eod,
             workers=args.workers,
@@ -117,25 +93,27 @@ def run(args: argparse.Namespace) -> int:
         )
     if prepared.skipped:
         print(prepared.skipped)
-    print(describe(prepared))
-    return 0
-
-
-def describe(prepared: PreparedData) -> str:
-    """Returns two lines: what is there, and the flags to train on it."""
-    state = "up to date" if prepared.up_to_date else "prepared"
-    return (
-        f"{state} {prepared.prefix}: {prepared.documents:,} documents, {prepared.tokens:,} tokens, "
-        f"{prepared.bytes:,} bytes, {prepared.seconds:.1f} s\n"
+    print(
+        f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {prepared.documents:,} documents, "
+        f"{prepared.tokens:,} tokens, {prepared.bytes:,} bytes, {prepared.seconds:.1f} s\n"
         f"train with: {' '.join(prepared.flags)}"
     )
+    return 0
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
     """Provides a progress bar on a terminal, and a plain line every few seconds elsewhere."""
     if not sys.stderr.isatty():
-        yield _PlainProgress()
+        told = time.monotonic()
+
+        def tell(read: int, total: int) -> None:
+            nonlocal told
+            if time.monotonic() - told >= _LINE_EVERY_SECONDS:
+                told = time.monotonic()
+                print(f"tokenizing: {read / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)
+
+        yield tell
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
@@ -144,19 +122,4 @@ def _progress() -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("reading", total=None)
-
-        def update(read: int, total: int) -> None:
-            bar.update(task, completed=read, total=total, description="tokenizing")
-
-        yield update
-
-
-class _PlainProgress:
-    def __init__(self) -> None:
-        self.last = time.monotonic()
-
-    def __call__(self, read: int, total: int) -> None:
-        now = time.monotonic()
-        if now - self.last >= _LINE_EVERY_SECONDS:
-            self.last = now
-            print(f"tokenizing: {read / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)
+        yield lambda read, total: bar.update(task, completed=read, total=total, description="tokenizing")

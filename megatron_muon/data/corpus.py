@@ -6,11 +6,14 @@ and an interrupted run leaves no half of a file. A manifest, `PREFIX.prepared.js
 is, the data is complete.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
 import os
-import sys
+import platform
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_muon.data import pool, tokenizers
+from megatron_muon.data import tokenizers
 from megatron_muon.data.sources import (
     STDLIB_EXCLUDED,
     ReadCounts,
@@ -43,17 +46,13 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """What `prepare` wrote, or found already written.
+    """What `prepare` wrote, or found already written (`up_to_date`).
 
     Attributes:
-        prefix: `PREFIX` as Megatron's `--data-path` takes it.
-        documents: Number of documents.
-        tokens: Number of tokens, end-of-document ids included.
-        bytes: Size of `PREFIX.bin`.
-        seconds: Wall time of this call.
-        flags: The flags with which training reads the data.
-        up_to_date: Nothing was written, because the same data was there.
-        skipped: What was passed over, in words; empty when nothing was.
+        tokens: number of tokens, end-of-document ids included.
+        bytes: size of `PREFIX.bin`.
+        flags: the flags with which training reads the data.
+        skipped: what was passed over, in words; empty when nothing was.
     """
 
     prefix: Path
@@ -62,8 +61,8 @@ class PreparedData:
     bytes: int
     seconds: float
     flags: tuple[str, ...]
-    up_to_date: bool = False
-    skipped: str = ""
+    up_to_date: bool
+    skipped: str
 
 
 def prepare(
@@ -76,46 +75,59 @@ def prepare(
     append_eod: bool = True,
     workers: int = 1,
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = lambda read, total: None,
 ) -> PreparedData:
     """Tokenizes the inputs into `output.bin` and `output.idx`.
 
     Args:
-        inputs: Text files, JSONL files, directories of them.
-        output: The prefix; missing parent directories are created.
-        stdlib: Also take the running interpreter's standard library (`*.py` files), after the inputs.
-        sources: Which files to take and how to read them.
-        tokenizer: Which tokenizer; byte-level by default.
-        append_eod: End every document with the tokenizer's end-of-document id.
-        workers: Processes that tokenize. The result does not depend on it.
-        overwrite: Replace existing output that holds something else.
-        progress: Told about the bytes read.
+        inputs: text files, JSONL files, directories of them.
+        output: the prefix; missing parent directories are created.
+        stdlib: also take the running interpreter's standard library (`*.py` files), after the inputs.
+        sources: which files to take and how to read them.
+        tokenizer: which tokenizer; byte-level by default.
+        append_eod: end every document with the tokenizer's end-of-document id.
+        workers: processes that tokenize. The result does not depend on it.
+        overwrite: replace existing output that holds something else.
+        progress: told about the bytes read.
 
     Raises:
-        UserError: A missing or broken input, nothing to prepare, output that exists already or cannot be
-            written.
+        UserError: a missing or broken input, nothing to prepare, output that exists already or cannot be written.
     """
     start = time.perf_counter()
     options, spec = sources or SourceOptions(), tokenizer or TokenizerSpec()
     tokenizers.check_spec(spec)
     if workers < 1:
         raise UserError(f"--workers {workers} is not possible; give 1 or more")
-    found = _find(list(inputs), output, stdlib, options)
-    settings = _settings(options, spec, append_eod, stdlib)
     paths = OutputPaths(output)
+    found = _find(list(inputs), paths, stdlib, options)
+    settings = _settings(options, spec, append_eod, stdlib)
     with paths.locked():
         manifest = paths.read_manifest()
-        same_settings = manifest is not None and manifest["settings"] == settings
-        if manifest is not None and same_settings and manifest["input_digest"] == input_digest(found):
-            return _prepared(output, manifest, spec, start, up_to_date=True)
+        up_to_date = (
+            manifest is not None
+            and manifest["settings"] == settings
+            and manifest["input_digest"] == input_digest(found)
+        )
         existing = [str(path) for path in (paths.bin, paths.idx) if path.exists()]
-        if existing and not overwrite:
+        if existing and not up_to_date and not overwrite:
             raise UserError(
                 f"{' and '.join(existing)} exist already, with other data or made with other options; "
-                f"add --overwrite to replace them, or choose another --output"
+                "add --overwrite to replace them, or choose another --output"
             )
-        manifest = _write(found, paths, options, spec, append_eod, workers, settings, progress)
-    return _prepared(output, manifest, spec, start)
+        if manifest is None or not up_to_date:
+            counts = ReadCounts()
+            documents = _reported(read_documents(found, options, counts), sum(s.size for s in found), progress)
+            manifest = _write(documents, counts, paths, spec, settings, workers)
+    return PreparedData(
+        prefix=output,
+        documents=manifest["documents"],
+        tokens=manifest["tokens"],
+        bytes=manifest["sizes"]["bin"],
+        seconds=time.perf_counter() - start,
+        flags=("--data-path", str(output), *spec.training_flags()),
+        up_to_date=up_to_date,
+        skipped=manifest["skipped"],
+    )
 
 
 def ensure_stdlib_corpus(prefix: Path) -> None:
@@ -125,21 +137,11 @@ def ensure_stdlib_corpus(prefix: Path) -> None:
     An older corpus at the same prefix (another interpreter, another version of this function) is replaced.
 
     Raises:
-        UserError: The directory cannot be written.
+        UserError: the directory cannot be written.
     """
-    paths, spec = OutputPaths(prefix), TokenizerSpec()
-    settings = _settings(SourceOptions(), spec, True, True)
-
-    def is_there() -> bool:
-        manifest = paths.read_manifest()
-        return manifest is not None and manifest["settings"] == settings
-
-    if is_there():
-        return
-    with paths.locked():
-        if not is_there():
-            found = _find([], prefix, True, SourceOptions())
-            _write(found, paths, SourceOptions(), spec, True, 1, settings, None)
+    manifest = OutputPaths(prefix).read_manifest()
+    if manifest is None or manifest["settings"] != _settings(SourceOptions(), TokenizerSpec(), True, True):
+        prepare([], prefix, stdlib=True, overwrite=True)
 
 
 class OutputPaths:
@@ -151,39 +153,32 @@ class OutputPaths:
         self.bin, self.idx, self.manifest = (
             prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")
         )
-        self.lock = prefix.with_name(f".{prefix.name}.lock")
-
-    def temporary(self, path: Path) -> Path:
-        """Returns the name under which `path` is written; fixed, so that the lock's next holder reuses it."""
-        return path.with_name(f".{path.name}.partial")
-
-    def all(self) -> list[Path]:
-        """Returns every file that may lie beside the prefix."""
-        final = [self.bin, self.idx, self.manifest]
-        return [*final, *(self.temporary(path) for path in final), self.lock]
+        # One name, so that the lock's next holder clears what a killed process left.
+        self.partial = prefix.with_name(f".{prefix.name}.partial")
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Holds the prefix's lock, waiting for whoever has it. The lock file stays: removing it would race.
 
         Raises:
-            UserError: The directory cannot be created or written.
+            UserError: the directory cannot be created or written.
         """
+        directory = self.prefix.parent
         if not self.prefix.name or self.prefix.is_dir():
             raise UserError(f"--output {str(self.prefix)!r} is a directory; give a prefix in it, such as data/corpus")
         try:
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            file = self.lock.open("a")
+            directory.mkdir(parents=True, exist_ok=True)
+            file = self.prefix.with_name(f".{self.prefix.name}.lock").open("a")
         except OSError as error:
             raise UserError(
-                f"cannot write to directory {str(self.prefix.parent)!r}: {error.strerror}; choose another --output"
+                f"cannot write to directory {str(directory)!r}: {error.strerror}; choose another --output"
             ) from None
         with file:
             fcntl.lockf(file, fcntl.LOCK_EX)
             yield
 
     def read_manifest(self) -> dict[str, Any] | None:
-        """Returns the manifest if it is there, readable, and the files have the sizes that it states."""
+        """The manifest if it is there, readable, and the files have the sizes that it states."""
         try:
             manifest = json.loads(self.manifest.read_text("utf-8"))
             sizes = {"bin": self.bin.stat().st_size, "idx": self.idx.stat().st_size}
@@ -193,27 +188,24 @@ class OutputPaths:
         return manifest if complete else None
 
 
-def _find(inputs: list[Path], output: Path, stdlib: bool, options: SourceOptions) -> list[Source]:
+def _find(inputs: list[Path], paths: OutputPaths, stdlib: bool, options: SourceOptions) -> list[Source]:
     if not inputs and not stdlib:
         raise UserError("nothing to prepare; give --input PATH... or --stdlib")
-    own = OutputPaths(output).all()
+    own = [paths.bin, paths.idx, paths.manifest]
     found = find_sources(inputs, options, own) if inputs else []
     if stdlib:
         only_python = SourceOptions(suffixes=(".py",), exclude=(*STDLIB_EXCLUDED, *options.exclude))
-        taken = [*own, *(source.path for source in found)]
-        found += find_sources([stdlib_directory()], only_python, taken)
+        found += find_sources([stdlib_directory()], only_python, [*own, *(source.path for source in found)])
     return found
 
 
 def _settings(options: SourceOptions, spec: TokenizerSpec, append_eod: bool, stdlib: bool) -> dict[str, Any]:
-    """Returns everything beside the input's bytes that decides what is written. JSON-comparable."""
+    """All that decides what is written, beside the input's bytes. JSON-comparable."""
     return {
         "tokenizer": [spec.tokenizer_type, spec.model, spec.vocab_size],
         "tokenizer_digest": model_digest(spec),
         "append_eod": append_eod,
-        "stdlib": f"python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-        if stdlib
-        else "",
+        "stdlib": f"python {platform.python_version()}" if stdlib else "",
         "suffixes": list(options.suffixes),
         "exclude": list(options.exclude),
         "format": options.file_format,
@@ -222,45 +214,45 @@ def _settings(options: SourceOptions, spec: TokenizerSpec, append_eod: bool, std
 
 
 def model_digest(spec: TokenizerSpec) -> str:
-    """Returns a digest of a model that is a file or directory: its path may hold another one next time."""
+    """A digest of a model that is a file or directory: its path may hold another one next time."""
     if spec.model is None or not Path(spec.model).exists():
         return ""
     return input_digest(find_sources([Path(spec.model)], SourceOptions()))
 
 
 def _write(
-    sources: list[Source],
+    documents: Iterator[tuple[str, str]],
+    counts: ReadCounts,
     paths: OutputPaths,
-    options: SourceOptions,
     spec: TokenizerSpec,
-    append_eod: bool,
-    workers: int,
     settings: dict[str, Any],
-    progress: Progress | None,
+    workers: int,
 ) -> dict[str, Any]:
     """Writes the three files and returns the manifest. The caller holds the lock."""
     encoder = tokenizers.build(spec)
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
-    if append_eod and encoder.eod is None:
+    if settings["append_eod"] and encoder.eod is None:
         raise UserError(f"{spec.tokenizer_type} has no end-of-document id; add --no-append-eod")
     dtype = DType.optimal_dtype(encoder.vocab_size)
-    counts = ReadCounts()
-    temporary = [paths.temporary(path) for path in (paths.bin, paths.idx, paths.manifest)]
-    documents = _reported(read_documents(sources, options, counts), sum(s.size for s in sources), progress)
+    end = np.array([encoder.eod] if settings["append_eod"] else [], dtype)
     tokens = written = 0
     try:
-        builder = IndexedDatasetBuilder(str(temporary[0]), dtype=dtype)
+        shutil.rmtree(paths.partial, ignore_errors=True)
+        paths.partial.mkdir()
+        bin_, idx, manifest_file = (paths.partial / path.name for path in (paths.bin, paths.idx, paths.manifest))
+        builder = IndexedDatasetBuilder(str(bin_), dtype=dtype)
         try:
-            for place, ids in pool.encode_documents(documents, spec, encoder, workers):
-                ids = _checked(ids, place, encoder, dtype, append_eod)
+            for place, ids in tokenizers.encode_documents(documents, spec, workers):
+                _check_ids(ids, place, encoder.vocab_size)
+                ids = np.concatenate([ids, end], dtype=dtype, casting="unsafe")
                 builder.add_document(ids, [ids.size])
                 tokens, written = tokens + ids.size, written + 1
         finally:
             builder.data_file.close()
         if not written:
-            raise UserError(f"found no document in {len(sources)} files ({counts.describe() or 'all empty'})")
-        builder.finalize(str(temporary[1]))
+            raise UserError(f"found no document in {counts.files} files ({counts.describe() or 'all empty'})")
+        builder.finalize(str(idx))
         manifest = {
             "version": MANIFEST_VERSION,
             "settings": settings,
@@ -269,63 +261,32 @@ def _write(
             "tokens": tokens,
             "vocab_size": encoder.vocab_size,
             "skipped": counts.describe(),
-            "sizes": {"bin": temporary[0].stat().st_size, "idx": temporary[1].stat().st_size},
+            "sizes": {"bin": bin_.stat().st_size, "idx": idx.stat().st_size},
         }
-        temporary[2].write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
+        manifest_file.write_text(json.dumps(manifest, indent=2) + "\n", "utf-8")
         paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
-        for path, final in zip(temporary, (paths.bin, paths.idx, paths.manifest), strict=True):
-            os.replace(path, final)
+        for file in (bin_, idx, manifest_file):
+            os.replace(file, paths.prefix.with_name(file.name))
     except OSError as error:
         raise UserError(f"cannot write {str(paths.prefix)!r}: {error.strerror or error}") from error
     finally:
-        for path in temporary:
-            path.unlink(missing_ok=True)
+        shutil.rmtree(paths.partial, ignore_errors=True)
     return manifest
 
 
-def _checked(
-    ids: npt.NDArray[Any],
-    place: str,
-    encoder: tokenizers.Tokenizer,
-    dtype: type[np.number[Any]],
-    append_eod: bool,
-) -> npt.NDArray[Any]:
-    """Returns `ids` as `dtype`, ended by the end-of-document id; an id outside the vocabulary is an error."""
-    if ids.size and (int(ids.max()) >= encoder.vocab_size or int(ids.min()) < 0):
+def _check_ids(ids: npt.NDArray[Any], place: str, vocab_size: int) -> None:
+    if ids.size and (ids.max() >= vocab_size or ids.min() < 0):
         raise UserError(
-            f"{place}: token ids reach from {int(ids.min())} to {int(ids.max())}, the vocabulary has "
-            f"{encoder.vocab_size}; give a larger --vocab-size"
+            f"{place}: token ids reach from {ids.min()} to {ids.max()}, the vocabulary has {vocab_size}; give a larger "
+            "--vocab-size"
         )
-    if not append_eod:
-        return ids.astype(dtype)
-    ended = np.empty(ids.size + 1, dtype=dtype)
-    ended[:-1] = ids
-    ended[-1] = encoder.eod
-    return ended
 
 
-def _reported(documents: Iterator[tuple[str, str]], total: int, progress: Progress | None) -> Iterator[tuple[str, str]]:
+def _reported(documents: Iterator[tuple[str, str]], total: int, progress: Progress) -> Iterator[tuple[str, str]]:
     """Passes documents on and reports the bytes that they hold (their characters, for speed)."""
     read = 0
     for document in documents:
         yield document
         read += len(document[1])
-        if progress is not None:
-            progress(min(read, total), total)
-    if progress is not None:
-        progress(total, total)
-
-
-def _prepared(
-    output: Path, manifest: dict[str, Any], spec: TokenizerSpec, start: float, *, up_to_date: bool = False
-) -> PreparedData:
-    return PreparedData(
-        prefix=output,
-        documents=manifest["documents"],
-        tokens=manifest["tokens"],
-        bytes=manifest["sizes"]["bin"],
-        seconds=time.perf_counter() - start,
-        flags=("--data-path", str(output), *spec.training_flags()),
-        up_to_date=up_to_date,
-        skipped=manifest["skipped"],
-    )
+        progress(min(read, total), total)
+    progress(total, total)

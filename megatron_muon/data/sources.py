@@ -4,15 +4,18 @@ A text file is one document; a line of a JSONL file is one. Files that are binar
 counted and passed over. Nothing here tokenizes.
 """
 
+from __future__ import annotations
+
 import fnmatch
 import hashlib
 import json
 import os
 import sysconfig
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePath
+from typing import BinaryIO, Literal
 
 from megatron_muon.errors import UserError
 
@@ -31,14 +34,12 @@ FileFormat = Literal["auto", "text", "jsonl"]
 
 @dataclass(frozen=True)
 class SourceOptions:
-    """What to take from the inputs.
+    """What to take from the inputs: the flags of `data prepare`.
 
     Attributes:
-        suffixes: File name endings taken from directories; empty means every file. A file named explicitly is
-            always taken.
+        suffixes: of files in directories; empty means every file. A file named explicitly is always taken.
         exclude: `fnmatch` patterns against a file's or directory's name and its path relative to the input.
         file_format: `auto` reads `.jsonl` and `.ndjson` as JSONL and everything else as text.
-        json_key: The field of a JSONL line that holds the document.
     """
 
     suffixes: tuple[str, ...] = ()
@@ -58,44 +59,31 @@ class Source:
 
 @dataclass
 class ReadCounts:
-    """What reading passed over, and a running digest of the names and bytes that were read."""
+    """How many files were read, what was passed over, and a running digest of the names and bytes that were read."""
 
-    binary_files: int = 0
-    not_utf8_files: int = 0
-    empty_documents: int = 0
-    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    files: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    digest: hashlib._Hash = field(default_factory=hashlib.sha256)
 
     def describe(self) -> str:
-        """Returns for example `skipped: 2 binary files, 1 not UTF-8`, or nothing when nothing was skipped."""
-        parts = [
-            f"{number} {what}"
-            for number, what in (
-                (self.binary_files, "binary files"),
-                (self.not_utf8_files, "files that are not UTF-8"),
-                (self.empty_documents, "empty documents"),
-            )
-            if number
-        ]
-        return "skipped: " + ", ".join(parts) if parts else ""
+        """For example `skipped: 2 binary files, 1 empty documents`; nothing when nothing was skipped."""
+        kinds = [kind for kind in ("binary files", "files that are not UTF-8", "empty documents") if self.skipped[kind]]
+        return "skipped: " + ", ".join(f"{self.skipped[kind]} {kind}" for kind in kinds) if kinds else ""
 
 
 def stdlib_directory() -> Path:
-    """Returns the directory of the running interpreter's standard library."""
+    """The directory of the running interpreter's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_sources(inputs: Iterable[Path], options: SourceOptions, not_these: Iterable[Path] = ()) -> list[Source]:
     """Lists the files of the inputs: inputs in the order given, a directory's files sorted by relative path.
 
-    Args:
-        inputs: Files, or directories to search through. Hidden files and directories below them are passed
-            over.
-        options: What to take.
-        not_these: Files never taken, for example the output when it lies inside an input. A file reached
-            twice is listed once.
+    What is hidden below a directory is passed over, as are files of `not_these`, such as the output. A file reached
+    twice is listed once.
 
     Raises:
-        UserError: An input does not exist, or there is nothing to take.
+        UserError: an input does not exist, or there is nothing to take.
     """
     inputs = list(inputs)
     seen = {os.path.realpath(path) for path in not_these}
@@ -118,38 +106,34 @@ def find_sources(inputs: Iterable[Path], options: SourceOptions, not_these: Iter
 def _walk(root: Path, options: SourceOptions) -> list[tuple[str, Path]]:
     """Returns (relative POSIX path, path) of the wanted files below `root`, sorted by the former."""
 
-    def excluded(name: str, relative: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(relative, p) for p in options.exclude)
+    def excluded(relative: PurePath) -> bool:
+        names = (relative.name, relative.as_posix())
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in options.exclude for name in names)
+
+    def unreadable(error: OSError) -> None:
+        raise UserError(f"cannot read directory {error.filename!r}: {error.strerror}; leave it out with --exclude")
 
     found: list[tuple[str, Path]] = []
-    for directory, subdirectories, names in os.walk(root, onerror=_unreadable):
-        here = Path(directory)
-        prefix = here.relative_to(root).as_posix()
-        prefix = "" if prefix == "." else prefix + "/"
+    for directory, subdirectories, names in os.walk(root, onerror=unreadable):
+        here = Path(directory).relative_to(root)
         subdirectories[:] = [
             name
             for name in subdirectories
-            if not name.startswith(".") and name not in SKIPPED_DIRECTORIES and not excluded(name, prefix + name)
+            if not name.startswith(".") and name not in SKIPPED_DIRECTORIES and not excluded(here / name)
         ]
         for name in names:
             if name.startswith(".") or (options.suffixes and not name.endswith(options.suffixes)):
                 continue
-            path = here / name
-            if not excluded(name, prefix + name) and path.is_file():
-                found.append((prefix + name, path))
+            if not excluded(here / name) and (root / here / name).is_file():
+                found.append(((here / name).as_posix(), root / here / name))
     return sorted(found)
 
 
-def _unreadable(error: OSError) -> None:
-    raise UserError(f"cannot read directory {error.filename!r}: {error.strerror}; leave it out with --exclude")
-
-
 def input_digest(sources: Iterable[Source]) -> str:
-    """Returns the digest that reading all documents of `sources` arrives at, without decoding anything."""
+    """The digest that reading all documents of `sources` arrives at, without decoding anything."""
     digest = hashlib.sha256()
     for source in sources:
-        _digest_name(digest, source)
-        with _open(source) as file:
+        with _open(source, digest) as file:
             while block := file.read(_BLOCK_BYTES):
                 digest.update(block)
     return digest.hexdigest()
@@ -159,68 +143,63 @@ def read_documents(sources: Iterable[Source], options: SourceOptions, counts: Re
     """Yields (where it stands, text) for every document, updating `counts` on the way.
 
     Raises:
-        UserError: A JSONL line is broken or lacks the field (names file and line), or a file cannot be read.
+        UserError: a JSONL line is broken or lacks the field (names file and line), or a file cannot be read.
     """
     for source in sources:
-        _digest_name(counts.digest, source)
-        as_jsonl = options.file_format == "jsonl" or (
+        counts.files += 1
+        is_jsonl = options.file_format == "jsonl" or (
             options.file_format == "auto" and source.path.name.endswith(JSONL_SUFFIXES)
         )
-        if as_jsonl:
-            yield from _read_jsonl(source, options.json_key, counts)
-        else:
-            with _open(source) as file:
+        with _open(source, counts.digest) as file:
+            documents: Iterable[tuple[str, str | None]]
+            if is_jsonl:
+                documents = _read_jsonl(source, file, options.json_key, counts)
+            else:
                 raw = file.read()
-            counts.digest.update(raw)
-            text = _decode(raw, counts)
-            if text:
-                yield source.label, text
+                counts.digest.update(raw)
+                documents = [(source.label, _decode(raw, counts))]
+            for place, text in documents:
+                if text:
+                    yield place, text
+                elif text is not None:
+                    counts.skipped["empty documents"] += 1
 
 
-def _decode(raw: bytes, counts: ReadCounts) -> str:
-    if not raw:
-        counts.empty_documents += 1
-        return ""
+def _decode(raw: bytes, counts: ReadCounts) -> str | None:
+    """The text; None where it is counted as passed over."""
     if b"\0" in raw:
-        counts.binary_files += 1
-        return ""
+        counts.skipped["binary files"] += 1
+        return None
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError:
-        counts.not_utf8_files += 1
-        return ""
+        counts.skipped["files that are not UTF-8"] += 1
+        return None
 
 
-def _read_jsonl(source: Source, key: str, counts: ReadCounts) -> Iterator[tuple[str, str]]:
-    with _open(source) as file:
-        for number, line in enumerate(file, start=1):
-            counts.digest.update(line)
-            if not line.strip():
-                continue
-            place = f"{source.path}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 alike, or nested too deeply
-                raise UserError(f"{place}: not a JSON object on one line ({error})") from None
-            if not isinstance(record, dict):
-                raise UserError(f"{place}: expected a JSON object, found {type(record).__name__}")
-            if key not in record:
-                fields = ", ".join(sorted(record)) or "none"
-                raise UserError(f"{place}: no field {key!r} (fields: {fields}); choose one with --json-key")
-            text = record[key]
-            if not isinstance(text, str):
-                raise UserError(f"{place}: field {key!r} holds {type(text).__name__}, expected a string")
-            if text:
-                yield place, text
-            else:
-                counts.empty_documents += 1
+def _read_jsonl(source: Source, file: BinaryIO, key: str, counts: ReadCounts) -> Iterator[tuple[str, str]]:
+    for number, line in enumerate(file, start=1):
+        counts.digest.update(line)
+        if not line.strip():
+            continue
+        place = f"{source.path}:{number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # broken JSON and broken UTF-8 alike, or nested too deeply
+            raise UserError(f"{place}: not a JSON object on one line ({error})") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: expected a JSON object, found {type(record).__name__}")
+        if key not in record:
+            fields = ", ".join(sorted(record)) or "none"
+            raise UserError(f"{place}: no field {key!r} (fields: {fields}); choose one with --json-key")
+        if not isinstance(text := record[key], str):
+            raise UserError(f"{place}: field {key!r} holds {type(text).__name__}, expected a string")
+        yield place, text
 
 
-def _digest_name(digest: "hashlib._Hash", source: Source) -> None:
+def _open(source: Source, digest: hashlib._Hash) -> BinaryIO:
+    """Opens a file, whose name and size go into the digest before its bytes."""
     digest.update(f"\0{source.label}\0{source.size}\0".encode("utf-8", "surrogateescape"))
-
-
-def _open(source: Source):  # type: ignore[no-untyped-def]
     try:
         return source.path.open("rb")
     except OSError as error:

@@ -8,8 +8,12 @@ does with the same values.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
-from collections.abc import Callable
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,19 +51,19 @@ _PACKAGES = {
 }
 """What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
 
-Encode = Callable[[str], npt.NDArray[Any]]
+_BATCH_CHARACTERS = 1 << 20
+_BATCHES_PER_WORKER = 2
+
+Document = tuple[str, str]
+"""Where it stands, and its text."""
+
+Encoded = tuple[str, npt.NDArray[Any]]
+"""Where a document stands, and its ids."""
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Which tokenizer, in the words of Megatron's command line.
-
-    Attributes:
-        tokenizer_type: One of `TOKENIZER_TYPES`.
-        model: Megatron's `--tokenizer-model`.
-        vocab_size: Megatron's `--vocab-size`. For the byte-level tokenizer at least 257; the last id ends
-            documents.
-    """
+    """Which tokenizer, in the words of Megatron's command line; the last id of the byte-level one ends documents."""
 
     tokenizer_type: str = BYTE_LEVEL
     model: str | None = None
@@ -80,15 +84,9 @@ class TokenizerSpec:
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer ready for use.
+    """A tokenizer ready for use: text to ids without an end-of-document id, which some tokenizers do not have."""
 
-    Attributes:
-        encode: Text to a one-dimensional array of ids, without an end-of-document id.
-        vocab_size: Number of ids; every id is smaller.
-        eod: The id that ends a document; None where the tokenizer has none.
-    """
-
-    encode: Encode
+    encode: Callable[[str], npt.NDArray[Any]]
     vocab_size: int
     eod: int | None
 
@@ -99,11 +97,7 @@ def encode_bytes(text: str) -> npt.NDArray[np.uint8]:
 
 
 def check_spec(spec: TokenizerSpec) -> None:
-    """Refuses what can be seen to be wrong without importing anything.
-
-    Raises:
-        UserError: An unknown type, a vocabulary too small for bytes, or a missing model or vocabulary size.
-    """
+    """Refuses, by a `UserError`, what can be seen to be wrong without importing anything."""
     kind, size = spec.tokenizer_type, spec.vocab_size
     if kind not in TOKENIZER_TYPES:
         raise UserError(f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}")
@@ -122,8 +116,9 @@ def check_spec(spec: TokenizerSpec) -> None:
         raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
 
 
+@functools.cache
 def build(spec: TokenizerSpec) -> Tokenizer:
-    """Builds the tokenizer; all but the byte-level one import megatron-core, which takes seconds.
+    """Builds the tokenizer, once in a process; all but the byte-level one import megatron-core, which takes seconds.
 
     Raises:
         UserError: What `check_spec` refuses, a missing package, or a model that does not load.
@@ -133,23 +128,19 @@ def build(spec: TokenizerSpec) -> Tokenizer:
         size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
         return Tokenizer(encode=encode_bytes, vocab_size=size, eod=size - 1)
 
-    tokenizer = _build_megatron(spec)
-
-    def encode(text: str) -> npt.NDArray[np.int64]:
-        return np.asarray(tokenizer.tokenize(text), dtype=np.int64)
-
-    eod = getattr(tokenizer, "eod", None)
-    return Tokenizer(encode=encode, vocab_size=int(tokenizer.vocab_size), eod=None if eod is None else int(eod))
-
-
-def _build_megatron(spec: TokenizerSpec) -> Any:
     with quiet_imports():
         from megatron.training.config import TokenizerConfig
 
     args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
     args.tokenizer_type, args.tokenizer_model = spec.tokenizer_type, spec.model
     args.vocab_size, args.pad_vocab_size = spec.vocab_size, False
-    return build_megatron(args)
+    tokenizer = build_megatron(args)
+    eod = getattr(tokenizer, "eod", None)
+    return Tokenizer(
+        encode=lambda text: np.asarray(tokenizer.tokenize(text), dtype=np.int64),
+        vocab_size=int(tokenizer.vocab_size),
+        eod=None if eod is None else int(eod),
+    )
 
 
 def build_megatron(args: argparse.Namespace) -> Any:
@@ -178,3 +169,54 @@ def build_megatron(args: argparse.Namespace) -> Any:
     except Exception as error:  # each tokenizer library has exceptions of its own
         named = "" if model is None else f" --tokenizer-model {model}"
         raise UserError(f"--tokenizer-type {kind}{named}: {' '.join(str(error).split())}") from error
+
+
+def encode_documents(documents: Iterable[Document], spec: TokenizerSpec, workers: int) -> Iterator[Encoded]:
+    """Yields (where it stands, ids) for every document, in order; one worker is this process.
+
+    Only a few batches are under way at any time, so memory stays bounded however long the input is.
+
+    Raises:
+        UserError: a text that the tokenizer does not take; names where it stands.
+    """
+    batches = _batches(documents)
+    if workers == 1:
+        for batch in batches:
+            yield from _encode(batch, spec)
+        return
+    # Spawned, not forked: torch and a progress bar have threads, whose locks a fork would copy while held.
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as executor:
+        under_way: deque[Future[list[Encoded]]] = deque()
+        try:
+            for batch in batches:
+                under_way.append(executor.submit(_encode, batch, spec))
+                if len(under_way) > workers * _BATCHES_PER_WORKER:
+                    yield from under_way.popleft().result()
+            while under_way:
+                yield from under_way.popleft().result()
+        finally:
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch: list[Document] = []
+    characters = 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document[1])
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(batch: list[Document], spec: TokenizerSpec) -> list[Encoded]:
+    tokenizer = build(spec)
+    encoded = []
+    for place, text in batch:
+        try:
+            encoded.append((place, tokenizer.encode(text)))
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
+    return encoded

@@ -1,14 +1,15 @@
-"""Whether a run's vocabulary is that of its data, from what lies beside the data; nothing is read in full."""
+"""What prepared data is, from its index, manifest and first ids, and whether it is of the vocabulary of a run."""
 
 from __future__ import annotations
 
 import argparse
+import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from megatron_muon.data.corpus import OutputPaths, model_digest
-from megatron_muon.data.index import read_head
 from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
 
@@ -19,15 +20,34 @@ _SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2
 _SAMPLE_TOKENS = 1 << 20
 
 
+def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
+    """What the index (`PREFIX.idx`) says first: the dtype of the token ids, and the number of documents.
+
+    Raises:
+        UserError: the index cannot be read, is not an index, or is cut short.
+    """
+    from megatron.core.datasets.indexed_dataset import _IndexReader
+
+    file = Path(prefix + ".idx")
+    try:
+        index = _IndexReader(str(file), multimodal=False)
+        dtype = np.dtype(index.dtype)
+        assert dtype.kind in "iu", dtype
+    except OSError as error:
+        raise UserError(f"{file} cannot be read ({error.strerror}); give this user the right to read it") from None
+    except (AssertionError, struct.error, ValueError):  # another file, one cut short, or of a type unknown to Megatron
+        raise UserError(
+            f"{file} is not an index of Megatron's data, or is damaged; type: "
+            f"megatron-muon data prepare --input TEXT --output {prefix}"
+        ) from None
+    return dtype, index.sequence_count
+
+
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
     """Refuse data that another tokenizer made, or with ids that the model has no row for.
 
     `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning is looked at. A run's
     NullTokenizer stands for any tokenizer: only the size of its vocabulary counts.
-
-    Args:
-        prefix: as `--data-path` takes it; both files are there.
-        args: validated settings, with the padded size of the vocabulary.
 
     Raises:
         UserError: names both tokenizers, or the size and the id.
@@ -79,5 +99,6 @@ def _shown(spec: TokenizerSpec) -> str:
 
 def _largest_id(prefix: str) -> int:
     """The largest id of the first tokens."""
-    ids = np.fromfile(prefix + ".bin", dtype=read_head(prefix).dtype, count=_SAMPLE_TOKENS)
+    dtype, _ = read_head(prefix)
+    ids = np.fromfile(prefix + ".bin", dtype, count=_SAMPLE_TOKENS)
     return int(ids.max()) if ids.size else 0

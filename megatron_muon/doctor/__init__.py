@@ -1,1 +1,16 @@
-"""`megatron-muon doctor`: checks of an environment, a checkpoint and offloaded momentum."""
+"""`megatron-muon doctor`: checks of an environment, a checkpoint and offloaded momentum, as findings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: what was looked at, how it is, and the details or the remedy."""
+
+    about: str
+    state: str
+    text: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import json
 import os
 import platform
 import tempfile
@@ -16,7 +15,10 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-from megatron_muon.doctor.findings import NOTE, OK, WRONG, Finding
+from packaging.version import Version
+
+from megatron_muon.command_parser import write_json
+from megatron_muon.doctor import NOTE, OK, WRONG, Finding
 from megatron_muon.errors import UserError
 from megatron_muon.gpu import unusable_gpu
 from megatron_muon.quiet import quiet_imports
@@ -72,12 +74,7 @@ def run(args: argparse.Namespace) -> int:
 
         findings += offload(args.offload_dir, remove=args.remove)
     _show(findings)
-    if args.json is not None:
-        text = json.dumps([dataclasses.asdict(finding) for finding in findings], indent=2) + "\n"
-        try:
-            args.json.write_text(text, "utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    write_json(args.json, [dataclasses.asdict(finding) for finding in findings])
     return int(any(finding.state == WRONG for finding in findings))
 
 
@@ -98,9 +95,8 @@ def environment() -> Iterator[Finding]:
             yield Finding(name, WRONG, f"not installed ({why}); type: pip install {name}")
     with quiet_imports():
         import torch
-    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    text = f"{torch.__version__}"
-    yield Finding("torch", OK if version >= _TORCH else WRONG, text if version >= _TORCH else f"{text}; 2.11 is needed")
+    is_new = Version(torch.__version__).release >= _TORCH
+    yield Finding("torch", OK if is_new else WRONG, torch.__version__ + ("" if is_new else "; 2.11 is needed"))
     yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         yield Finding(

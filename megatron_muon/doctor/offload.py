@@ -10,24 +10,18 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from megatron_muon.doctor.findings import NOTE, OK, WRONG, Finding
+from megatron_muon.doctor import NOTE, OK, WRONG, Finding
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
 with quiet_imports():
     from megatron_muon.offload.directory import LOCK, delete_unused, holder, in_use, momentum_files, reason_to_leave
-    from megatron_muon.offload.files import PREFIX, Header, read_header
+    from megatron_muon.offload.files import PREFIX, read_header
 
 
 def offload(directory: Path, *, remove: bool) -> Iterator[Finding]:
-    """What lies in a --muon-offload-dir, file by file.
-
-    Args:
-        directory: of momentum files.
-        remove: delete what is not in use.
-    """
+    """What lies in a --muon-offload-dir, file by file; with `remove`, what is not in use is deleted."""
     try:
         found = momentum_files(directory)  # first, so that whoever made them had the lock by now
         owner, held = holder(directory)
@@ -78,11 +72,11 @@ def _file(path: Path, *, of_living_run: bool, remove: bool) -> tuple[str, str]:
 
 def _described(path: Path) -> str:
     try:
-        header: Header = read_header(path)
+        header = read_header(path)
     except UserError as error:
         return str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")
-    holds: dict[bool, Any] = {True: f"kept with iteration {header.iteration}", False: f"begun at {header.iteration}"}
+    since = "kept with iteration" if header.kept else "begun at"
     return (
-        f"run {header.run}, rank {header.rank}, {header.part} as {header.dtype}, {holds[header.kept]}, "
+        f"run {header.run}, rank {header.rank}, {header.part} as {header.dtype}, {since} {header.iteration}, "
         f"by process {header.pid} on {header.host}"
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_muon.command_parser import write_json
 from megatron_muon.core.cost import Iteration, check_proven, runs_in_half
-from megatron_muon.core.layout import BlockedLayout, LayoutError, check_ranks
+from megatron_muon.core.layout import LayoutError, check_ranks
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.errors import UserError
@@ -50,21 +50,16 @@ and elementwise work. They rank configurations; measure with megatron-muon bench
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides costs and bytes: the values of training's flags.
-
-    Attributes:
-        buffer_mb: `--muon-exchange-buffer-mb`.
-        exchange_dtype: "fp32" or "bf16", what travels.
-        ns: "auto", "standard" or "gram".
-        ns_dtype: "fp32" or "bf16", what Newton-Schulz starts from.
-        iteration: which iteration a block gets and what it costs on the machine.
-    """
+    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
 
     buffer_mb: float
     exchange_dtype: str
-    ns: str
-    ns_dtype: str
     iteration: Iteration
+
+    @property
+    def ns_dtype(self) -> str:
+        """What Newton-Schulz starts from, "fp32" or "bf16"."""
+        return _dtype(half=self.iteration.half)
 
     @property
     def element_bytes(self) -> int:
@@ -74,18 +69,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group with its plan and the plan's figures."""
+    """A group's plan and the plan's figures; `seconds` is what planning took, `largest` the cost of one matrix."""
 
     group: Group
     plan: Plan
     estimate: GroupEstimate
     seconds: float
     largest: float
-
-    @property
-    def digest(self) -> str:
-        """What a run with this plan logs."""
-        return self.plan.digest(self.group.blocked.splits)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -115,99 +105,81 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args, config, hardware)
     plans = [plan_group(group, settings, hardware) for group in groups]
     figures = report(plans, world_size, settings, hardware)
-    if args.json is not None:
-        try:
-            args.json.write_text(json.dumps(figures, indent=2, allow_nan=False) + "\n", "utf-8")
-        except OSError as error:
-            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    write_json(args.json, figures)
     show(figures, str(args.config or args.layout), hardware)
     return 0
 
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
     """Make a group's plan as training would, and estimate it."""
-    layout = group.blocked.layout
-    flops = _flops(group.blocked, settings)
+    blocked, element_bytes = group.blocked, settings.element_bytes
+    cost = functools.cache(settings.iteration.flops)
+    flops = [
+        float(sum(cost(*block) for block in blocked.block_shapes(index)))
+        for index in range(len(blocked.layout.matrices))
+    ]
     started = time.perf_counter()
-    plan = make_plan(layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=settings.element_bytes)
+    plan = make_plan(blocked.layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
     seconds = time.perf_counter() - started
     estimated = estimate(
-        plan,
-        flops,
-        hardware,
-        element_bytes=settings.element_bytes,
-        ns_dtype=settings.ns_dtype,
-        rank_stride=group.stride,
+        plan, flops, hardware, element_bytes=element_bytes, ns_dtype=settings.ns_dtype, rank_stride=group.stride
     )
     return GroupPlan(group, plan, estimated, seconds, max(flops, default=0.0))
 
 
-def report(
-    plans: Sequence[GroupPlan],
-    world_size: int,
-    settings: Settings,
-    hardware: Hardware,
-) -> dict[str, Any]:
-    """The figures of a rank, which is in one group of each kind, and of each group, in the form of the JSON file.
-
-    Groups are stepped one after the other: times add up, buffers do not.
-    """
-    everywhere = [_spread(item, world_size) for item in plans]
-
-    def total(of: Callable[[GroupEstimate], np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
-        return np.sum([of(item.estimate)[ranks] for item, ranks in zip(plans, everywhere, strict=True)], axis=0)
-
-    loads = total(lambda figures: figures.ns_flops)
-    largest = max(item.largest for item in plans)
+def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
+    """The figures of a rank, which is in one group of each kind, and of each group, in the form of the JSON file."""
     return {
-        "digest": "-".join(item.digest for item in plans),
+        "digest": "-".join(item.plan.digest(item.group.blocked.splits) for item in plans),
         "world_size": world_size,
-        "matrices": sum(len(item.plan.layout.matrices) for item in plans),
-        "parameters": sum(_parameters(item) for item in plans),
-        "ns_load": _load(loads, largest),
+        **_figures(plans, [_ranks_in_group(item, world_size) for item in plans]),
+        "hardware": hardware.name,
+        "settings": {
+            "buffer_mb": settings.buffer_mb,
+            "exchange_dtype": settings.exchange_dtype,
+            "ns": settings.iteration.method,
+            "ns_dtype": settings.ns_dtype,
+            "ns_steps": settings.iteration.steps,
+        },
+        "groups": [
+            {
+                "name": item.group.name,
+                "ranks": item.plan.layout.world_size,
+                "whole_matrices": sum(map(len, item.plan.whole)),
+                **_figures([item], [np.arange(item.plan.layout.world_size)]),
+            }
+            for item in plans
+        ],
+    }
+
+
+def _figures(plans: Sequence[GroupPlan], ranks: Sequence[np.ndarray[Any, Any]]) -> dict[str, Any]:
+    """Figures of ranks that step several groups one after the other: times add up, buffers do not.
+
+    Args:
+        plans: of the groups.
+        ranks: of each group, which of its ranks the ranks are.
+    """
+
+    def total(name: str) -> np.ndarray[Any, Any]:
+        return np.sum([getattr(item.estimate, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
+
+    matrices = [matrix for item in plans for matrix in item.plan.layout.matrices]
+    return {
+        "matrices": len(matrices),
+        "parameters": sum(matrix.numel for matrix in matrices),
+        "ns_load": _load(total("ns_flops"), max(item.largest for item in plans)),
         "exchange_bytes": {
-            "max_per_rank": int(total(lambda figures: figures.received_bytes).max()),
-            "allgather_per_rank": int(total(lambda figures: figures.all_gather_bytes).max()),
+            "max_per_rank": int(total("received_bytes").max()),
+            "allgather_per_rank": int(total("all_gather_bytes").max()),
         },
         "extra_bytes_max": max(int(item.estimate.extra_bytes.max()) for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
         "oversized": sum(len(item.plan.oversized) for item in plans),
         "plan_seconds": sum(item.seconds for item in plans),
         "estimated_ms": {
-            "step": sum(item.estimate.step_ms for item in plans),
-            "ns": sum(item.estimate.ns_ms for item in plans),
-            "exchange": sum(item.estimate.exchange_ms for item in plans),
+            name: sum(getattr(item.estimate, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
         },
-        "hardware": hardware.name,
-        "settings": {
-            "buffer_mb": settings.buffer_mb,
-            "exchange_dtype": settings.exchange_dtype,
-            "ns": settings.ns,
-            "ns_dtype": settings.ns_dtype,
-            "ns_steps": settings.iteration.steps,
-        },
-        "groups": [_group_report(item) for item in plans],
-    }
-
-
-def _group_report(item: GroupPlan) -> dict[str, Any]:
-    figures = item.estimate
-    return {
-        "name": item.group.name,
-        "ranks": item.plan.layout.world_size,
-        "matrices": len(item.plan.layout.matrices),
-        "whole_matrices": sum(map(len, item.plan.whole)),
-        "parameters": _parameters(item),
-        "ns_load": _load(figures.ns_flops, item.largest),
-        "exchange_bytes": {
-            "max_per_rank": int(figures.received_bytes.max()),
-            "allgather_per_rank": int(figures.all_gather_bytes.max()),
-        },
-        "extra_bytes_max": int(figures.extra_bytes.max()),
-        "waves": len(item.plan.waves),
-        "oversized": len(item.plan.oversized),
-        "plan_seconds": item.seconds,
-        "estimated_ms": {"step": figures.step_ms, "ns": figures.ns_ms, "exchange": figures.exchange_ms},
     }
 
 
@@ -219,28 +191,13 @@ def _load(loads: np.ndarray[Any, Any], largest: float) -> dict[str, float]:
     return {"max_over_mean": float(loads.max()) / mean, "least_possible": max(largest / mean, 1.0)}
 
 
-def _parameters(item: GroupPlan) -> int:
-    return sum(matrix.numel for matrix in item.plan.layout.matrices)
-
-
-def _spread(item: GroupPlan, world_size: int) -> np.ndarray[Any, Any]:
+def _ranks_in_group(item: GroupPlan, world_size: int) -> np.ndarray[Any, Any]:
     """For each rank of the world, its rank in its group of this kind.
 
     Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
     """
-    ranks = np.arange(world_size)
-    group = item.group
-    return (ranks // (group.stride * group.together) * group.together + ranks % group.together) % (
-        item.plan.layout.world_size
-    )
-
-
-def _flops(blocked: BlockedLayout, settings: Settings) -> list[float]:
-    """The cost of each matrix over its blocks, by the rule that training follows."""
-    of = functools.cache(settings.iteration.flops)
-    return [
-        float(sum(of(*shape) for shape in blocked.block_shapes(index))) for index in range(len(blocked.layout.matrices))
-    ]
+    ranks, stride, together = np.arange(world_size), item.group.stride, item.group.together
+    return (ranks // (stride * together) * together + ranks % together) % item.plan.layout.world_size
 
 
 def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
@@ -277,40 +234,27 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
 
 
 def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Settings:
-    """The command line's settings, else the config's, which has training's defaults.
-
-    Args:
-        args: the command line.
-        config: has the fields of `MuonSettings`; those of `OptimizerConfig` for Muon are training's defaults otherwise.
-        hardware: the machine.
-    """
+    """The command line's settings, else the config's; `MuonSettings` alone lacks those that `OptimizerConfig` has."""
     precision = getattr(config, "muon_fp32_matmul_prec", "medium")
-    steps, coefficients = (
-        getattr(config, "muon_num_ns_steps", Iteration.steps),
-        getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
-    )
     if args.ns_dtype is not None:
         precision = "medium" if args.ns_dtype == "bf16" else "highest"
     half = runs_in_half(precision)
     exchange = args.exchange_dtype or config.muon_exchange_dtype
-    ns = args.ns or config.muon_ns
     buffer = config.muon_exchange_buffer_mb if args.buffer_mb is None else args.buffer_mb
     check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
-    check_proven(coefficients, steps, precision, ns)
-    ns_dtype = "bf16" if half else "fp32"
-    return Settings(
-        buffer_mb=buffer,
-        exchange_dtype=ns_dtype if exchange == "auto" else exchange,
-        ns=ns,
-        ns_dtype=ns_dtype,
-        iteration=Iteration(
-            steps=steps,
-            half=half,
-            method=ns,
-            products=hardware.products(half=half),
-            coefficient_type=coefficients,
-        ),
+    iteration = Iteration(
+        steps=getattr(config, "muon_num_ns_steps", Iteration.steps),
+        half=half,
+        method=args.ns or config.muon_ns,
+        products=hardware.products(half=half),
+        coefficient_type=getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
     )
+    check_proven(iteration.coefficient_type, iteration.steps, precision, iteration.method)
+    return Settings(buffer, _dtype(half=half) if exchange == "auto" else exchange, iteration)
+
+
+def _dtype(*, half: bool) -> str:
+    return "bf16" if half else "fp32"
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
@@ -320,16 +264,15 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     from rich.text import Text
 
     console = Console(highlight=False)
-    groups = figures["groups"]
-    columns = [*groups, figures] if len(groups) > 1 else groups
+    columns = {f"{group['name']}, {group['ranks']:,} ranks": group for group in figures["groups"]}
+    if len(columns) > 1:
+        columns["a rank in all"] = figures
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("")
-    for group in groups:
-        table.add_column(f"{group['name']}, {group['ranks']:,} ranks", justify="right")
-    if len(groups) > 1:
-        table.add_column("a rank in all", justify="right")
-    for label, value in _rows():
-        table.add_row(label, *(value(column) for column in columns))
+    for heading in columns:
+        table.add_column(heading, justify="right")
+    for label, value in _ROWS.items():
+        table.add_row(label, *(value(column) for column in columns.values()))
     settings = figures["settings"]
     console.print(Text(f"Plan of {source} at {figures['world_size']:,} ranks", style="bold"), soft_wrap=True)
     console.print(table)
@@ -367,34 +310,36 @@ def notes(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _rows() -> list[tuple[str, Callable[[dict[str, Any]], str]]]:
-    def share(column: dict[str, Any]) -> str:
-        ours, theirs = column["exchange_bytes"]["max_per_rank"], column["exchange_bytes"]["allgather_per_rank"]
-        return f"{theirs / ours:,.1f} times less" if ours else "nothing travels" if theirs else "-"
-
-    return [
-        ("matrices", lambda c: f"{c['matrices']:,}"),
-        ("parameters in them", lambda c: f"{c['parameters'] / 1e6:,.1f} M"),
-        ("owners' load, max / mean", lambda c: f"{c['ns_load']['max_over_mean']:.3f}"),
-        ("most received by a rank", lambda c: _size(c["exchange_bytes"]["max_per_rank"])),
-        ("  by all-gather", lambda c: _size(c["exchange_bytes"]["allgather_per_rank"])),
-        ("  owner scheme", share),
-        ("waves", lambda c: f"{c['waves']:,}"),
-        ("extra memory, at most", lambda c: _size(c["extra_bytes_max"])),
-        ("Newton-Schulz", lambda c: _duration(c["estimated_ms"]["ns"])),
-        ("exchange", lambda c: _duration(c["estimated_ms"]["exchange"])),
-        ("step, overlapped", lambda c: _duration(c["estimated_ms"]["step"])),
-        ("planned in", lambda c: f"{c['plan_seconds']:.2f} s"),
-    ]
-
-
 def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024 or unit == "GiB":
-            return f"{count:,.0f} {unit}" if unit == "B" else f"{count:,.1f} {unit}"
-        count /= 1024
-    raise AssertionError(unit)
+    if count < 1024:
+        return f"{count:,.0f} B"
+    for power, unit in enumerate(("KiB", "MiB"), start=1):
+        if count < 1024 ** (power + 1):
+            return f"{count / 1024**power:,.1f} {unit}"
+    return f"{count / 1024**3:,.1f} GiB"
 
 
 def _duration(ms: float) -> str:
     return f"{ms / 1e3:,.2f} s" if ms >= 1e4 else f"{ms:,.1f} ms"
+
+
+def _saving(column: dict[str, Any]) -> str:
+    ours, theirs = column["exchange_bytes"]["max_per_rank"], column["exchange_bytes"]["allgather_per_rank"]
+    return f"{theirs / ours:,.1f} times less" if ours else "nothing travels" if theirs else "-"
+
+
+_ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "matrices": lambda c: f"{c['matrices']:,}",
+    "parameters in them": lambda c: f"{c['parameters'] / 1e6:,.1f} M",
+    "owners' load, max / mean": lambda c: f"{c['ns_load']['max_over_mean']:.3f}",
+    "most received by a rank": lambda c: _size(c["exchange_bytes"]["max_per_rank"]),
+    "  by all-gather": lambda c: _size(c["exchange_bytes"]["allgather_per_rank"]),
+    "  owner scheme": _saving,
+    "waves": lambda c: f"{c['waves']:,}",
+    "extra memory, at most": lambda c: _size(c["extra_bytes_max"]),
+    "Newton-Schulz": lambda c: _duration(c["estimated_ms"]["ns"]),
+    "exchange": lambda c: _duration(c["estimated_ms"]["exchange"]),
+    "step, overlapped": lambda c: _duration(c["estimated_ms"]["step"]),
+    "planned in": lambda c: f"{c['plan_seconds']:.2f} s",
+}
+"""The rows of the table, from the figures of a group or of a rank in all."""

@@ -8,13 +8,13 @@ configurations; `megatron-muon bench` measures.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products
-from megatron_muon.core.layout import BlockedLayout, Matrix
+from megatron_muon.core.layout import BlockedLayout
 from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -39,7 +39,7 @@ class Hardware:
         network_gb_per_s: the same between nodes.
         source: where the figures come from.
         processor: Newton-Schulz runs on a CPU.
-        symmetric_kernel: a GPU that runs the symmetric kernel, as `optim.newton_schulz.products_on` finds it.
+        symmetric_kernel: a GPU that runs the symmetric kernel, as `core.newton_schulz.products_on` finds it.
     """
 
     name: str
@@ -58,60 +58,51 @@ class Hardware:
             return HALVES
         return KERNEL if self.symmetric_kernel and half else DENSE
 
-
-def _from_data_sheet(
-    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str,
-    *, symmetric_kernel: bool = True,
-) -> Hardware:  # fmt: skip
-    return Hardware(
-        name=name,
-        bf16_tflops=bf16 * PRODUCT_SHARE,
-        fp32_tflops=fp32 * PRODUCT_SHARE,
-        node_ranks=node_ranks,
-        node_gb_per_s=node * LINK_SHARE,
-        network_gb_per_s=network * LINK_SHARE,
-        source=f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links",
-        symmetric_kernel=symmetric_kernel,
-    )
+    def expected(self) -> Hardware:
+        """The rates that can be expected where these are a data sheet's."""
+        return replace(
+            self,
+            bf16_tflops=self.bf16_tflops * PRODUCT_SHARE,
+            fp32_tflops=self.fp32_tflops * PRODUCT_SHARE,
+            node_gb_per_s=self.node_gb_per_s * LINK_SHARE,
+            network_gb_per_s=self.network_gb_per_s * LINK_SHARE,
+            source=f"{self.source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links",
+        )
 
 
-HARDWARE = {
-    profile.name: profile
-    for profile in (
-        _from_data_sheet(
-            "h100-sxm", 989, 67, 8, 450, 50,
-            "NVIDIA H100 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H100)",
-        ),
-        _from_data_sheet(
-            "h200-sxm", 989, 67, 8, 450, 50,
-            "NVIDIA H200 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H200)",
-        ),
-        _from_data_sheet(
-            "a100-sxm", 312, 19.5, 8, 300, 25,
-            "NVIDIA A100 data sheet (SXM, dense), NVLink 600 GB/s both ways, one 200 Gb/s adapter a GPU (DGX A100)",
-            symmetric_kernel=False,
-        ),
-        _from_data_sheet(
-            "gb300", 2500, 80, 72, 900, 100,
-            "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
-        ),
-        Hardware(
-            "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
-            "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
-            processor=True,
-        ),
-    )
-}  # fmt: skip
+_DATA_SHEETS = (
+    Hardware(
+        "h100-sxm", 989, 67, 8, 450, 50,
+        "NVIDIA H100 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H100)",
+    ),
+    Hardware(
+        "h200-sxm", 989, 67, 8, 450, 50,
+        "NVIDIA H200 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H200)",
+    ),
+    Hardware(
+        "a100-sxm", 312, 19.5, 8, 300, 25,
+        "NVIDIA A100 data sheet (SXM, dense), NVLink 600 GB/s both ways, one 200 Gb/s adapter a GPU (DGX A100)",
+        symmetric_kernel=False,
+    ),
+    Hardware(
+        "gb300", 2500, 80, 72, 900, 100,
+        "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
+    ),
+)  # fmt: skip
+_CPU = Hardware(
+    "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
+    "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
+    processor=True,
+)  # fmt: skip
+HARDWARE = {machine.name: machine for machine in (*(sheet.expected() for sheet in _DATA_SHEETS), _CPU)}
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group whose matrices are planned together.
+    """A process group whose matrices are planned together: "dense", "experts", or a captured "layout".
 
     Attributes:
-        name: "dense", "experts", or "layout" for one that was captured.
-        blocked: its layout.
-        stride: so many groups lie side by side in the world.
+        stride: groups of this kind that lie side by side in the world.
         together: consecutive global ranks in one group.
     """
 
@@ -159,7 +150,7 @@ def estimate(
         plan: owners and waves of a group.
         flops: operations of each matrix.
         hardware: what it runs on.
-        element_bytes: bytes of an element on the wire.
+        element_bytes: of an element on the wire.
         ns_dtype: "bf16" or "fp32", what the products run in.
         rank_stride: distance in the world between neighbours of the group, which decides who shares a node.
     """
@@ -171,22 +162,20 @@ def estimate(
     extra = np.zeros(world_size, dtype=np.int64)
     transfer_s = []
     for k, wave in enumerate(waves):
-        owners, holders, size = _transfers([plan.layout.matrices[i] for i in wave], [plan.owners[i] for i in wave])
+        owners, holders, size = _transfers(plan, wave)
         size = size * element_bytes
         arriving, leaving = _sums(owners, size, world_size), _sums(holders, size, world_size)
         received += arriving + leaving
         far = nodes[owners] != nodes[holders]
-        transfer_s.append(
-            max(
-                _busiest(owners[~far], holders[~far], size[~far], world_size) / (hardware.node_gb_per_s * 1e9),
-                _busiest(owners[far], holders[far], size[far], world_size) / (hardware.network_gb_per_s * 1e9),
-            )
-        )
+        transfer_s.append(0.0)
+        for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s)):
+            busiest = max(_sums(ends[part], size[part], world_size).max() for ends in (owners, holders))
+            transfer_s[-1] = max(transfer_s[-1], float(busiest) / (gb_per_s * 1e9))
         # As plan._footprint counts: rows out and back; at the owner also the whole matrix and its update.
-        footprints[k % len(footprints)] = 2 * leaving
         owned = np.array([plan.owners[index] for index in wave], dtype=np.int64)
         whole = np.array([plan.layout.matrices[index].numel for index in wave], dtype=np.int64)
-        footprints[k % len(footprints)] += _sums(owned, 2 * whole * (element_bytes + UPDATE_BYTES), world_size)
+        at_owner = _sums(owned, 2 * whole * (element_bytes + UPDATE_BYTES), world_size)
+        footprints[k % len(footprints)] = 2 * leaving + at_owner
         extra = np.maximum(extra, footprints.sum(axis=0))
     loads = _loads(plan, range(len(flops)), flops)
     return GroupEstimate(
@@ -236,24 +225,18 @@ def _loads(plan: Plan, indices: Sequence[int] | range, flops: Sequence[float]) -
     return np.bincount(owners, weights=work, minlength=plan.layout.world_size)
 
 
-def _transfers(matrices: Sequence[Matrix], owners: Sequence[int]) -> tuple[Ints, Ints, Ints]:
-    """Owner, holder and elements of everything that travels; rows travel to the owner from one replica only."""
+def _transfers(plan: Plan, wave: Sequence[int]) -> Ints:
+    """Columns of owner, holder and elements of all that travels; rows travel to the owner from one replica only."""
     table = [
-        (owner, holder, shard.numel)
-        for matrix, owner in zip(matrices, owners, strict=True)
-        for shard in matrix.shards
+        (plan.owners[index], holder, shard.numel)
+        for index in wave
+        for shard in plan.layout.matrices[index].shards
         for holder in shard.holders
-        if holder != owner
+        if holder != plan.owners[index]
     ]
-    columns = np.array(table, dtype=np.int64).reshape(-1, 3).T
-    return columns[0], columns[1], columns[2]
+    return np.array(table, dtype=np.int64).reshape(-1, 3).T
 
 
 def _sums(ranks: Ints, sizes: Ints, world_size: int) -> Ints:
     # In float64 sums of bytes are exact up to 2^53.
     return np.bincount(ranks, weights=sizes, minlength=world_size).astype(np.int64)
-
-
-def _busiest(owners: Ints, holders: Ints, sizes: Ints, world_size: int) -> float:
-    """The most bytes that one rank receives or sends."""
-    return float(max(_sums(owners, sizes, world_size).max(), _sums(holders, sizes, world_size).max()))

@@ -1,6 +1,6 @@
 """What a report compares: arms, which are runs that differ in their seed alone, and the best arm of each optimizer.
 
-Arithmetic only; `report_page` writes the page, `plots` draws.
+Arithmetic only; `page` writes, `plots` draws.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_muon.errors import UserError
@@ -19,12 +19,10 @@ from megatron_muon.sweep.results import Spread
 BASELINE = "adam"
 """The optimizer that others are compared with."""
 
-MUONS = ("muon", "adaptive_muon")
-
+_MUONS = ("muon", "adaptive_muon")
 _NAMES = {"adam": "AdamW", "muon": "Muon", "adaptive_muon": "AdaptiveMuon", "lion": "Lion", "sgd": "SGD"}
 _PLACES = ("seed", "save", "load", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path")
 _MOST_CURVES = 6
-_REST_OF_OPTIMIZER, _REST = "rest of the optimizer", "rest of the step"
 
 
 def display_name(optimizer: str) -> str:
@@ -34,7 +32,7 @@ def display_name(optimizer: str) -> str:
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """A loss at a step over the seeds, and where that was: tokens, and seconds in the mean."""
+    """A loss at a step over the seeds; `seconds` is their mean."""
 
     step: int
     tokens: int | None
@@ -47,7 +45,7 @@ class Arm:
     """Runs that differ in their seed alone.
 
     Attributes:
-        settings: what tells it from the other arms, key and value.
+        settings: key and value of what tells it from the other arms.
         runs: ordered by seed.
     """
 
@@ -68,7 +66,7 @@ class Arm:
     def rate(self) -> float | None:
         """The learning rate of the matrices: --muon-lr of a Muon that has one, else --lr."""
         args = self.runs[0].args
-        texts = [args.get("muon_lr") if self.optimizer in MUONS else None, args.get("lr")]
+        texts = [args.get("muon_lr") if self.optimizer in _MUONS else None, args.get("lr")]
         return next((number for text in texts if (number := _number(text)) is not None), None)
 
     @property
@@ -83,49 +81,60 @@ class Arm:
 
     @property
     def sound(self) -> tuple[Record, ...]:
-        """Its runs that finished and did not diverge: those that means are of."""
+        """Its runs that finished without diverging: those that means are taken over."""
         return tuple(run for run in self.runs if run.outcome == "finished" and not run.diverged)
 
     @property
     def final(self) -> Spread | None:
         """Its last validation loss over the seeds; the training loss where there is no validation."""
-        if any(run.validation for run in self.runs):
-            return Spread.of(run.validation_last for run in self.sound)
-        return Spread.of(run.loss_last for run in self.sound)
+        return self.spread("validation_last" if any(run.validation for run in self.runs) else "loss_last")
 
     @property
     def counts(self) -> bool:
         """Whether it may stand for its optimizer: all of its runs finished, none diverged."""
         return self.final is not None and len(self.sound) == len(self.runs)
 
-    def train(self, window: int = 1) -> list[CurvePoint]:
-        """Training losses over the seeds, each seed's the mean of so many logged steps."""
-        return curve([smooth(run.train, window) for run in self.sound])
+    @property
+    def peak_bytes(self) -> int | None:
+        """The most that a rank's memory held in any run."""
+        return max((run.peak_bytes or 0 for run in self.runs), default=0) or None
+
+    def spread(self, figure: str) -> Spread | None:
+        """An attribute of `Record` over its sound runs."""
+        return Spread.of(getattr(run, figure) for run in self.sound)
+
+    def train(self, window: int) -> list[CurvePoint]:
+        """Training losses over the seeds; each loss of a seed is the mean of the last `window` that were logged."""
+        return _curve([_smooth(run.train, window) for run in self.sound])
 
     def validation(self) -> list[CurvePoint]:
         """Validation losses over the seeds."""
-        return curve([run.validation for run in self.sound])
+        return _curve([run.validation for run in self.sound])
 
 
 @dataclass(frozen=True)
-class Reached:
-    """Where an arm came to a loss.
+class Crossing:
+    """Where a validation curve first comes to a loss; between two validations by a straight line.
 
     Attributes:
-        steps: on the mean curve of the seeds, between two validations by a straight line.
-        seconds: likewise.
-        by_seed: steps of each seed by itself, over those that came there.
-        seeds: how many did.
-        at_first: whether that is the first validation: it came there then or before.
-        seeds_at_first: of how many seeds that is so.
+        at_first: it is the first validation, so the curve came there then or before.
     """
 
     steps: float
     seconds: float
-    by_seed: Spread | None
-    seeds: int
-    at_first: bool = False
-    seeds_at_first: int = 0
+    at_first: bool
+
+
+@dataclass(frozen=True)
+class Reached(Crossing):
+    """Where the mean curve of an arm came to a loss, and each seed that came there."""
+
+    seeds: tuple[Crossing, ...]
+
+    @property
+    def by_seed(self) -> Spread | None:
+        """Steps of each seed by itself."""
+        return Spread.of(seed.steps for seed in self.seeds)
 
 
 @dataclass(frozen=True)
@@ -133,29 +142,28 @@ class Comparison:
     """An optimizer's best arm beside the baseline's.
 
     Attributes:
-        arm: the best arm.
-        baseline: that of the baseline.
-        target: the baseline's final validation loss, mean over seeds.
-        baseline_steps: steps that it took.
-        baseline_seconds: seconds that it took.
-        reached: None where the arm did not get there.
-        differing: what the two were trained with that makes steps mean another thing, by name, with each one's value;
+        goal: the baseline's final validation.
+        reached: where `arm` came to the goal's loss; None where it did not.
+        differing: what the two were trained with that makes a step cost something else, by name, with each one's value;
             nothing is concluded then.
     """
 
     arm: Arm
     baseline: Arm
-    target: float
-    baseline_steps: int
-    baseline_seconds: float
+    goal: CurvePoint
     reached: Reached | None
     differing: Mapping[str, Sequence[str]]
+
+    @property
+    def target(self) -> float:
+        """The baseline's final validation loss, mean over seeds."""
+        return self.goal.loss.mean
 
     @property
     def baseline_first(self) -> float:
         """The step at which the baseline itself first came to the target."""
         found = reach(self.baseline, self.target)
-        return found.steps if found else self.baseline_steps
+        return found.steps if found else self.goal.step
 
     @property
     def other_circumstances(self) -> str | None:
@@ -165,14 +173,14 @@ class Comparison:
     @property
     def steps_ratio(self) -> float | None:
         """Steps to the target by those of the baseline."""
-        return self.reached.steps / self.baseline_steps if self.reached and not self.differing else None
+        return self.reached.steps / self.goal.step if self.reached and not self.differing else None
 
     @property
     def seconds_ratio(self) -> float | None:
         """Seconds to the target by those of the baseline."""
-        if not self.reached or not self.baseline_seconds or self.differing:
+        if not self.reached or not self.goal.seconds or self.differing:
             return None
-        return self.reached.seconds / self.baseline_seconds
+        return self.reached.seconds / self.goal.seconds
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
@@ -197,11 +205,12 @@ def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
     kept = [record for record in records if record.train]
     if not kept:
         raise UserError(f"none of the {len(records)} runs has logged a step; see {records[0].folder}/train.log")
-    differing = _differing(kept)
+    have_flags = all(record.settings for record in kept)
+    told_by = [record.settings if have_flags else record.args for record in kept]
+    keys = _differing_keys(told_by)
     groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
-    for record in kept:
-        settings = _of(record, whole=all(record.settings for record in kept))
-        groups.setdefault(tuple((key, settings[key]) for key in differing if key in settings), []).append(record)
+    for record, settings in zip(kept, told_by, strict=True):
+        groups.setdefault(tuple((key, settings[key]) for key in keys if key in settings), []).append(record)
     arms = [
         Arm(settings, tuple(sorted(runs, key=lambda run: (run.seed or 0, str(run.folder)))))
         for settings, runs in groups.items()
@@ -210,13 +219,12 @@ def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
 
 
 def best_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """The best arm of each optimizer, the baseline first; none where losses are not of the same thing."""
+    """The best arm of each optimizer, the baseline first; none where losses do not measure the same."""
     best: dict[str, Arm] = {}
     if not_comparable(arms):
         return []
-    for arm in arms:
-        if arm.counts and (arm.optimizer not in best or _final(arm) < _final(best[arm.optimizer])):
-            best[arm.optimizer] = arm
+    for arm in sorted((arm for arm in arms if arm.counts), key=_final):
+        best.setdefault(arm.optimizer, arm)
     return sorted(best.values(), key=lambda arm: (arm.optimizer != BASELINE, arm.optimizer))
 
 
@@ -235,27 +243,18 @@ def shown_arms(arms: Sequence[Arm]) -> list[Arm]:
     best = best_arms(arms)
     if len(best) > 1:
         return best
-    ranked = sorted((arm for arm in arms if arm.final is not None), key=_final)[:_MOST_CURVES]
-    return ranked or list(arms)[:_MOST_CURVES]
+    ranked = sorted((arm for arm in arms if arm.final is not None), key=_final)
+    return (ranked or list(arms))[:_MOST_CURVES]
 
 
 def compare(best: Sequence[Arm]) -> list[Comparison]:
     """Every other optimizer's best arm beside the baseline's; none without a baseline or validation."""
     baseline = next((arm for arm in best if arm.optimizer == BASELINE), None)
-    curve_of_baseline = baseline.validation() if baseline else []
-    if baseline is None or not curve_of_baseline:
+    if baseline is None or not (curve := baseline.validation()):
         return []
-    last = curve_of_baseline[-1]
+    goal = curve[-1]
     return [
-        Comparison(
-            arm,
-            baseline,
-            last.loss.mean,
-            last.step,
-            last.seconds,
-            reach(arm, last.loss.mean),
-            differing([arm.runs[0], baseline.runs[0]], BUDGET),
-        )
+        Comparison(arm, baseline, goal, reach(arm, goal.loss.mean), differing([arm.runs[0], baseline.runs[0]], BUDGET))
         for arm in best
         if arm is not baseline and arm.validation()
     ]
@@ -263,19 +262,10 @@ def compare(best: Sequence[Arm]) -> list[Comparison]:
 
 def reach(arm: Arm, target: float) -> Reached | None:
     """Where the mean validation curve of an arm first comes to a loss; None where it does not."""
-    points = [(float(point.step), point.seconds, point.loss.mean) for point in arm.validation()]
-    crossing = _crossing(points, target)
-    if crossing is None:
-        return None
-    own = [
-        found
-        for run in arm.sound
-        if (found := _crossing([(float(p.step), p.seconds, p.loss) for p in run.validation], target))
-    ]
-    steps, seconds, at_first = crossing
-    return Reached(
-        steps, seconds, Spread.of(found[0] for found in own), len(own), at_first, sum(found[2] for found in own)
-    )
+    mean = [LossPoint(point.step, point.tokens, point.seconds, point.loss.mean) for point in arm.validation()]
+    crossing = _crossing(mean, target)
+    seeds = [_crossing(run.validation, target) for run in arm.sound]
+    return Reached(**vars(crossing), seeds=tuple(filter(None, seeds))) if crossing else None
 
 
 def step_parts(arm: Arm) -> dict[str, float]:
@@ -286,14 +276,15 @@ def step_parts(arm: Arm) -> dict[str, float]:
         return {}
     optimizer = _mean(run.optimizer_ms for run in runs)
     phases = {phase: _mean(run.phases_ms.get(phase) for run in runs) for phase in PHASES}
-    known = {phase.replace("_", "-"): value for phase, value in phases.items() if value is not None}
-    within = sum(known.values())
-    if optimizer is None:
-        return {**known, _REST: max(step - within, 0.0)}
-    return {**known, _REST_OF_OPTIMIZER: max(optimizer - within, 0.0), _REST: max(step - max(optimizer, within), 0.0)}
+    parts = {phase.replace("_", "-"): value for phase, value in phases.items() if value is not None}
+    known = sum(parts.values())
+    if optimizer is not None:
+        parts["rest of the optimizer"] = max(optimizer - known, 0.0)
+        known = max(optimizer, known)
+    return {**parts, "rest of the step": max(step - known, 0.0)}
 
 
-def curve(runs: Sequence[Sequence[LossPoint]]) -> list[CurvePoint]:
+def _curve(runs: Sequence[Sequence[LossPoint]]) -> list[CurvePoint]:
     """The runs' losses at the steps that all of them have."""
     by_step = [{point.step: point for point in run} for run in runs]
     steps = sorted(set.intersection(*(set(points) for points in by_step))) if by_step else []
@@ -306,45 +297,34 @@ def curve(runs: Sequence[Sequence[LossPoint]]) -> list[CurvePoint]:
     return found
 
 
-def smooth(points: Sequence[LossPoint], window: int) -> list[LossPoint]:
-    """The same with each loss the mean of the last `window` that were logged."""
-    found = []
-    for at, point in enumerate(points):
-        losses = [other.loss for other in points[max(0, at + 1 - window) : at + 1]]
-        found.append(LossPoint(point.step, point.tokens, point.seconds, statistics.fmean(losses)))
-    return found
+def _smooth(points: Sequence[LossPoint], window: int) -> list[LossPoint]:
+    return [
+        replace(point, loss=statistics.fmean(other.loss for other in points[max(0, at + 1 - window) : at + 1]))
+        for at, point in enumerate(points)
+    ]
 
 
-def _crossing(points: Sequence[tuple[float, float, float]], target: float) -> tuple[float, float, bool] | None:
-    """Steps and seconds where a curve of (steps, seconds, loss) first comes to a loss, by straight lines.
-
-    The third is whether that is its first point, before which nothing is known.
-    """
-    before = None
-    for steps, seconds, loss in points:
-        if loss <= target:
+def _crossing(points: Sequence[LossPoint], target: float) -> Crossing | None:
+    before: LossPoint | None = None
+    for point in points:
+        if point.loss <= target:
             if before is None:
-                return steps, seconds, True
-            part = (before[2] - target) / (before[2] - loss)
-            return before[0] + part * (steps - before[0]), before[1] + part * (seconds - before[1]), False
-        if math.isfinite(loss):
-            before = (steps, seconds, loss)
+                return Crossing(float(point.step), point.seconds, at_first=True)
+            part = (before.loss - target) / (before.loss - point.loss)
+            steps = before.step + part * (point.step - before.step)
+            seconds = before.seconds + part * (point.seconds - before.seconds)
+            return Crossing(steps, seconds, at_first=False)
+        if math.isfinite(point.loss):
+            before = point
     return None
 
 
-def _of(record: Record, *, whole: bool) -> Mapping[str, str]:
-    """What a run is told by: its flags, or Megatron's arguments where some run has no file of its flags."""
-    return record.settings if whole else record.args
-
-
-def _differing(records: Sequence[Record]) -> list[str]:
-    """Settings that are not the same in all runs, the optimizer and rates first."""
-    whole = all(record.settings for record in records)
-    every = [_of(record, whole=whole) for record in records]
+def _differing_keys(every: Sequence[Mapping[str, str]]) -> list[str]:
+    """Keys whose values are not the same in all runs, the optimizer and rates first."""
     keys = dict.fromkeys(key for settings in every for key in settings)
-    differing = [key for key in keys if key not in _PLACES and len({settings.get(key) for settings in every}) > 1]
+    found = [key for key in keys if key not in _PLACES and len({settings.get(key) for settings in every}) > 1]
     first = ("optimizer", "lr", "muon_lr")
-    return [key for key in first if key in differing] + [key for key in differing if key not in first]
+    return sorted(found, key=lambda key: first.index(key) if key in first else len(first))
 
 
 def _final(arm: Arm) -> float:

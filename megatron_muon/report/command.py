@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import shlex
 import sys
 from pathlib import Path
 
@@ -34,23 +36,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise UserError("reports need matplotlib; install it with: pip install matplotlib")
     from megatron_muon.report import page as report_page
     from megatron_muon.report.arms import find_runs, read_arms
 
     arms, empty = read_arms(find_runs(args.runs))
+    file = args.out / report_page.PAGE
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         pictures = report_page.draw(args.out, arms)
-        command = report_page.shown_command(sys.argv[1:])
-        text = report_page.page(arms, empty, pictures, places=args.runs, command=command)
-        (args.out / report_page.PAGE).write_text(text, "utf-8")
+        command = shlex.join(("megatron-muon", *sys.argv[1:]))
+        file.write_text(report_page.page(arms, empty, pictures, places=args.runs, command=command), "utf-8")
         write_json(args.out / "report.json", report_page.figures(arms))
     except OSError as error:
         raise UserError(f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR") from None
-    drawn = [name for name, _ in pictures.losses]
-    drawn += [name for name in (pictures.rates, pictures.step_times, pictures.memory) if name is not None]
-    print(f"{args.out / report_page.PAGE}: {sum(len(arm.runs) for arm in arms)} runs of {len(arms)} settings")
-    print(f"pictures: {', '.join(drawn)}")
+    print(f"{file}: {sum(len(arm.runs) for arm in arms)} runs of {len(arms)} settings")
+    print(f"pictures: {', '.join(pictures)}")
     for record in empty:
         print(f"left out, no step was logged: {record.folder}")
     return 0

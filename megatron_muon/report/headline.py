@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_muon.report.arms import Arm, Comparison, display_name, not_comparable, rates_tried
-from megatron_muon.report.markdown import code, row
+from megatron_muon.report.markdown import code, table
 
 HOW_STEPS_ARE_COUNTED = """\
 Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The other's validation
@@ -31,12 +31,6 @@ def headline(arms: Sequence[Arm], best: Sequence[Arm], compared: Sequence[Compar
     return lines + (_limits(arms, best) if len(best) > 1 else [])
 
 
-def heading(arms: Sequence[Arm], best: Sequence[Arm]) -> str:
-    """The heading of the table of the best arms."""
-    searched = all(len(rates_tried(arms, arm.optimizer)) > 1 for arm in best)
-    return "## Side by side, each at its best" if searched else "## Side by side"
-
-
 def at_most(bound: bool) -> str:
     """What stands before a number that is a bound."""
     return "at most " if bound else ""
@@ -52,23 +46,27 @@ def _conclusion(one: Comparison) -> str:
     if one.reached.at_first and one.steps_ratio >= 1:
         return (
             f"**{name} had come to {base}'s final validation loss of {one.target:.4f} by its first validation, at step "
-            f"{one.reached.steps:,.0f} of {base}'s {one.baseline_steps:,}: that tells nothing; validate more often.**"
+            f"{one.reached.steps:,.0f} of {base}'s {one.goal.step:,}: that tells nothing; validate more often.**"
         )
     bound = at_most(one.reached.at_first)
-    words = f"**{name} comes to {base}'s final validation loss of {one.target:.4f} in {bound}{one.steps_ratio:.2f} of "
-    words += f"the steps**: {'at or before step ' if bound else ''}{one.reached.steps:,.0f} instead of "
-    words += f"{one.baseline_steps:,}"
-    words += ", its first validation" if bound else ""
+    words = (
+        f"**{name} comes to {base}'s final validation loss of {one.target:.4f} in {bound}{one.steps_ratio:.2f} of the "
+        f"steps**: {'at or before step ' if bound else ''}{one.reached.steps:,.0f} instead of {one.goal.step:,}"
+        f"{', its first validation' if bound else ''}"
+    )
     if one.seconds_ratio is not None:
         words += f", in {bound}{one.seconds_ratio:.2f} of the time"
         if why := one.other_circumstances:
             words += f" (which says little: {why})"
-    if one.baseline_first < one.baseline_steps:
+    if one.baseline_first < one.goal.step:
         words += f". {base} itself first came to it at step {one.baseline_first:,.0f}"
     if (own := one.reached.by_seed) is not None and len(one.arm.sound) > 1:
-        low, high = (steps / one.baseline_steps for steps in (own.low, own.high))
-        words += f". Each seed by itself: {at_most(one.reached.seeds_at_first > 0)}{low:.2f} to {high:.2f} of the steps"
-        words += f" ({one.reached.seeds} of {len(one.arm.sound)} seeds)"
+        low, high = (steps / one.goal.step for steps in (own.low, own.high))
+        seeds = one.reached.seeds
+        words += (
+            f". Each seed by itself: {at_most(any(seed.at_first for seed in seeds))}{low:.2f} to {high:.2f} of the "
+            f"steps ({len(seeds)} of {len(one.arm.sound)} seeds)"
+        )
     return words + "."
 
 
@@ -94,9 +92,5 @@ def _limits(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
 
 
 def _not_compared(words: str, arms: Sequence[Arm], found: Mapping[str, Sequence[str]]) -> list[str]:
-    lines = [f"**{words}.** Give `report` runs that agree in these:", "", row(["", *found])]
-    lines.append(row(["---"] * (1 + len(found))))
-    lines += [
-        row([code(arm.name), *(code(values[place]) for values in found.values())]) for place, arm in enumerate(arms)
-    ]
-    return [*lines, ""]
+    rows = [[code(arm.name), *(code(values[place]) for values in found.values())] for place, arm in enumerate(arms)]
+    return [f"**{words}.** Give `report` runs that agree in these:", "", *table(["", *found], rows), ""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def printable(text: str) -> str:
@@ -29,6 +29,7 @@ def indented(text: str) -> str:
     return "\n".join(f"    {printable(line)}" for line in text.splitlines())
 
 
-def row(cells: Sequence[str]) -> str:
-    """A row of a table."""
-    return f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |"
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: Sequence[int] = ()) -> list[str]:
+    """The lines of a table; `numbers` are the columns set to the right."""
+    rule = ["---:" if column in numbers else "---" for column in range(len(head))]
+    return [f"| {' | '.join(cell.replace('|', r'\|') for cell in cells)} |" for cells in (head, rule, *rows)]

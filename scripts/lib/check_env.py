@@ -18,15 +18,11 @@ def normalized(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def read_pins(lock: Path) -> dict[str, str]:
-    """The pinned version of each normalized name."""
-    lines = (line.split("#")[0].strip() for line in lock.read_text(encoding="utf-8").splitlines())
-    pins = (line.partition("==") for line in lines if line)
-    return {normalized(name): version for name, _, version in pins}
-
-
 def is_whole(metadata: Path) -> bool:
-    """Whether all files that a distribution recorded are there, with the size they were recorded with."""
+    """Whether all files that a distribution recorded are there, with the size they were recorded with.
+
+    importlib.metadata's `files` leaves out those that are missing.
+    """
     try:
         record = (metadata / "RECORD").read_text(encoding="utf-8")
         (metadata / "METADATA").stat()
@@ -41,9 +37,10 @@ def is_whole(metadata: Path) -> bool:
 
 
 def main(arguments: list[str]) -> None:
-    """Print the broken names on one line, nothing where all is well."""
+    """Print the broken names on one line, an empty line where all is well."""
     repair = "--repair" in arguments
-    pins = read_pins(Path(arguments[-1]))
+    lines = (line.split("#")[0].strip() for line in Path(arguments[-1]).read_text(encoding="utf-8").splitlines())
+    pins = {normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
     site_packages = Path(sysconfig.get_path("purelib"))
     whole = set()
     for metadata in site_packages.glob("*.dist-info"):
@@ -59,9 +56,7 @@ def main(arguments: list[str]) -> None:
     if repair:
         for leftover in site_packages.glob("~*"):  # pip's name for what it was about to remove
             shutil.rmtree(leftover, ignore_errors=True)
-    missing = pins.keys() - whole
-    if missing:
-        print(*sorted(missing))
+    print(*sorted(pins.keys() - whole))
 
 
 if __name__ == "__main__":

@@ -2,10 +2,11 @@
 
 import argparse
 import os
+import struct
 
 import pytest
 
-from megatron_muon.data import index, vocabulary
+from megatron_muon.data import vocabulary
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.arguments import check_settings, missing_defaults, parse
@@ -238,7 +239,7 @@ def check_data(parser, *argv: str) -> None:
 
 def write_index(prefix, documents: int) -> str:
     prefix.with_suffix(".bin").write_bytes(b"")
-    head = index._HEAD.pack(b"MMIDIDX\0\0", 1, 8, documents, documents + 1)
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1)
     prefix.with_suffix(".idx").write_bytes(head + bytes(12 * documents + 8 * (documents + 1)))
     return str(prefix)
 

@@ -3,10 +3,7 @@
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,13 +14,11 @@ from benchmarks.peers import NS_METHODS
 from benchmarks.step import gpt_layout
 from megatron_muon import cli, exit_codes
 from megatron_muon.bench import command as bench_command
-from megatron_muon.bench import launch as bench_launch
 from megatron_muon.bench import train as bench_train
 from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.runs import processes
-from tests.unit.test_processes import is_gone
 
 STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
@@ -66,17 +61,14 @@ def step_results():
     return {"bench": "step", **bench_command._with_ratios(figures), "setting": setting, **PROVENANCE}
 
 
-def test_defaults():
-    spec = bench_command.step_spec(parsed(*STEP))
-    assert spec == bench_launch.StepSpec(ranks=2, hidden_size=64, num_layers=1)
-    assert spec.methods == ("owner", "allgather", "allgather-tuned", "adam")
-
-
 def test_arguments_reach_the_specification():
+    spec = bench_command.step_spec(parsed(*STEP))
+    assert (spec.ranks, spec.ns_dtype, spec.repeat, spec.peers, spec.offload) == (2, "bf16", 5, [], [])
+    assert spec.methods == ["owner", "allgather", "allgather-tuned", "adam"]
     spec = bench_command.step_spec(
         parsed(*STEP, "--ns-dtype", "fp32", "--methods", "adam", "owner", "adam", "--buffer-mb", "0.5", "--repeat", "3")
     )
-    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ("adam", "owner"), 0.5, 3)
+    assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ["adam", "owner"], 0.5, 3)
 
 
 @pytest.mark.parametrize(
@@ -116,21 +108,27 @@ def test_installed_peers_reach_the_specification(monkeypatch):
     sought = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
     spec = bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
-    assert spec.peers == ("deepspeed-gram", "deepspeed")
+    assert spec.peers == ["deepspeed-gram", "deepspeed"]
     assert set(sought) == {"deepspeed"}
     assert set(bench_command.PEERS) == {*NS_METHODS, "muon-fsdp2"}
 
 
-def test_peer_that_needs_equal_shards_says_so(monkeypatch):
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ("--hidden-size", "63", "--peers", "muon-fsdp2"),
+            r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2",
+        ),
+        (("--peers", "deepspeed", "--device", "cuda"), r"--peers deepspeed --device cuda: .* type --device cpu"),
+        (("--offload", "nvme"), r"--offload nvme and --offload-dir DIR go together"),
+        (("--momentum-dtype", "bf16"), r"--momentum-dtype bf16 needs --offload"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(argv, said, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match=r"--ranks 2 --hidden-size 63: it takes shards of equal size .* multiple of 2"):
-        bench_command.step_spec(parsed(*STEP, "--hidden-size", "63", "--peers", "muon-fsdp2"))
-
-
-def test_peers_are_not_measured_on_cuda(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(UserError, match=r"--peers deepspeed --device cuda: .* type --device cpu"):
-        bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed", "--device", "cuda"))
+    with pytest.raises(UserError, match=said):
+        bench_command.step_spec(parsed(*STEP, *argv))
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
@@ -212,35 +210,3 @@ def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
     with pytest.raises(RunFailedError, match="the run ended with status 3"):
         processes.run_logged(command, tmp_path / "log", env=dict(os.environ), what="the run")
     assert "what went wrong" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_ends_processes_in_sessions_of_their_own(tmp_path, number):
-    """torchrun gives every rank a session, so ending its process group would leave the ranks behind."""
-    pid_file = tmp_path / "pid"
-    rank = "import time; time.sleep(60)"
-    launcher = (
-        "import subprocess, sys, pathlib, time; "
-        f"child = subprocess.Popen([sys.executable, '-c', {rank!r}], start_new_session=True); "
-        f"pathlib.Path({str(pid_file)!r}).write_text(str(child.pid)); time.sleep(60)"
-    )
-    code = (
-        # A shell that runs tests in the background has SIGINT ignored, which children inherit.
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-        "import os, sys, pathlib; from megatron_muon.runs.processes import run_logged; "
-        f"run_logged([sys.executable, '-c', {launcher!r}], pathlib.Path({str(tmp_path / 'log')!r}), "
-        "env=dict(os.environ), what='x')"
-    )
-    env = {**os.environ, "PYTHONPATH": str(processes.ROOT)}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 30
-        while not (pid_file.exists() and pid_file.read_text()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        child = int(pid_file.read_text())
-        process.send_signal(number)
-        assert process.wait(timeout=30) != 0
-    finally:
-        process.kill()
-    assert is_gone(child)

@@ -36,10 +36,6 @@ def test_help_is_complete_and_imports_nothing_heavy():
     assert "exit status:" in done.stdout
 
 
-def test_every_subcommand_is_in_a_group():
-    assert {command.group for command in cli.COMMANDS.values()} == {cli.EXPERIMENTS, cli.MEASURE, cli.PREPARE}
-
-
 @pytest.mark.parametrize(
     "argv", [["data", "prepare", "--help"], ["bench", "step", "--help"], *([name, "--help"] for name in cli.COMMANDS)]
 )

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon import cli, data
+from megatron_muon import cli
 from megatron_muon.data import SourceOptions, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
 from megatron_muon.data.sources import find_sources
 from megatron_muon.errors import UserError
@@ -36,13 +36,7 @@ def tree(tmp_path):
         (root / directory).mkdir(parents=True)
     (root / "b" / "two.py").write_text("second = 'ü'\n", "utf-8")
     (root / "a" / "one.py").write_text("first = 1\r\n", "utf-8", newline="")
-    for skipped in (
-        "__pycache__/x.py",
-        ".git/x.py",
-        "site-packages/x.py",
-        "dist-packages/x.py",
-        ".hidden.py",
-    ):
+    for skipped in ("__pycache__/x.py", ".git/x.py", "site-packages/x.py", "dist-packages/x.py", ".hidden.py"):
         (root / skipped).write_text("never")
     (root / "binary.py").write_bytes(b"\x7fELF\0\0")
     (root / "latin.py").write_bytes("naïve".encode("latin-1"))
@@ -240,10 +234,7 @@ def test_an_interrupted_overwrite_leaves_the_old_data(tree, tmp_path):
     [
         ("{", r"part\.jsonl:2: not a JSON object"),
         ("[1]", r"part\.jsonl:2: expected a JSON object, found list"),
-        (
-            '{"body": "x", "id": 1}',
-            r"part\.jsonl:2: no field 'text' \(fields: body, id\); choose one with --json-key",
-        ),
+        ('{"body": "x", "id": 1}', r"part\.jsonl:2: no field 'text' \(fields: body, id\); choose one with --json-key"),
         ('{"text": 5}', r"part\.jsonl:2: field 'text' holds int"),
     ],
 )
@@ -333,17 +324,7 @@ def test_the_lock_keeps_other_processes_out(tmp_path):
 
 
 def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, capsys):
-    argv = [
-        "data",
-        "prepare",
-        "--input",
-        str(tree),
-        "--suffix",
-        ".py",
-        ".txt",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    argv = ["data", "prepare", "--input", str(tree), "--suffix", ".py", ".txt", "--output", str(tmp_path / "out")]
     assert cli.main(argv) == 0
     out = capsys.readouterr().out
     assert "3 documents, 34 tokens, 68 bytes" in out
@@ -353,10 +334,6 @@ def test_the_command_reports_what_it_wrote_and_how_to_use_it(tree, tmp_path, cap
     assert "up to date" in capsys.readouterr().out
     assert cli.main([*argv, "--no-append-eod"]) == 2
     assert capsys.readouterr().err.startswith("megatron-muon: error: ")
-
-
-def test_the_package_offers_its_names():
-    assert set(data.__all__) <= set(dir(data))
 
 
 def test_a_folder_is_no_prefix(tmp_path, monkeypatch, capsys):

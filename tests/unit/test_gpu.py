@@ -9,8 +9,8 @@ import torch
 
 from benchmarks import step as bench_step
 from megatron_muon import gpu
+from megatron_muon.doctor import WRONG
 from megatron_muon.doctor import command as doctor_command
-from megatron_muon.doctor.findings import WRONG
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import launch
 from megatron_muon.runs import resolve

@@ -2,9 +2,7 @@
 
 import ast
 import functools
-import os
 import re
-import shlex
 import shutil
 import stat
 import subprocess
@@ -23,7 +21,6 @@ from megatron_muon import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = ROOT / "requirements" / "lock.txt"
-RUN_SH = shlex.quote(str(ROOT / "scripts" / "lib" / "run.sh"))
 SCRIPTS = [
     "scripts/quickstart.sh",
     "scripts/test.sh",
@@ -33,22 +30,7 @@ SCRIPTS = [
     "requirements/update.sh",
     ".ci/run",
 ]
-TOOLS = [
-    "bash",
-    "cat",
-    "cksum",
-    "dirname",
-    "env",
-    "grep",
-    "head",
-    "mv",
-    "rm",
-    "sed",
-    "sleep",
-    "tail",
-    "uname",
-    "wc",
-]
+TOOLS = ["bash", "cat", "cksum", "dirname", "env", "grep", "head", "mv", "rm", "sed", "sleep", "tail", "uname", "wc"]
 READ_SETUP = """
 import json
 import setuptools
@@ -131,8 +113,7 @@ def set_up(tmp_path):
     tree = tmp_path / "a tree"
     for folder in ("scripts/lib", ".venv/bin", "data"):
         (tree / folder).mkdir(parents=True)
-    for name in ("scripts/quickstart.sh", "scripts/lib/run.sh"):
-        shutil.copy(ROOT / name, tree / name)
+    shutil.copy(ROOT / "scripts/quickstart.sh", tree / "scripts/quickstart.sh")
     for name in ("data/stdlib.prepared.json", "data/stdlib.bin", "data/stdlib.idx"):
         (tree / name).write_text("made")
     for name, code in (
@@ -154,6 +135,27 @@ def test_a_second_quickstart_leaves_the_first_alone(set_up):
         f"{train}-2 -- --muon-lr 0.01", "summary runs/quickstart-2",
         f"{train}-3 --", "summary runs/quickstart-3",
     ]  # fmt: skip
+
+
+def test_a_signal_to_quickstart_reaches_the_training_and_waits_for_its_end(set_up):
+    """torchrun's workers have sessions of their own: only the command that started them can end them."""
+    command = set_up / ".venv/bin/megatron-muon"
+    command.write_text(
+        "#!/usr/bin/env bash\ntrap 'sleep 0.2; echo >ended; exit 75' TERM\necho >began\nsleep 60 & wait\n"
+    )
+    process = subprocess.Popen([set_up / "scripts/quickstart.sh"])
+    while not (set_up / "began").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait(30) == 130
+    assert (set_up / "ended").exists()
+
+
+def test_a_failed_training_is_quickstarts_exit_status(set_up):
+    command = set_up / ".venv/bin/megatron-muon"
+    command.write_text("#!/usr/bin/env bash\nexit 7\n")
+    assert subprocess.run([set_up / "scripts/quickstart.sh"], check=False).returncode == 7
 
 
 # --- scripts/lib/setup.sh on a machine of another make --------------------
@@ -255,7 +257,7 @@ def test_venv_of_another_python_is_remade_with_a_line(bare_machine):
     assert ".venv is Python 3.11, the project needs 3.12 or 3.13: remaking it" in done.stderr
 
 
-# --- scripts/lib/check_env.py and scripts/lib/run.sh --------------------
+# --- scripts/lib/check_env.py --------------------
 
 
 def check_env(site_packages, *arguments):
@@ -285,7 +287,8 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
         metadata.mkdir()
         (metadata / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
         if recorded is not None:
-            (metadata / "RECORD").write_text(f"{name}.py,sha256=x,{recorded}\n{name}.pyc,,\n")
+            kept = f"{metadata.name}/METADATA,,\n"  # one that is there beside one that may not be
+            (metadata / "RECORD").write_text(f"{kept}{name}.py,sha256=x,{recorded}\n{name}.pyc,,\n")
         if content is not None:
             (tmp_path / f"{name}.py").write_bytes(content)
     broken = ["absent", "gone-file", "no-record", "other-version", "short"]
@@ -295,28 +298,3 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
         "good-1.dist-info",
         "other_version-1.dist-info",  # whole, so pip replaces it in the ordinary way
     }
-
-
-def test_a_signal_ends_workers_in_sessions_of_their_own(tmp_path):
-    """torchrun starts workers with setsid: a signal to the script's process group does not reach them."""
-    script = tmp_path / "script.sh"
-    script.write_text(
-        f"set -euo pipefail\nsource {RUN_SH}\n"
-        f"run bash -c 'trap : TERM; setsid sleep 60 & echo $! >{tmp_path}/worker.new; "
-        f"mv {tmp_path}/worker.new {tmp_path}/worker; wait; kill $!'\n"
-    )
-    process = subprocess.Popen(["bash", script], stderr=subprocess.PIPE, text=True)
-    worker = tmp_path / "worker"
-    while not worker.exists():
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=30)
-    assert process.returncode == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(worker.read_text()), 0)
-
-
-def test_run_hands_on_the_exit_code():
-    code = f"source {RUN_SH}; set -e; run bash -c 'exit 7'"
-    assert subprocess.run(["bash", "-c", code], check=False).returncode == 7

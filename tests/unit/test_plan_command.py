@@ -131,22 +131,11 @@ def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:
 def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
     path = config(tmp_path, muon_fp32_matmul_prec="highest", muon_exchange_buffer_mb="1", muon_ns="gram")
     figures = planned(tmp_path, "--config", path, "--world-size", 2)
-    assert figures["settings"] == {
-        "buffer_mb": 1.0,
-        "exchange_dtype": "fp32",
-        "ns": "gram",
-        "ns_dtype": "fp32",
-        "ns_steps": 5,
-    }
+    names = ("buffer_mb", "exchange_dtype", "ns", "ns_dtype", "ns_steps")
+    assert figures["settings"] == dict(zip(names, (1.0, "fp32", "gram", "fp32", 5), strict=True))
     figures = planned(tmp_path, "--config", path, "--world-size", 2, "--ns", "standard", "--ns-dtype", "bf16",
                       "--buffer-mb", 64, "--exchange-dtype", "fp32")  # fmt: skip
-    assert figures["settings"] | {"ns_steps": 5} == {
-        "buffer_mb": 64.0,
-        "exchange_dtype": "fp32",
-        "ns": "standard",
-        "ns_dtype": "bf16",
-        "ns_steps": 5,
-    }
+    assert figures["settings"] == dict(zip(names, (64.0, "fp32", "standard", "bf16", 5), strict=True))
 
 
 def test_bf16_halves_what_travels(tmp_path: Path) -> None:
@@ -165,13 +154,12 @@ def test_blocks_and_exclusions_come_from_the_file(tmp_path: Path) -> None:
     assert len({plain["digest"], figures["digest"], heads["digest"]}) == 3
 
 
-def test_paths_need_not_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unset_paths_missing_data_and_sizes_of_batches_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("DATA_PATH", raising=False)
-    assert planned(tmp_path, "--config", config(tmp_path, data_path="${DATA_PATH}/x"), "--world-size", 2)
-
-
-def test_sizes_of_batches_and_missing_data_do_not_matter(tmp_path: Path) -> None:
-    path = config(tmp_path, micro_batch_size="3", global_batch_size="7", tokenizer_type="HuggingFaceTokenizer")
+    batches = {"micro_batch_size": "3", "global_batch_size": "7"}
+    path = config(tmp_path, data_path="${DATA_PATH}/x", tokenizer_type="HuggingFaceTokenizer", **batches)
     assert planned(tmp_path, "--config", path, "--world-size", 2)
 
 

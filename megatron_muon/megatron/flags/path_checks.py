@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
-from megatron_muon.data.index import read_head
+from megatron_muon.data.vocabulary import check_vocabulary, read_head
 from megatron_muon.errors import UserError
 
 
@@ -52,8 +52,6 @@ def check_vocabularies(args: argparse.Namespace) -> None:
     Raises:
         UserError: names the data, its tokenizer and the run's.
     """
-    from megatron_muon.data.vocabulary import check_vocabulary
-
     if args.mock_data or args.skip_train:
         return
     given = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
@@ -69,7 +67,7 @@ def _check_split(prefix: str, split: str) -> None:
         parse_and_normalize_split,
     )
 
-    documents = read_head(prefix).documents
+    _, documents = read_head(prefix)
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):
         if part is not None and round(part[0] * documents) == round(part[1] * documents):
