@@ -26,6 +26,7 @@ from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser, build_parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
+from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.one_process import settle_one_process
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.quiet import quiet_imports
@@ -136,7 +137,7 @@ def prepare(
             "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
             "not looked for here, other packages are taken to be those of this machine"
         )
-    muon_under_fsdp = args.optimizer in arguments.MUONS and args.use_megatron_fsdp
+    muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
     reasons = Reasons()
     with reasons:
         check_data = not elsewhere and (writes or not is_quickstart)

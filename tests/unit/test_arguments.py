@@ -350,6 +350,15 @@ def test_saving_needs_an_interval(parser, tmp_path):
         check(parser, "--save", str(tmp_path))
 
 
+def test_async_save_is_refused_where_it_would_not_be_asynchronous(parser):
+    """megatron-core turned it off with a warning."""
+    check(parser, "--async-save", "--use-persistent-ckpt-worker", device="cuda")
+    with pytest.raises(UserError, match="does nothing without --use-persistent-ckpt-worker"):
+        check(parser, "--async-save", device="cuda")
+    with pytest.raises(UserError, match="does not work on the CPU"):
+        check(parser, "--async-save", "--use-persistent-ckpt-worker")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_write_permission_is_refused(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)

@@ -18,7 +18,6 @@ from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.megatron.checkpoint import trial_save
-from megatron_muon.megatron.flags.refusals import check_async_save
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches
 
@@ -215,12 +214,3 @@ def test_a_counter_in_the_group_is_there_to_be_loaded(capturable, counter):
     initialize_scalar_state(types.SimpleNamespace(optimizer=inner, config=None, init_state_fn=lambda *_: None))
     assert inner.param_groups[0]["step"] == counter
     assert type(inner.param_groups[0]["step"]) is type(counter)
-
-
-def test_async_save():
-    """megatron-core turned it off with a warning."""
-    check_async_save(device="cuda", persistent_worker=True)
-    with pytest.raises(UserError, match="does nothing without --use-persistent-ckpt-worker"):
-        check_async_save(device="cuda", persistent_worker=False)
-    with pytest.raises(UserError, match="does not work on the CPU"):
-        check_async_save(device="cpu", persistent_worker=True)
