@@ -33,17 +33,13 @@ def explain_unreadable(patches: Patches) -> None:
     import megatron.training.checkpointing as checkpointing
     from torch.distributed.checkpoint.api import CheckpointException
 
-    def around(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_base_checkpoint(load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
-            try:
-                return load(load_dir, args, *rest, **kwargs)
-            except CheckpointException as failure:
-                named = args.ckpt_step or files.latest(Path(load_dir))
-                raise UserError(
-                    f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)}); "
-                    f"{files.resume_hint(Path(load_dir), but=named)}"
-                ) from failure
-
-        return load_base_checkpoint
-
-    patches.wrap(checkpointing, "_load_base_checkpoint", around, takes=["load_dir", "args"])
+    @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args"])
+    def load_base_checkpoint(load: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        try:
+            return load(load_dir, args, *rest, **kwargs)
+        except CheckpointException as failure:
+            named = args.ckpt_step or files.latest(Path(load_dir))
+            raise UserError(
+                f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)}); "
+                f"{files.resume_hint(Path(load_dir), but=named)}"
+            ) from failure

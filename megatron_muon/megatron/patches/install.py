@@ -58,16 +58,12 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
     """
     import megatron.core.datasets.utils as dataset_utils
 
-    def around(build: Callable[[], None]) -> Callable[[], None]:
-        def compile_helpers() -> None:
-            try:
-                importlib.import_module("megatron.core.datasets.helpers_cpp")
-            except ImportError:
-                build()
-
-        return compile_helpers
-
-    patches.wrap(dataset_utils, "compile_helpers", around)
+    @patches.around(dataset_utils, "compile_helpers")
+    def compile_helpers(build: Callable[[], None]) -> None:
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError:
+            build()
 
 
 def accept_full_precision(patches: Patches) -> None:
@@ -80,15 +76,11 @@ def accept_full_precision(patches: Patches) -> None:
 
     from megatron_muon.megatron.flags.arguments import allow_full_precision
 
-    def around(add: Callable[..., Any]) -> Callable[..., Any]:
-        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = add(parser)
-            allow_full_precision(parser)
-            return parser
-
-        return add_megatron_arguments
-
-    patches.wrap(arguments, "add_megatron_arguments", around, takes=["parser"])
+    @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
+    def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add(parser)
+        allow_full_precision(parser)
+        return parser
 
 
 def let_experts_have_biases(patches: Patches) -> None:
@@ -99,13 +91,9 @@ def let_experts_have_biases(patches: Patches) -> None:
     """
     import megatron.core.tensor_parallel.layers as layers
 
-    def around(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-            return input_ if group is not None and group.size() == 1 else reduce(input_, group)
-
-        return reduce_from_tensor_model_parallel_region
-
-    patches.wrap(layers, "reduce_from_tensor_model_parallel_region", around, takes=["input_", "group"])
+    @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
+    def reduce_region(reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+        return input_ if group is not None and group.size() == 1 else reduce(input_, group)
 
 
 def accept_muon(patches: Patches) -> None:
@@ -124,17 +112,15 @@ def accept_muon(patches: Patches) -> None:
                 f"check how it treats Muon in {versions()}"
             )
 
-    def around(validate: Callable[..., Any]) -> Callable[..., Any]:
-        def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-            optimizer, args.optimizer = args.optimizer, "adam"
-            try:
-                return validate(args, defaults or {})
-            finally:
-                args.optimizer = optimizer
-
-        return validate_args
-
-    patches.wrap(arguments, "validate_args", around)
+    @patches.around(arguments, "validate_args")
+    def validate_args(
+        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
+    ) -> Any:
+        optimizer, args.optimizer = args.optimizer, "adam"
+        try:
+            return validate(args, defaults or {})
+        finally:
+            args.optimizer = optimizer
 
 
 def use_factory(patches: Patches) -> None:
@@ -146,32 +132,23 @@ def use_factory(patches: Patches) -> None:
     from megatron_muon.megatron.settings import MuonOptimizerConfig
 
     def get_optimizer(
-        config: Any,
-        model_chunks: Any,
-        config_overrides: Any = None,
-        pg_collection: Any = None,
-        **_unused: Any,
+        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
     ) -> Any:
-        config.muon_offload_iteration = _iteration_to_load()
-        config.muon_offload_save = str(Path(get_args().save).absolute()) if get_args().save else ""
-        if not (get_args().tensorboard_dir or get_args().wandb_project):
+        args = get_args()
+        config.muon_offload_iteration = _iteration_to_load(args)
+        config.muon_offload_save = str(Path(args.save).absolute()) if args.save else ""
+        if not (args.tensorboard_dir or args.wandb_project):
             config.muon_metrics_interval = 0  # nobody would see them
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     patches.replace(
-        training,
-        "get_megatron_optimizer",
-        get_optimizer,
-        takes=["config", "model_chunks", "config_overrides"],
+        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
     )
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
 
 
-def _iteration_to_load() -> int:
+def _iteration_to_load(args: argparse.Namespace) -> int:
     """The iteration that this run goes on from, as far as the command line and --load tell."""
-    from megatron.training import get_args
-
-    args = get_args()
     if args.finetune:
         return 0
     found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
@@ -185,57 +162,49 @@ def stop_after_offload_failure(patches: Patches) -> None:
     found that momentum cannot be read, the run stops after it.
     """
     import megatron.training.training as training
+    from megatron.training import get_args
 
     from megatron_muon.offload.run import note_iteration
 
-    def around(decide: Callable[..., bool]) -> Callable[..., bool]:
-        def checkpoint_and_decide_exit(
-            model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, flops: Any, context: Any, data: Any
-        ) -> bool:
-            note_iteration(iteration)
-            failure = getattr(optimizer, "offload_failure", None)
-            if failure is None:
-                return decide(model, optimizer, opt_param_scheduler, iteration, flops, context, data)
-            from megatron.training import get_args
-
-            if not get_args().save:
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
-            try:
-                training.save_checkpoint_and_time(
-                    iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
-                )
-            except SaveError as error:
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
-            raise AssertionError("a save after a failure ends the run")
-
-        return checkpoint_and_decide_exit
-
-    def then_stop(save: Callable[..., None]) -> Callable[..., None]:
-        def save_checkpoint(iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            save(iteration, model, optimizer, *args, **kwargs)
-            if (failure := getattr(optimizer, "offload_failure", None)) is not None:
-                from megatron.training import get_args
-
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
-
-        return save_checkpoint
-
-    patches.wrap(training, "save_checkpoint", then_stop, takes=["iteration", "model", "optimizer"])
-
-    patches.wrap(
+    @patches.around(
         training,
         "checkpoint_and_decide_exit",
-        around,
         takes=[
-            "model",
-            "optimizer",
-            "opt_param_scheduler",
-            "iteration",
-            "num_floating_point_operations_so_far",
-            "checkpointing_context",
-            "train_data_iterator",
+            *("model", "optimizer", "opt_param_scheduler", "iteration"),
+            *("num_floating_point_operations_so_far", "checkpointing_context", "train_data_iterator"),
         ],
     )
+    def checkpoint_and_decide_exit(
+        decide: Callable[..., bool],
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        iteration: int,
+        flops: Any,
+        context: Any,
+        data: Any,
+    ) -> bool:
+        note_iteration(iteration)
+        failure = getattr(optimizer, "offload_failure", None)
+        if failure is None:
+            return decide(model, optimizer, scheduler, iteration, flops, context, data)
+        if not get_args().save:
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
+        try:
+            training.save_checkpoint_and_time(
+                iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
+            )
+        except SaveError as error:
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
+        raise AssertionError("a save after a failure ends the run")
+
+    @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
+    def save_checkpoint(
+        save: Callable[..., None], iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        save(iteration, model, optimizer, *args, **kwargs)
+        if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
 
 
 def split_state_of_swiglu(patches: Patches) -> None:
@@ -263,29 +232,19 @@ def split_state_of_swiglu(patches: Patches) -> None:
         def get_parameter(self, target: str) -> torch.nn.Parameter:
             return self._by_name[plain(target)]
 
-    def around(handle: Callable[..., Any]) -> Callable[..., Any]:
-        def handle_swiglu(model: Any, model_state: Any, optimizer_state: Any) -> Any:
-            names = dict(model.named_parameters())
-            model_state, _ = handle(AnyDepth(model, names), model_state, None)
-            if optimizer_state is None:
-                return model_state, None
-            if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
-                names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
-            whole = AnyDepth(model, names)
-            with checkpoint_patches.changed(
-                handlers, "make_fsdp_dtensor", partial(_made_in_place, handlers.make_fsdp_dtensor)
-            ):
-                state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
-            return model_state, {**optimizer_state, "state": state}
-
-        return handle_swiglu
-
-    patches.wrap(
-        checkpointing,
-        "handle_swiglu_in_state_dict",
-        around,
-        takes=["model", "model_state_dict", "optimizer_state_dict"],
-    )
+    @patches.around(checkpointing, "handle_swiglu_in_state_dict", takes=checkpoint_patches.SWIGLU_HANDLER)
+    def handle_swiglu(handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any) -> Any:
+        names = dict(model.named_parameters())
+        model_state, _ = handle(AnyDepth(model, names), model_state, None)
+        if optimizer_state is None:
+            return model_state, None
+        if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
+            names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
+        whole = AnyDepth(model, names)
+        with Patches() as changes:
+            changes.replace(handlers, "make_fsdp_dtensor", partial(_made_in_place, handlers.make_fsdp_dtensor))
+            state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
+        return model_state, {**optimizer_state, "state": state}
 
 
 def _with_halves(
