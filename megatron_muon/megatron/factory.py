@@ -28,6 +28,7 @@ from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.model.table import parameter_table
+from megatron_muon.megatron.ranks import say
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.megatron.settings import (
     MuonOptimizerConfig,
@@ -35,7 +36,7 @@ from megatron_muon.megatron.settings import (
     require_megatron_fsdp,
     with_own_settings,
 )
-from megatron_muon.megatron.state_report import state_report
+from megatron_muon.megatron.state_report import report_muon_state
 from megatron_muon.offload.run import OffloadRun
 
 
@@ -69,12 +70,9 @@ def get_megatron_muon_optimizer(
     optimizers = _build(config, model_chunks, groups, pg_collection, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    if dist.get_rank() == 0:
-        print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
+    say(parameter_table(groups, names, full=config.muon_log_params))
     chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
-    report = state_report(chain)
-    if dist.get_rank() == 0:
-        print(report, flush=True)
+    report_muon_state(chain)
     return chain
 
 
@@ -99,8 +97,8 @@ def _build(
             optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
-    if builder.digests and dist.get_rank() == 0:
-        print(f"megatron-muon: plan {'-'.join(builder.digests)}", flush=True)
+    if builder.digests:
+        say(f"megatron-muon: plan {'-'.join(builder.digests)}")
     return optimizers
 
 
