@@ -48,8 +48,6 @@ class Launch:
         device: "cuda" or "cpu".
         notes: what a user should be told, one line each.
         defaults: the beginning of `argv` that was filled in.
-        parser: what knows the flags.
-        config: the experiment file.
     """
 
     argv: tuple[str, ...]

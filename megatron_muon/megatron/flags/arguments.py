@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -118,13 +117,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str) -> list[str]:
-    """The flags that this run needs and that `argv` does not settle, as they would be typed.
-
-    Args:
-        parser: tells which flags set the same value.
-        argv: config file and command line.
-        device: "cuda" or "cpu".
-    """
+    """The flags that a run on "cuda" or "cpu" needs and that `argv` does not settle, as they would be typed."""
     actions = parser._option_string_actions
     chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
     wanted = [["--eval-interval", "1000"]]  # 0.19 has no default and divides by it
@@ -132,7 +125,10 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
     if device == "cpu":
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
-    if (device == "cpu" or _last_value(argv, "--muon-ns-device") == "cpu") and not cpu_has_bf16():
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--muon-ns-device")
+    on_cpu = device == "cpu" or early.parse_known_args(list(argv))[0].muon_ns_device == "cpu"
+    if on_cpu and not cpu_has_bf16():
         wanted.append(["--muon-fp32-matmul-prec", "highest"])
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
@@ -141,24 +137,9 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted.append(["--transformer-impl", "local"])
         if device == "cpu" or importlib.util.find_spec("apex") is None:
             # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same.
-            wanted += [
-                ["--no-persist-layer-norm"],
-                ["--no-masked-softmax-fusion"],
-                ["--no-rope-fusion"],
-                ["--no-bias-gelu-fusion"],
-            ]
+            fused = ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion", "bias-gelu-fusion")
+            wanted += [[f"--no-{kernel}"] for kernel in fused]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
-
-
-def _last_value(argv: Sequence[str], flag: str) -> str | None:
-    """The value that `argv` gives to a flag, the last one if several."""
-    value = None
-    for token, following in itertools.pairwise((*argv, "")):
-        if token == flag:
-            value = following
-        elif token.startswith(f"{flag}="):
-            value = token.removeprefix(f"{flag}=")
-    return value
 
 
 def cpu_has_bf16() -> bool:
@@ -213,7 +194,19 @@ def check_settings(
     with reasons:
         _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
     with reasons:
-        refusals.check(_muon_run(args, device))
+        refusals.check(
+            MuonRun(
+                settings=args,
+                model=args,
+                strategy=args.data_parallel_sharding_strategy,
+                instances=args.num_distributed_optimizer_instances,
+                main_params_dtype=args.megatron_fsdp_main_params_dtype,
+                gated=args.swiglu,
+                on_cpu=device == "cpu",
+                megatron_fsdp=args.use_megatron_fsdp,
+                has_model=False,
+            )
+        )
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
     with reasons:
@@ -236,31 +229,15 @@ def check_settings(
     reasons.tell()
 
 
-def _muon_run(args: argparse.Namespace, device: str) -> MuonRun:
-    return MuonRun(
-        settings=args,
-        model=args,
-        strategy=args.data_parallel_sharding_strategy,
-        instances=args.num_distributed_optimizer_instances,
-        main_params_dtype=args.megatron_fsdp_main_params_dtype,
-        gated=args.swiglu,
-        on_cpu=device == "cpu",
-        megatron_fsdp=args.use_megatron_fsdp,
-        has_model=False,
-    )
-
-
 def refuse_hybrid(args: argparse.Namespace) -> None:
     """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT.
 
     Raises:
         UserError: the flag that asks for them.
     """
-    for flag, pattern in (
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
-        ("--hybrid-override-pattern", args.hybrid_override_pattern),
-    ):
-        if pattern:
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if pattern := getattr(args, name):
+            flag = refusals.flag_of(name)
             raise UserError(f"{flag} {pattern} makes a hybrid model, and only a GPT is built here; leave it out")
 
 
@@ -288,18 +265,14 @@ def _check_async_save(args: argparse.Namespace, device: str) -> None:
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Check that the parallel sizes fit the number of ranks, and each other.
+    """Refuse parallel sizes that do not fit the number of ranks, or each other.
 
     Raises:
         UserError: names the size and the remedy.
     """
-    sizes = {
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
-        "--context-parallel-size": args.context_parallel_size,
-    }
     product = 1
-    for flag, size in sizes.items():
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        flag, size = refusals.flag_of(name), getattr(args, name)
         product *= size
         if product > world_size or world_size % product:
             raise UserError(

@@ -44,7 +44,7 @@ UPSTREAM_TEST_KEYS = re.compile(
     "AFTER_SCRIPT|BEFORE_SCRIPT|LAUNCHER|METRICS|MODE|MODEL_ENV_VARS|TEST_EVALUATION|TEST_TYPE|THROUGHPUT_TEST_PARAMS"
     "|MODEL_ARGS_[0-9]+"  # flags of a test's second run
 )
-"""Keys that only upstream's test harness reads; accepted, and listed in `ExperimentConfig.ignored`.
+"""Keys that only upstream's test harness reads.
 
 Source: tests/functional_tests/shell_test_utils/{run_ci_test,_run_training}.sh and python_test_utils of
 https://github.com/NVIDIA/Megatron-LM, and its test_cases/**/model_config.yaml.
@@ -65,7 +65,7 @@ class ExperimentConfig:
         path: The file.
         env: Environment variables that the run wants.
         flags: (flag, its values) in the file's order; no values for a bare flag.
-        ignored: Top-level keys that have no meaning here, see `UPSTREAM_TEST_KEYS`.
+        ignored: Top-level keys that only upstream's test harness reads.
         files: All files read, bases before those that rest on them.
         origins: The file that each flag stands in.
         overridden: Flags that the file has and that were left out of `flags` because the user gives or unsets them.
@@ -92,13 +92,11 @@ def load_config(
 
     Args:
         path: The YAML file.
-        environ: Where `${NAME}` and `$NAME` are looked up; `os.environ` by default.
+        environ: Where placeholders are looked up; `os.environ` by default.
         overridden: Flags to leave out because the user gives them otherwise; their placeholders may stay unset.
 
     Raises:
-        UserError: A file is missing or no YAML, has unknown or duplicate keys, a key that is not a flag, a
-            value that is neither a scalar nor a list of scalars, or a placeholder that the environment lacks;
-            or files rest on each other.
+        UserError: Names the file and the line of whatever is wrong.
     """
     path = Path(path)
     found = _Found()
@@ -136,10 +134,6 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
     several values the last one's values alone. A bare flag of the file is undone by its `--no-` twin where
     Megatron has one, and always by `--unset FLAG`, which works for any flag of the file and may be repeated.
 
-    Args:
-        config: The file.
-        user_argv: What the user typed, without `--config`.
-
     Raises:
         UserError: `--unset` names nothing, or a flag that the file does not have.
     """
@@ -156,13 +150,8 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
     """Refuses flags that `parser` does not have, and values where the flag takes none or the reverse.
 
-    Args:
-        config: The file.
-        parser: What knows the flags.
-        software: Whose flags they are, such as "megatron-core 0.19.2", for the message.
-
     Raises:
-        UserError: Names the file, the flag, and the nearest flag that exists.
+        UserError: Names the file, the flag, whose flags these are (`software`), and the nearest flag that exists.
     """
     actions = parser._option_string_actions
     unknown = [flag for flag, _ in config.flags if flag not in actions]

@@ -26,18 +26,13 @@ MOMENTUM = (*(name for name in FIELDS if name.startswith("muon_offload")), "muon
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRun:
-    """What the rules depend on.
+    """What the rules depend on; other fields are what the flags of these names say.
 
     Attributes:
         settings: parsed flags, or a MuonOptimizerConfig.
         model: parsed flags, or a TransformerConfig.
-        strategy: `--data-parallel-sharding-strategy`.
-        instances: `--num-distributed-optimizer-instances`.
-        main_params_dtype: `--megatron-fsdp-main-params-dtype`.
         gated: the model's MLPs have a gate (`--swiglu`).
-        on_cpu: the run's device is the CPU.
-        megatron_fsdp: `--use-megatron-fsdp`.
-        has_model: `model` has the sizes of the model that is trained.
+        has_model: a script has made the model, so `model` has its sizes and Muon is to train it.
     """
 
     settings: Any
@@ -67,7 +62,7 @@ class MuonRun:
 
 
 def flag_of(name: str) -> str:
-    """The flag of a setting."""
+    """How the setting of this name is typed."""
     return "--" + name.replace("_", "-")
 
 
@@ -93,19 +88,15 @@ def _precision(run: MuonRun) -> None:
 
 
 def _layer_wise(run: MuonRun) -> None:
-    for asked, is_given in (
-        ("--optimizer dist_muon", run.settings.optimizer == "dist_muon"),
-        (
-            "use_layer_wise_distributed_optimizer=True",
-            getattr(run.settings, "use_layer_wise_distributed_optimizer", False),
-        ),
-    ):
-        if is_given and run.megatron_fsdp:
-            raise UserError(
-                f"{asked} is megatron-core's layer-wise Muon, which deals whole layers out to ranks; Megatron-FSDP "
-                "cuts them into rows by then, and dealing out rows would orthogonalise parts of matrices. The owner "
-                "scheme of --optimizer muon --use-megatron-fsdp replaces it: every matrix has one owner there too"
-            )
+    asked = "--optimizer dist_muon" if run.settings.optimizer == "dist_muon" else ""
+    if getattr(run.settings, "use_layer_wise_distributed_optimizer", False):  # flags get it when they are validated
+        asked = asked or "use_layer_wise_distributed_optimizer=True"
+    if asked and run.megatron_fsdp:
+        raise UserError(
+            f"{asked} is megatron-core's layer-wise Muon, which deals whole layers out to ranks; Megatron-FSDP cuts "
+            "them into rows by then, and dealing out rows would orthogonalise parts of matrices. The owner scheme of "
+            "--optimizer muon --use-megatron-fsdp replaces it: every matrix has one owner there too"
+        )
 
 
 def _adaptive(run: MuonRun) -> None:
