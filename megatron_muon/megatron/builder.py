@@ -119,12 +119,8 @@ class MuonBuilder:
         muon = kind(
             groups,
             self._exchange(members, orthogonalizer, variant.get("neurons"), group=group, device=device),
-            lr=config.lr,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            weight_decay=config.weight_decay,
             decoupled_weight_decay=config.decoupled_weight_decay,
-            names=self.names,
+            **self._common,
             store=store,
             compute_device=device if device != members.device else None,
             **variant,
@@ -133,6 +129,18 @@ class MuonBuilder:
             blocked = BlockedLayout(members.layout, members.block_counts)
             dump_layout(config.muon_dump_layout, blocked, is_expert=is_expert)
         return muon
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """What every Muon is given."""
+        config = self.config
+        return {
+            "lr": config.lr,
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_nesterov,
+            "weight_decay": config.weight_decay,
+            "names": self.names,
+        }
 
     @property
     def _replicated(self) -> bool:
@@ -259,10 +267,7 @@ class MuonBuilder:
             give_blocks(parameter, mp.block_split(parameter, block_settings(config), over_tp=False))
         muon = ReplicatedMuon(
             groups,
-            lr=config.lr,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            weight_decay=config.weight_decay,
+            **self._common,
             use_decoupled_weight_decay=config.decoupled_weight_decay,
             split_qkv=True,
             is_qkv_fn=has_blocks,
@@ -273,7 +278,6 @@ class MuonBuilder:
             extra_scale_factor=config.muon_extra_scale_factor,
             pg_collection=self.pg_collection,
             tp_mode=config.muon_tp_mode,
-            names=self.names,
         )
         muon.initialize_state()
         return muon

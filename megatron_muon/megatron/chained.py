@@ -34,13 +34,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
         super().__init__(chained_optimizers)
-        inner = [member.optimizer for member in chained_optimizers if not member.is_stub_optimizer]
-        self.metrics = Sampler(inner, interval=metrics_interval)
+        self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
+        self.metrics = Sampler([member.optimizer for member in self._members], interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         self._muons = [
             (member, member.optimizer)
-            for member in self.chained_optimizers
-            if not member.is_stub_optimizer and isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
+            for member in self._members
+            if isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
         ]
         self.offload_failure: OffloadError | None = None
         """What kept momentum from being read or written, once the step in which it happened is finished."""
@@ -55,7 +55,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
         Raises:
             OffloadError: momentum could not be read or written in an earlier step, on any rank. That step was finished
-                on every rank, and a checkpoint can be saved; another step is not begun.
+                on every rank, so a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -81,9 +81,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
             self.metrics.skipped_steps += 1
             return False
         with self._timed("optimizer-inner-step"), self.metrics.step():
-            for optimizer in self.chained_optimizers:
-                if not optimizer.is_stub_optimizer:
-                    optimizer.optimizer.step()
+            for member in self._members:
+                member.optimizer.step()
         with self._timed("optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks:
                 chunk.module.install_optimized_model_weights()
@@ -109,8 +108,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Collective; waits for the device.
         """
         mine: dict[str, int] = {}
-        for member in self.chained_optimizers:
-            if not member.is_stub_optimizer and isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
+        for member in self._members:
+            if isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
                 mine |= member.optimizer.skipped_updates()
         everyone = self._tell_if_any(mine)
         return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
@@ -142,14 +141,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
         from construction, so loading needs no dummy step.
         """
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
-        for optimizer in self.chained_optimizers:
-            if not optimizer.is_stub_optimizer:
-                part = optimizer.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
-                merged["state"].update(part["state"])
-                merged["param_to_group_meta"].update(part["param_to_group_meta"])
-        for optimizer, muon in self._muons:
+        for member in self._members:
+            part = member.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
+            merged["state"].update(part["state"])
+            merged["param_to_group_meta"].update(part["param_to_group_meta"])
+        for member, muon in self._muons:
             for parameter, momentum in muon.momentum_state(empty=is_loading).items():
-                merged["state"].setdefault(optimizer._param_name(parameter), {})[MOMENTUM] = momentum
+                merged["state"].setdefault(member._param_name(parameter), {})[MOMENTUM] = momentum
         self._look_for_failures()
         return merged
 
@@ -159,25 +157,16 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Raises:
             OffloadError: momentum could not be written, on any rank.
         """
-        for optimizer in self.chained_optimizers:
-            if optimizer.is_stub_optimizer:
-                continue
-            parameters = {optimizer._param_name(parameter): parameter for parameter in optimizer.get_parameters()}
-            self._tell_of_other_momentum(optimizer, state_dict["param_to_group_meta"])
-            state = {name: value for name, value in state_dict["state"].items() if name in parameters}
-            muon = next((muon for member, muon in self._muons if member is optimizer), None)
-            kept_elsewhere = {}
+        stores = {id(member): muon for member, muon in self._muons}
+        for member in self._members:
+            parameters = {member._param_name(parameter): parameter for parameter in member.get_parameters()}
+            settings = {n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters}
+            self._tell_of_other_momentum(member, settings)
+            state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
+            muon, kept_elsewhere = stores.get(id(member)), {}
             if muon is not None:
-                kept_elsewhere = {parameters[name]: slots[MOMENTUM] for name, slots in state.items()}
-                state = {name: {k: v for k, v in slots.items() if k != MOMENTUM} for name, slots in state.items()}
-            optimizer.load_state_dict(
-                {
-                    "state": state,
-                    "param_to_group_meta": {
-                        name: meta for name, meta in state_dict["param_to_group_meta"].items() if name in parameters
-                    },
-                }
-            )
+                kept_elsewhere = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
+            member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
                 muon.load_momentum(kept_elsewhere)
         self._look_for_failures()

@@ -52,7 +52,7 @@ def get_megatron_muon_optimizer(
         config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this package's settings.
         model_chunks: the model, each chunk a megatron-core FullyShardedDataParallel.
         config_overrides: settings for subsets of parameters, as megatron-core's `get_megatron_optimizer` takes them.
-        pg_collection: process groups; None takes those of megatron-core's parallel state.
+        pg_collection: by default the process groups of megatron-core's parallel state.
 
     Raises:
         UserError: a setting that Muon under Megatron-FSDP does not support.
@@ -92,11 +92,13 @@ def _build(
     optimizers = []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
+        stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             inner = builder.build(muon_groups, is_expert=is_expert)
-            optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
+            optimizers.append(_wrap(inner, config, model_chunks, pg_collection))
+            optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups := [group for group in ours if "optimizer" in group]:
-            optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
+            optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
     if builder.digests:
         say(f"megatron-muon: plan {'-'.join(builder.digests)}")
     return optimizers
@@ -134,8 +136,6 @@ def _wrap(
     config: MuonOptimizerConfig,
     model_chunks: Sequence[Any],
     pg_collection: ProcessGroupCollection,
-    *,
-    is_expert: bool,
 ) -> MegatronOptimizer:
     """megatron-core's DistributedOptimizer around a Muon: norms, clipping, loss scale and checkpoints."""
     wrapped = DistributedOptimizer(
@@ -150,7 +150,6 @@ def _wrap(
         data_parallel_group_idx=None,
         distributed_optimizer_instance_id=0,
     )
-    wrapped.grad_stats_parallel_group = _grad_stats_group(model_chunks, pg_collection, is_expert=is_expert)
     wrapped.tp_group = pg_collection.tp
     wrapped.expert_tp_group = getattr(pg_collection, "expt_tp", pg_collection.tp)
     return wrapped
@@ -161,8 +160,7 @@ def _scalar(
     model_chunks: Sequence[Any],
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
-    *,
-    is_expert: bool,
+    stats_group: dist.ProcessGroup,
 ) -> MegatronOptimizer:
     """megatron-core's own optimizer for what Muon does not take, with state from the start."""
     scalar_config = copy.copy(config)
@@ -171,7 +169,7 @@ def _scalar(
         config=scalar_config,
         model_chunks=list(model_chunks),
         param_groups=groups,
-        intra_dist_opt_group=_grad_stats_group(model_chunks, pg_collection, is_expert=is_expert),
+        intra_dist_opt_group=stats_group,
         pg_collection=pg_collection,
     )
     wrapped.config = config  # a chain's members share one config
@@ -180,16 +178,13 @@ def _scalar(
     return wrapped
 
 
-def _grad_stats_group(
-    model_chunks: Sequence[Any], pg_collection: ProcessGroupCollection, *, is_expert: bool
-) -> dist.ProcessGroup:
+def _grad_stats_group(ddp_config: Any, pg_collection: ProcessGroupCollection, *, is_expert: bool) -> dist.ProcessGroup:
     """The group over which gradient norms and zero counts add up.
 
     Shards add up over all ranks of the optimizer instance, and over all instances where these share them too. Under
     no_shard the data-parallel ranks hold the same gradients, so only model-parallel ranks add: for experts that
     includes the ranks with other experts.
     """
-    ddp_config = model_chunks[0].ddp_config
     group: dist.ProcessGroup = pg_collection.intra_dist_opt
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp

@@ -220,8 +220,8 @@ def _ask_for_what_is_there(
 
     Args:
         state: what the run wants: `model`, `optimizer` and more.
-        entries: what the checkpoint holds.
-        folder: the checkpoint, for messages.
+        entries: what the checkpoint in `folder` holds.
+        folder: the checkpoint.
         allow_missing: `--muon-allow-missing-state`.
         allow_dropped: `--no-strict-fsdp-dtensor-load`.
         keep: settings of parameter groups that stay the run's.
