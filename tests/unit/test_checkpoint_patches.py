@@ -17,7 +17,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
-from megatron_muon.megatron.checkpoint import trial_save
+from megatron_muon.megatron.checkpoint import swiglu, trial_save
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches
 
@@ -62,8 +62,8 @@ def other(*_args: object) -> None:
 @pytest.mark.parametrize(
     ("patch", "owner", "name"),
     [
-        (checkpoint_patches.split_swiglu_of_replicas, checkpointing, "handle_swiglu_in_state_dict"),
-        (checkpoint_patches.split_swiglu_of_replicas, handlers, "make_fsdp_dtensor"),
+        (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+        (swiglu.split_swiglu, handlers, "make_fsdp_dtensor"),
         (checkpoint_patches.save_beside_and_rename, dcp, "save"),
         (checkpoint_patches.write_tracker_at_once, checkpointing, "save_checkpoint"),
         (checkpoint_patches.explain_failed_saves, training, "save_checkpoint"),

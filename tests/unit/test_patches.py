@@ -12,6 +12,7 @@ from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_muon.megatron.checkpoint.swiglu import split_swiglu
 from megatron_muon.megatron.patches import install as mcore_patches
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.patching import Patches
@@ -76,7 +77,7 @@ def test_without_compile_helpers(patches, monkeypatch):
     [
         (mcore_patches.use_factory, training, "get_megatron_optimizer"),
         (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
-        (mcore_patches.split_state_of_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+        (split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     ],
 )
 def test_another_signature_or_none(patches, monkeypatch, patch, owner, name):
@@ -234,7 +235,7 @@ def handle_swiglu(model, model_state_dict, optimizer_state_dict):
 @pytest.fixture
 def handler(patches, monkeypatch):
     monkeypatch.setattr(checkpointing, "handle_swiglu_in_state_dict", handle_swiglu)
-    mcore_patches.split_state_of_swiglu(patches)
+    split_swiglu(patches)
     return checkpointing.handle_swiglu_in_state_dict
 
 

@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.errors import UserError
@@ -32,8 +36,6 @@ def load_what_is_there(patches: Patches) -> None:
     each data-parallel rank with --data-parallel-random-init, so more ranks than before find none; tensor-parallel ranks
     share theirs under Megatron-FSDP. The count of floating-point operations is stored and never asked for.
     """
-    import megatron.training.checkpointing as checkpointing
-
     asked: dict[str, Any] = {}  # while _load_base_checkpoint runs: its folder, and what it was not asked for
 
     @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args", "rank0"])
@@ -94,7 +96,6 @@ def load_what_is_there(patches: Patches) -> None:
 
 def explain_load_refusals(patches: Patches) -> None:
     """Turn the assertions by which 0.19 refuses a checkpoint of another model or schedule into one-line messages."""
-    import megatron.training.training as training
 
     @patches.around(training, "load_checkpoint")
     def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -118,9 +119,6 @@ def keep_loaded_main_weights(patches: Patches) -> None:
     0.19 then copies the model's weights to the main weights, which it does not implement for Megatron-FSDP. There the
     main weights are what is saved and loaded, and loading them has installed the model's.
     """
-    import megatron.training.training as training
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     loading: list[bool] = []
 
     @patches.around(training, "load_checkpoint")
@@ -287,8 +285,6 @@ def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
 
 def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:
     """Whether a checkpoint has the random-number states that this rank, and every other one, looks for."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     holds = all(name in entries for name in flatten_state_dict({"rng_state": rng_state})[0])
     return all(of_all_ranks(holds))
 

@@ -14,12 +14,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training.dist_signal_handler import DistributedSignalHandler
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.checkpoint import loading
 from megatron_muon.megatron.checkpoint.summed_files import SummedFiles
+from megatron_muon.megatron.checkpoint.swiglu import split_swiglu
 from megatron_muon.megatron.checkpoint.trial_save import try_saving_before_training
 from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
@@ -33,7 +40,7 @@ def install(patches: Patches, *, adam: bool) -> None:
         patches: records what is replaced, so that it can be undone.
         adam: the run's optimizer is built by megatron-core's own factory.
     """
-    split_swiglu_of_replicas(patches)
+    split_swiglu(patches)
     save_beside_and_rename(patches)
     write_tracker_at_once(patches)
     explain_failed_saves(patches)
@@ -46,57 +53,12 @@ def install(patches: Patches, *, adam: bool) -> None:
         keep_adam_state_alike(patches)
 
 
-def split_swiglu_of_replicas(patches: Patches) -> None:
-    """Let fsdp_dtensor checkpoints split a SwiGLU's fused projection under `no_shard` too.
-
-    0.19's handler cuts by `megatron_fsdp_slice`, the part of a matrix that a rank holds, which Megatron-FSDP sets on
-    sharded parameters only, and makes its halves as shards. Here parameters that are whole get the slice that says so,
-    and their halves are made whole.
-    """
-    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
-    import megatron.training.checkpointing as checkpointing
-
-    make = handlers.make_fsdp_dtensor
-    for name in ("is_sharded_param", "run_check"):
-        if name not in inspect.signature(make).parameters:
-            raise RuntimeError(f"cannot patch the SwiGLU handler: make_fsdp_dtensor takes no {name} in {versions()}")
-
-    def make_whole(local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
-        return make(local_tensor, param, **{**kwargs, "is_sharded_param": False})
-
-    @patches.around(checkpointing, "handle_swiglu_in_state_dict", takes=SWIGLU_HANDLER)
-    def handle_swiglu(handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any) -> Any:
-        whole = [p for p in model.parameters() if _is_replica(p)]
-        if not whole:
-            return handle(model, model_state, optimizer_state)
-        for parameter in whole:
-            parameter.megatron_fsdp_slice = slice(0, parameter._local_tensor.numel())
-        try:
-            with Patches() as changes:
-                changes.replace(handlers, "make_fsdp_dtensor", make_whole)
-                return handle(model, model_state, optimizer_state)
-        finally:
-            for parameter in whole:
-                del parameter.megatron_fsdp_slice
-
-
-SWIGLU_HANDLER = ("model", "model_state_dict", "optimizer_state_dict")
-"""What `handle_swiglu_in_state_dict` takes."""
-
-
-def _is_replica(parameter: Any) -> bool:
-    return hasattr(parameter, "megatron_fsdp_dist_index") and not hasattr(parameter, "megatron_fsdp_slice")
-
-
 def save_beside_and_rename(patches: Patches) -> None:
     """Write a checkpoint beside its place, and rename it when every rank's file is there in full, with checksums.
 
     0.19 writes where the checkpoint is to be. A save that is cut off leaves a folder that looks like a checkpoint; one
     that repeats an iteration writes over the files of a checkpoint that `latest` may name.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     @patches.around(dcp, "save", takes=["state_dict", "storage_writer"])
     def save_beside(
@@ -133,8 +95,6 @@ def write_tracker_at_once(patches: Patches) -> None:
     0.19 opens it for writing in place. Killed between that and the write, the run leaves an empty file, at which the
     next one stops.
     """
-    import megatron.training.checkpointing as checkpointing
-
     text = "maybe_msc.open(tracker_filename, 'w')"
     if text not in inspect.getsource(inspect.unwrap(checkpointing.save_checkpoint)):
         raise RuntimeError(f"megatron.training.checkpointing.save_checkpoint no longer has {text} in {versions()}")
@@ -165,7 +125,6 @@ def _tracker(file: Path) -> Iterator[Any]:
 
 def explain_failed_saves(patches: Patches) -> None:
     """Say which checkpoint to resume from where a save fails outside of torch's part, as in making its folder."""
-    import megatron.training.training as training
 
     @patches.around(training, "save_checkpoint", takes=["iteration"])
     def save_checkpoint(save: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
@@ -186,7 +145,6 @@ def remember_signals(patches: Patches) -> None:
 
     0.19 writes a checkpoint then and exits with 0, like a run that has come to its end.
     """
-    from megatron.training.dist_signal_handler import DistributedSignalHandler
 
     @patches.around(DistributedSignalHandler, "signals_received")
     def signals_received(received: Callable[..., Any], self: Any) -> Any:
@@ -202,8 +160,6 @@ def keep_adam_state_alike(patches: Patches) -> None:
     where it has state for them, its counter must advance with the others', since a checkpoint holds one for all. And
     0.19 makes state before loading with an optimizer step, which leaves what the checkpoint lacks decayed by a step.
     """
-    import megatron.training.training as training
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     @patches.around(training, "get_megatron_optimizer")
     def get_megatron_optimizer(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

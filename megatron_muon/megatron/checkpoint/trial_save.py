@@ -7,7 +7,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -55,7 +59,6 @@ def try_saving_before_training(patches: Patches) -> None:
 
     megatron-core finds out at the first save what it cannot save, and all that was trained is lost then.
     """
-    import megatron.training.training as training
 
     @patches.around(training, "train", takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"])
     def train_after_trial(
@@ -91,10 +94,6 @@ def _try_saving(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) ->
 
 def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """What megatron-core's save_checkpoint hands to torch's distributed checkpointing, by the same functions."""
-    import megatron.training.checkpointing as checkpointing
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-
     model = unwrap_model(model)
     settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
     if isinstance(optimizer, MuonChainedOptimizer):

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+    GradReducePipeline,
+    ParamAndGradBuffer,
+)
 
 from megatron_muon.patching import Patches
 
@@ -33,8 +38,6 @@ def mend_megatron_fsdp(patches: Patches | None = None) -> None:
 
 def is_mended() -> bool:
     """Whether `mend_megatron_fsdp` is in place."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
-
     return hasattr(ParamAndGradBuffer.reduce_scatter_gradients, "__wrapped__")
 
 
@@ -44,7 +47,6 @@ def reduce_without_frozen(patches: Patches) -> None:
     Parameters that do not train have no gradient buffer. 0.19's reduce_scatter_gradients asks every buffer how it is
     distributed and fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
     @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients", takes=["async_op"])
     def reduce_scatter_gradients(reduce: Callable[..., None], self: Any, async_op: bool = True) -> None:
@@ -65,8 +67,6 @@ def average_lone_gradients_once(patches: Patches) -> None:
     (_bucket_group_gradient_reduce, gradient_reduce_preprocessing): all micro-batches but the last count too little,
     whatever the optimizer. Here the factor waits until the reduction is finished.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
     @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
     def hold_back(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -96,8 +96,6 @@ def reduce_over_instances(patches: Patches) -> None:
     `--overlap-grad-reduce` says which that is: without the flag no instance ever hears of the others. Here what the
     backward pass has left out is done when the reduction is finished.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import GradReducePipeline
 
     @patches.around(GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"])
     def note(
@@ -126,7 +124,6 @@ def average_over_sharing_instances(patches: Patches) -> None:
     0.19 reduces them in a buffer that it makes without the factor of the average (_create_hfsdp_helper_buffer), so they
     come out as sums: the gradient norm, and with it clipping, is wrong by the number of data-parallel ranks.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
     @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
     def with_factors(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:

@@ -10,20 +10,24 @@ import argparse
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron.core.datasets.utils as dataset_utils
+import megatron.core.tensor_parallel.layers as layers
+import megatron.training.arguments as arguments
+import megatron.training.training as training
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import files
-from megatron_muon.checkpoint.content import plain
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.megatron.checkpoint import trust as checkpoint_trust
+from megatron_muon.megatron.flags.arguments import allow_full_precision
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.offload.run import note_iteration
 from megatron_muon.patching import Patches, versions
 
 
@@ -45,7 +49,6 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
         let_experts_have_biases(patches)
-        split_state_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
     checkpoint_trust.run_no_pickles(patches)
     checkpoint_trust.explain_unreadable(patches)
@@ -56,7 +59,6 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
 
     0.19 runs `make` in the package's folder before training; the wheel has no Makefile, so the run would end there.
     """
-    import megatron.core.datasets.utils as dataset_utils
 
     @patches.around(dataset_utils, "compile_helpers")
     def compile_helpers(build: Callable[[], None]) -> None:
@@ -72,9 +74,6 @@ def accept_full_precision(patches: Patches) -> None:
     0.19 parses the command line again in ft_integration.setup, without the flags that an extension adds. Unknown flags
     are passed over there, but a value that the flag does not know ends the run.
     """
-    import megatron.training.arguments as arguments
-
-    from megatron_muon.megatron.flags.arguments import allow_full_precision
 
     @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
     def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -89,7 +88,6 @@ def let_experts_have_biases(patches: Patches) -> None:
     0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one tensor-parallel rank hands through,
     which autograd takes for a view made in a function of its own and refuses. One rank has nothing to reduce.
     """
-    import megatron.core.tensor_parallel.layers as layers
 
     @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
     def reduce_region(reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None) -> torch.Tensor:
@@ -102,8 +100,6 @@ def accept_muon(patches: Patches) -> None:
     0.19 asserts in two places that Megatron-FSDP runs Adam or SGD only. Everything else that validation settles for
     Adam under Megatron-FSDP holds for Muon too, so the run is validated as one of Adam.
     """
-    import megatron.training.arguments as arguments
-
     source = inspect.getsource(inspect.unwrap(arguments.validate_args))
     for text in ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"):
         if text not in source:
@@ -125,11 +121,9 @@ def accept_muon(patches: Patches) -> None:
 
 def use_factory(patches: Patches) -> None:
     """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
-    import megatron.training.training as training
     from megatron.training import get_args
 
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
-    from megatron_muon.megatron.settings import MuonOptimizerConfig
 
     def get_optimizer(
         config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
@@ -161,10 +155,7 @@ def stop_after_offload_failure(patches: Patches) -> None:
     The step in which that happened was finished on every rank, so what is saved is whole. Where saving itself is what
     found that momentum cannot be read, the run stops after it.
     """
-    import megatron.training.training as training
     from megatron.training import get_args
-
-    from megatron_muon.offload.run import note_iteration
 
     @patches.around(
         training,
@@ -205,88 +196,3 @@ def stop_after_offload_failure(patches: Patches) -> None:
         save(iteration, model, optimizer, *args, **kwargs)
         if (failure := getattr(optimizer, "offload_failure", None)) is not None:
             raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
-
-
-def split_state_of_swiglu(patches: Patches) -> None:
-    """Let fsdp_dtensor checkpoints split the state of a SwiGLU's fused gate and up projection, of any optimizer.
-
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others; weights it splits
-    whatever they are. So every slot of the weights' shape is shown to it as weights are. What has another shape, as
-    NorMuon's second moment, stays whole beside the gate; a step counter belongs to both halves. The handler also looks
-    parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
-    wrapper that its names count on), so it is shown a model that finds them at any depth. And it copies host memory to
-    the GPU, where offloaded momentum might not fit, and what is loaded into the copy would be lost.
-    """
-    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
-    import megatron.training.checkpointing as checkpointing
-    from megatron.core.utils import get_attr_wrapped_model
-
-    class AnyDepth(torch.nn.Module):
-        """A model whose parameters are found whatever wrappers their names count."""
-
-        def __init__(self, model: torch.nn.Module, names: dict[str, torch.nn.Parameter]) -> None:
-            super().__init__()
-            self.module = model
-            self._by_name = {plain(name): parameter for name, parameter in names.items()}
-
-        def get_parameter(self, target: str) -> torch.nn.Parameter:
-            return self._by_name[plain(target)]
-
-    @patches.around(checkpointing, "handle_swiglu_in_state_dict", takes=checkpoint_patches.SWIGLU_HANDLER)
-    def handle_swiglu(handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any) -> Any:
-        names = dict(model.named_parameters())
-        model_state, _ = handle(AnyDepth(model, names), model_state, None)
-        if optimizer_state is None:
-            return model_state, None
-        if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
-            names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
-        whole = AnyDepth(model, names)
-        with Patches() as changes:
-            changes.replace(handlers, "make_fsdp_dtensor", partial(_made_in_place, handlers.make_fsdp_dtensor))
-            state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
-        return model_state, {**optimizer_state, "state": state}
-
-
-def _with_halves(
-    state: dict[str, dict[str, Any]],
-    model: torch.nn.Module,
-    split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-) -> dict[str, dict[str, Any]]:
-    """Optimizer state in which fused projections are two parameters, whose names end in `_w` and `_v`.
-
-    Args:
-        state: slots by parameter.
-        model: finds the parameters.
-        split: splits those tensors of a dict that belong to a fused projection.
-    """
-    made: dict[str, dict[str, Any]] = {}
-    for slot in dict.fromkeys(slot for slots in state.values() for slot in slots):  # in one order on every rank
-        elementwise = {
-            name: slots[slot]
-            for name, slots in state.items()
-            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape
-        }
-        for name, tensor in split(elementwise).items():
-            made.setdefault(name, {})[slot] = tensor
-    halved: dict[str, dict[str, Any]] = {}
-    for name, slots in state.items():
-        if f"{name}_w" not in made:
-            halved[name] = slots
-            continue
-        gate, up = made[f"{name}_w"], made[f"{name}_v"]
-        others = {slot: value for slot, value in slots.items() if slot not in gate}
-        halved[f"{name}_w"] = {**others, **gate}
-        halved[f"{name}_v"] = {**{s: value for s, value in others.items() if not getattr(value, "ndim", 0)}, **up}
-    return halved
-
-
-def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
-    """megatron-core's make_fsdp_dtensor around a local tensor that stays where it is, in host memory or on the GPU.
-
-    DTensor.from_local copies host memory to the GPU, and leaves alone only what has no memory.
-    """
-    made = make(local_tensor.to("meta"), param, **{**kwargs, "run_check": False})
-    local_tensor = local_tensor.view(made._local_tensor.shape)
-    for name, value in vars(made._local_tensor).items():
-        setattr(local_tensor, name, value)  # what tells the checkpoint which part of the whole this is
-    return DTensor(local_tensor, made._spec, requires_grad=False)

@@ -13,7 +13,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import megatron.training.training as training
 import torch
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.state_report import report_state
@@ -57,8 +59,6 @@ class Stopwatch:
 
 def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Follow Megatron's iteration lines with speed and time left, and log Muon's metrics."""
-    import megatron.training.training as training
-
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
     patches.around(training, "train_step")(progress.steps.time)
@@ -107,8 +107,6 @@ class Progress:
 
     def _write(self, rate: float | None, iteration: int) -> None:
         """Log the learning rate and the metrics of a step that has been measured since, under `muon/`."""
-        from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
         values = {} if rate is None else {"muon/learning-rate": rate}
         metrics = getattr(getattr(self._optimizer, "metrics", None), "latest", None)
         if metrics is not None and metrics.step != self._last_measured:
