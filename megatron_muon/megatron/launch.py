@@ -111,10 +111,11 @@ def prepare(
         notes.append("defaults filled in: " + " ".join(defaults))
     full = (*defaults, *rest, "--device", device)
     args = arguments.parse(parser, full)
-    notes += _check(args, parser, device=device, writes=writes)
+    muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
+    notes += _check(args, parser, device=device, writes=writes, muon_under_fsdp=muon_under_fsdp)
     if args.save and writes:
         check_writable(Path(args.save), "--save")
-    patches.install(Patches(), muon_under_fsdp=_muon_under_fsdp(args), megatron_fsdp=args.use_megatron_fsdp)
+    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
     sys.argv = [sys.argv[0], *full]
     return Launch(
         argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
@@ -135,11 +136,7 @@ def _apply(config: config_file.ExperimentConfig) -> list[str]:
     ]
 
 
-def _muon_under_fsdp(args: argparse.Namespace) -> bool:
-    return args.optimizer in MUONS and args.use_megatron_fsdp
-
-
-def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool) -> list[str]:
+def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool, muon_under_fsdp: bool) -> list[str]:
     """Check the settings by our rules and by Megatron's, and the data; what to tell of it.
 
     Raises:
@@ -161,7 +158,7 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
             args,
             parser,
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            muon_under_fsdp=_muon_under_fsdp(args),
+            muon_under_fsdp=muon_under_fsdp,
             elsewhere=elsewhere,
             refused=reasons.lines,
         )

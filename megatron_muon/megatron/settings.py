@@ -27,7 +27,7 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
 
     Attributes:
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.
-        muon_offload_save: the folder that the run saves checkpoints in, by which its next start knows files of its own.
+        muon_offload_save: where the run saves checkpoints, by which its next start knows files of its own.
     """
 
     muon_offload_iteration: int = 0

@@ -120,7 +120,7 @@ def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int,
 
 
 def experts_in(parameter: torch.Tensor) -> int:
-    """How many experts are stacked in `parameter`; 1 for a matrix."""
+    """Experts stacked in a parameter; 1 for a matrix."""
     return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
