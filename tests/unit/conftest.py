@@ -13,3 +13,12 @@ def parser():
     from megatron_muon.megatron.flags.arguments import build_parser
 
     return build_parser()
+
+
+@pytest.fixture
+def patches(monkeypatch):
+    """Undone before what a test put in the place of upstream's functions, or that would be put back for good."""
+    from megatron_muon.patching import Patches
+
+    with Patches() as patches:
+        yield patches

@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from pathlib import Path
 
-import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -17,9 +16,8 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
-from megatron_muon.megatron.checkpoint import swiglu, trial_save
+from megatron_muon.megatron.checkpoint import trial_save
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
-from megatron_muon.patching import Patches
 
 PATCHED = [
     (checkpointing, "handle_swiglu_in_state_dict"),
@@ -36,13 +34,6 @@ PATCHED = [
 OF_ADAM = [(training, "get_megatron_optimizer"), (DistributedOptimizer, "_init_optimizer_states_with_dummy_values")]
 
 
-@pytest.fixture
-def patches():
-    patches = Patches()
-    yield patches
-    patches.undo()
-
-
 @pytest.mark.parametrize("adam", [False, True])
 def test_install_and_undo(patches, adam):
     everything = [*PATCHED, *OF_ADAM]
@@ -53,30 +44,6 @@ def test_install_and_undo(patches, adam):
     assert changed == (everything if adam else PATCHED)
     patches.undo()
     assert [getattr(owner, name) for owner, name in everything] == before
-
-
-def other(*_args: object) -> None:
-    """A function that takes nothing by the names that patches rely on."""
-
-
-@pytest.mark.parametrize(
-    ("patch", "owner", "name"),
-    [
-        (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
-        (swiglu.split_swiglu, handlers, "make_fsdp_dtensor"),
-        (checkpoint_patches.save_beside_and_rename, dcp, "save"),
-        (checkpoint_patches.write_tracker_at_once, checkpointing, "save_checkpoint"),
-        (checkpoint_patches.explain_failed_saves, training, "save_checkpoint"),
-        (trial_save.try_saving_before_training, training, "train"),
-        (checkpoint_loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
-        (checkpoint_loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
-    ],
-)
-def test_another_shape(patches, monkeypatch, patch, owner, name):
-    monkeypatch.setattr(owner, name, other)
-    with pytest.raises(RuntimeError, match=rf"{name}.*megatron-core 0\.19"):
-        patch(patches)
-    assert getattr(owner, name) is other
 
 
 def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
