@@ -64,11 +64,6 @@ class Members:
         """`(rows, cols)` of each whole matrix."""
         return [matrix.shape for matrix in self.layout.matrices]
 
-    @property
-    def block_counts(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
-        """`(groups, parts)` of each."""
-        return tuple((split.groups, split.parts) for split in self.splits)
-
 
 @dataclass
 class MuonBuilder:
@@ -126,8 +121,8 @@ class MuonBuilder:
             **variant,
         )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
-            blocked = BlockedLayout(members.layout, members.block_counts)
-            dump_layout(config.muon_dump_layout, blocked, is_expert=is_expert)
+            blocks = tuple((split.groups, split.parts) for split in members.splits)
+            dump_layout(config.muon_dump_layout, BlockedLayout(members.layout, blocks), is_expert=is_expert)
         return muon
 
     @property
@@ -251,7 +246,7 @@ class MuonBuilder:
                 f"{plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
                 flush=True,
             )
-        digest = plan.digest(members.block_counts)
+        digest = plan.digest([(split.groups, split.parts) for split in splits])
         require_same_plan(digest, members.group, members.device)
         self.digests.append(digest)
         owned = [index for index, owner in enumerate(plan.owners) if owner == rank]

@@ -219,11 +219,11 @@ def _ask_for_what_is_there(
     Args:
         state: what the run wants: `model`, `optimizer` and more.
         entries: what the checkpoint in `folder` holds.
-        folder: the checkpoint.
+        folder: named in messages.
         allow_missing: `--muon-allow-missing-state`.
         allow_dropped: `--no-strict-fsdp-dtensor-load`.
         keep: settings of parameter groups that stay the run's.
-        tensor_parallel: the run's tensor parallel size.
+        tensor_parallel: the run's size, which orders some state.
 
     Raises:
         UserError: a weight is missing, of another shape or the checkpoint's alone, or state is missing that should be

@@ -34,12 +34,7 @@ from megatron_muon.patching import Patches, versions
 
 
 def install(patches: Patches, *, adam: bool) -> None:
-    """Install what a run under Megatron-FSDP needs.
-
-    Args:
-        patches: records what is replaced, so that it can be undone.
-        adam: the run's optimizer is built by megatron-core's own factory.
-    """
+    """Install what a run under Megatron-FSDP needs; `adam`: its optimizer is built by megatron-core's own factory."""
     split_swiglu(patches)
     save_beside_and_rename(patches)
     write_tracker_at_once(patches)

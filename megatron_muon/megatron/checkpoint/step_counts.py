@@ -29,7 +29,7 @@ def carry_over(
     Args:
         optimizer: the run's state dict.
         fresh: parameters that start afresh, and their counts with them.
-        entries: what the checkpoint in `folder` holds, under the run's names.
+        entries: what the checkpoint holds, under the run's names.
         folder: the checkpoint.
         tell: warns a user.
 

@@ -41,10 +41,7 @@ def require_data(args: argparse.Namespace) -> None:
 
 
 def check_vocabularies(args: argparse.Namespace) -> None:
-    """Refuse data that is there and whose token ids are not those of the run's vocabulary.
-
-    Args:
-        args: validated settings, with the padded size of the vocabulary.
+    """Refuse data that is there and whose token ids are not those of the vocabulary of a run with validated settings.
 
     Raises:
         UserError: names the data, its tokenizer and the run's.
@@ -121,11 +118,7 @@ def check_writable(directory: Path, flag: str) -> None:
 
 
 def check_places(args: argparse.Namespace, *, first_rank: bool) -> None:
-    """Refuse places that Muon could not write to.
-
-    Args:
-        args: settings that go together.
-        first_rank: whether this rank writes the layout; other nodes need not have its folder.
+    """Refuse places that Muon could not write to; the first rank writes the layout, others need not have its folder.
 
     Raises:
         UserError: names the place and the remedy.

@@ -58,12 +58,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, number of tokens, and both for the log.
-
-    Args:
-        loss_mask: `(batch, sequence)`, 1 where a token counts.
-        output: `(batch, sequence)`, the loss of each token.
-    """
+    """Summed loss, number of tokens, and both for the log, of `(batch, sequence)` losses and a mask of 1s and 0s."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     if get_args().check_for_nan_in_loss_and_grad:

@@ -216,7 +216,7 @@ def layout_of(
 
     Args:
         parameters: DTensors, in the same order on every rank of `group`.
-        names: the name of each parameter.
+        names: of the parameters.
         rectangles: `local_rectangles`.
         group: the ranks that hold the parameters; with `over_tp` tensor-parallel ones too.
         over_tp: as for `matrix_shape`.

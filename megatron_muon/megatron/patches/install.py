@@ -32,13 +32,7 @@ from megatron_muon.patching import Patches, versions
 
 
 def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False) -> None:
-    """Install what a run needs.
-
-    Args:
-        patches: records what is replaced, so that it can be undone.
-        muon_under_fsdp: the run has `--optimizer muon --use-megatron-fsdp`.
-        megatron_fsdp: the run has `--use-megatron-fsdp`, with any optimizer.
-    """
+    """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most."""
     use_shipped_dataset_helper(patches)
     accept_full_precision(patches)
     if muon_under_fsdp:

@@ -148,8 +148,7 @@ def skipped_line(skipped: Mapping[str, int]) -> str:
 def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     """The learning rate of Muon's parameters, where --muon-lr or --muon-min-lr gives them a schedule of their own.
 
-    Args:
-        groups: parameter groups; megatron-core logs the rate of the first that has the run's own schedule.
+    megatron-core logs the rate of the first of the parameter groups that has the run's own schedule.
     """
     own = (group for group in groups if "optimizer" not in group and not group.get("default_config", True))
     return next((group["lr"] for group in own), None)
