@@ -42,6 +42,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
             for member in self._members
             if isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
         ]
+        self.facts: dict[str, Any] = {}
+        """For `facts.json`, see `state_report.write_facts`."""
         self.offload_failure: OffloadError | None = None
         """What kept momentum from being read or written, once the step in which it happened is finished."""
 

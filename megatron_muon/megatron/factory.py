@@ -27,7 +27,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.table import parameter_table
+from megatron_muon.megatron.model.table import muon_parameters, parameter_table
 from megatron_muon.megatron.ranks import say
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.megatron.settings import (
@@ -67,12 +67,13 @@ def get_megatron_muon_optimizer(
     names = mp.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
-    optimizers = _build(config, model_chunks, groups, pg_collection, names)
+    optimizers, digest = _build(config, model_chunks, groups, pg_collection, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     say(parameter_table(groups, names, full=config.muon_log_params))
     chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
-    report_muon_state(chain)
+    state_bytes = report_muon_state(chain)
+    chain.facts = {"muon_parameters": muon_parameters(groups), "plan": digest, "state_bytes": state_bytes}
     return chain
 
 
@@ -82,8 +83,8 @@ def _build(
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
     names: dict[torch.Tensor, str],
-) -> list[MegatronOptimizer]:
-    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each."""
+) -> tuple[list[MegatronOptimizer], str]:
+    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each; the plans' digest."""
     builder = MuonBuilder(config, model_chunks, pg_collection, names, _offload_run(config))
     if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
         raise UserError(
@@ -99,9 +100,10 @@ def _build(
             optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
-    if builder.digests:
-        say(f"megatron-muon: plan {'-'.join(builder.digests)}")
-    return optimizers
+    digest = "-".join(builder.digests)
+    if digest:
+        say(f"megatron-muon: plan {digest}")
+    return optimizers, digest
 
 
 def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import megatron.training.training as training
@@ -18,7 +19,8 @@ import torch
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.state_report import report_state
+from megatron_muon.megatron.ranks import is_first_rank
+from megatron_muon.megatron.state_report import report_state, write_facts
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
@@ -78,6 +80,8 @@ class Progress:
         """Instead of megatron.training's factory."""
         self._optimizer = optimizer = build(*args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
+        if isinstance(optimizer, MuonChainedOptimizer):
+            _tell(optimizer.facts)
         return optimizer
 
     def follow(
@@ -98,7 +102,7 @@ class Progress:
         if self._optimizer is not None and not self._has_reported:
             self._has_reported = True
             if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
-                report_state(self._optimizer)
+                _tell({"state_bytes": report_state(self._optimizer)})
         rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
         self._write(rate if iteration % settings.tensorboard_log_interval == 0 else None, iteration)
         if iteration % settings.log_interval == 0 and self.steps.calls:
@@ -133,6 +137,14 @@ class Progress:
                 muon_rate=rate,
             )
         )
+
+
+def _tell(facts: Mapping[str, Any]) -> None:
+    """Writes what is known of the optimizer beside the run's events; the first rank does."""
+    from megatron.training import get_args
+
+    if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
+        write_facts(Path(folder), facts)
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
