@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Self
 
 _ABSENT: Any = object()
 
@@ -26,6 +26,12 @@ class Patches:
 
     def __len__(self) -> int:
         return len(self._undo)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
 
     def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
         """Sets `owner.name` to `value`; `owner` is a module or class.
@@ -53,6 +59,20 @@ class Patches:
         """Replaces a callable by `around(original)`, keeping name and docstring; raises as `replace` does."""
         original = _checked(owner, name, takes)
         self.replace(owner, name, functools.wraps(original)(around(original)))
+
+    def around(
+        self, owner: Any, name: str, *, takes: Sequence[str] = ()
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Decorator of what is called instead of `owner.name`, the original its first argument; raises as `replace`."""
+
+        def install(instead: Callable[..., Any]) -> Callable[..., Any]:
+            def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+                return lambda *args, **kwargs: instead(original, *args, **kwargs)
+
+            self.wrap(owner, name, wrap, takes=takes)
+            return instead
+
+        return install
 
     def setting(self, config: Any, name: str, value: Any) -> None:
         """Sets an entry of a config object, which keeps its values elsewhere than in its `__dict__`.

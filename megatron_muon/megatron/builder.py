@@ -39,9 +39,8 @@ class Members:
         group_of: the number of each parameter's group.
         layout: who holds which rectangle of each.
         splits: how the rows of each make blocks.
-        group: the ranks of the layout.
+        group: the ranks of the layout; with `over_tp` tensor-parallel ones too, over which matrices are whole.
         replicated: every rank holds whole matrices.
-        over_tp: matrices are whole over tensor-parallel ranks, which `group` includes.
         rectangles: what this rank holds of each sharded matrix, see `parameters.local_rectangles`.
     """
 
@@ -70,10 +69,6 @@ class MuonBuilder:
     """Builds the Muons of a model.
 
     Attributes:
-        config: megatron-core's optimizer config with this package's settings.
-        model_chunks: the model, each chunk a megatron-core FullyShardedDataParallel.
-        pg_collection: process groups.
-        names: a name for each parameter.
         offload: keeps momentum elsewhere, or in another format, than as fp32 on the device.
         digests: of the plans that were made, dense parameters first.
     """
@@ -96,8 +91,19 @@ class MuonBuilder:
         if self._replicated and not config.muon_share_replicated and not adaptive:
             return self._plain(groups)
         members = self._members(groups, is_expert=is_expert)
-        device, group = self._place(members)
-        orthogonalizer = self._orthogonalizer(device, scaled=not adaptive)
+        device, group = members.device, members.group
+        if device.type != "cpu" and config.muon_ns_device == "cpu":  # momentum and iteration compute on the host
+            device, group = torch.device("cpu"), mp.over_gloo(group)
+        orthogonalizer = Orthogonalizer(
+            coefficient_type=config.muon_coefficient_type,
+            num_steps=config.muon_num_ns_steps,
+            scale_mode=config.muon_scale_mode,
+            extra_scale_factor=config.muon_extra_scale_factor,
+            matmul_precision=config.muon_fp32_matmul_prec,
+            method=config.muon_ns,
+            scaled=not adaptive,
+            device=device,
+        )
         kind, variant = self._variant(members, orthogonalizer) if adaptive else (ShardedMuon, {})
         store = None
         if self.offload is not None:
@@ -106,12 +112,8 @@ class MuonBuilder:
         muon = kind(
             groups,
             self._exchange(members, orthogonalizer, variant.get("neurons"), group=group, device=device),
-            lr=config.lr,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            weight_decay=config.weight_decay,
             decoupled_weight_decay=config.decoupled_weight_decay,
-            names=self.names,
+            **self._common,
             store=store,
             compute_device=device if device != members.device else None,
             **variant,
@@ -120,6 +122,18 @@ class MuonBuilder:
             blocked = BlockedLayout(members.layout, tuple(members.splits))
             dump_layout(config.muon_dump_layout, blocked, is_expert=is_expert)
         return muon
+
+    @property
+    def _common(self) -> dict[str, Any]:
+        """What every Muon is given."""
+        config = self.config
+        return {
+            "lr": config.lr,
+            "momentum": config.muon_momentum,
+            "nesterov": config.muon_nesterov,
+            "weight_decay": config.weight_decay,
+            "names": self.names,
+        }
 
     @property
     def _replicated(self) -> bool:
@@ -149,24 +163,6 @@ class MuonBuilder:
             over_tp=over_tp,
             rectangles=rectangles,
         )
-
-    def _orthogonalizer(self, device: torch.device, *, scaled: bool) -> Orthogonalizer:
-        return Orthogonalizer(
-            coefficient_type=self.config.muon_coefficient_type,
-            num_steps=self.config.muon_num_ns_steps,
-            scale_mode=self.config.muon_scale_mode,
-            extra_scale_factor=self.config.muon_extra_scale_factor,
-            matmul_precision=self.config.muon_fp32_matmul_prec,
-            method=self.config.muon_ns,
-            scaled=scaled,
-            device=device,
-        )
-
-    def _place(self, members: Members) -> tuple[torch.device, dist.ProcessGroup]:
-        """Where momentum and iteration compute, and the group that exchanges there."""
-        if members.device.type == "cpu" or self.config.muon_ns_device != "cpu":
-            return members.device, members.group
-        return torch.device("cpu"), mp.over_gloo(members.group)
 
     def _variant(self, members: Members, orthogonalizer: Orthogonalizer) -> tuple[type[ShardedMuon], dict[str, Any]]:
         """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
@@ -264,10 +260,7 @@ class MuonBuilder:
             give_blocks(parameter, mp.block_split(parameter, block_settings(config), over_tp=False))
         muon = ReplicatedMuon(
             groups,
-            lr=config.lr,
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            weight_decay=config.weight_decay,
+            **self._common,
             use_decoupled_weight_decay=config.decoupled_weight_decay,
             split_qkv=True,
             is_qkv_fn=has_blocks,
@@ -278,18 +271,13 @@ class MuonBuilder:
             extra_scale_factor=config.muon_extra_scale_factor,
             pg_collection=self.pg_collection,
             tp_mode=config.muon_tp_mode,
-            names=self.names,
         )
         muon.initialize_state()
         return muon
 
 
 def require_same_plan(digest: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check that all ranks of a group have made the same plan, before they exchange by it. Collective.
-
-    Raises:
-        RuntimeError: they have not; names two that differ.
-    """
+    """Raise a RuntimeError on ranks of a group that have made different plans, before they exchange. Collective."""
     mine = torch.tensor([int(digest, 16)], dtype=torch.int64, device=device)
     everyone = mine.new_empty(group.size())
     dist.all_gather_into_tensor(everyone, mine, group=group)

@@ -7,7 +7,9 @@ clipping and zero counts; this class adds the rest. It does no mathematics of it
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.metrics import Sampler
+from megatron_muon.megatron.ranks import of_all_ranks, say
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 from megatron_muon.offload.store import RecordStore
 
@@ -31,14 +34,16 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
         super().__init__(chained_optimizers)
-        inner = [member.optimizer for member in chained_optimizers if not member.is_stub_optimizer]
-        self.metrics = Sampler(inner, interval=metrics_interval)
+        self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
+        self.metrics = Sampler([member.optimizer for member in self._members], interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         self._muons = [
             (member, member.optimizer)
-            for member in self.chained_optimizers
-            if not member.is_stub_optimizer and isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
+            for member in self._members
+            if isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
         ]
+        self.facts: dict[str, Any] = {}
+        """For `facts.json`, see `state_report.write_facts`."""
         self.offload_failure: OffloadError | None = None
         """What kept momentum from being read or written, once the step in which it happened is finished."""
 
@@ -52,7 +57,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
         Raises:
             OffloadError: momentum could not be read or written in an earlier step, on any rank. That step was finished
-                on every rank, and a checkpoint can be saved; another step is not begun.
+                on every rank, so a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -77,27 +82,27 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if not all(math.isfinite(norm) for norm in norms):
             self.metrics.skipped_steps += 1
             return False
-        timers = self.config.timers
-        if timers is not None:
-            timers("optimizer-inner-step", log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        with self.metrics.step():
-            for optimizer in self.chained_optimizers:
-                if not optimizer.is_stub_optimizer:
-                    optimizer.optimizer.step()
-        if timers is not None:
-            timers("optimizer-inner-step").stop()
-            timers("optimizer-copy-main-to-model-params", log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        for chunk in self.model_chunks:
-            chunk.module.install_optimized_model_weights()
-        if timers is not None:
-            timers("optimizer-copy-main-to-model-params").stop()
-            timers("params-all-gather", log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        for chunk in self.model_chunks:
-            chunk.start_param_sync()
-        if timers is not None:
-            timers("params-all-gather").stop()
+        with self._timed("optimizer-inner-step"), self.metrics.step():
+            for member in self._members:
+                member.optimizer.step()
+        with self._timed("optimizer-copy-main-to-model-params"):
+            for chunk in self.model_chunks:
+                chunk.module.install_optimized_model_weights()
+        with self._timed("params-all-gather"):
+            for chunk in self.model_chunks:
+                chunk.start_param_sync()
         self._look_for_failures()
         return True
+
+    @contextlib.contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        """One of the timers that megatron-core's optimizers have, of level 1."""
+        timers = self.config.timers
+        if timers is not None:
+            timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
+        yield
+        if timers is not None:
+            timers(name).stop()
 
     def skipped_updates(self) -> dict[str, int]:
         """Muon's updates that were not finite since the last call, by matrix; these matrices kept their weights.
@@ -105,15 +110,10 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Collective; waits for the device.
         """
         mine: dict[str, int] = {}
-        for member in self.chained_optimizers:
-            if not member.is_stub_optimizer and isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
+        for member in self._members:
+            if isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
                 mine |= member.optimizer.skipped_updates()
-        found = torch.tensor([bool(mine)], dtype=torch.int32, device=self.get_parameters()[0].device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if not found.item():
-            return {}
-        everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = self._tell_if_any(mine)
         return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
 
     def _look_for_failures(self) -> None:
@@ -122,15 +122,17 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if not stores:
             return
         found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]
-        failed = torch.tensor([bool(found)], dtype=torch.int32, device=self.get_parameters()[0].device)
-        dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        if not failed.item():
-            return
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, min(found, default=None))
+        everyone = self._tell_if_any(min(found, default=None))
         # One is told: where momentum was lost, if it was.
-        (_, text), rank = min((failure, rank) for rank, failure in enumerate(everyone) if failure is not None)
-        self.offload_failure = OffloadError(f"rank {rank} {text}")
+        if failures := [(failure, rank) for rank, failure in enumerate(everyone) if failure is not None]:
+            (_, text), rank = min(failures)
+            self.offload_failure = OffloadError(f"rank {rank} {text}")
+
+    def _tell_if_any[T](self, value: T) -> list[T]:
+        """The value of each rank, on every rank; an empty list where all are empty. Collective, cheap then."""
+        found = torch.tensor([bool(value)], dtype=torch.int32, device=self.get_parameters()[0].device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return of_all_ranks(value) if found.item() else []
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
@@ -141,14 +143,13 @@ class MuonChainedOptimizer(ChainedOptimizer):
         from construction, so loading needs no dummy step.
         """
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
-        for optimizer in self.chained_optimizers:
-            if not optimizer.is_stub_optimizer:
-                part = optimizer.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
-                merged["state"].update(part["state"])
-                merged["param_to_group_meta"].update(part["param_to_group_meta"])
-        for optimizer, muon in self._muons:
+        for member in self._members:
+            part = member.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
+            merged["state"].update(part["state"])
+            merged["param_to_group_meta"].update(part["param_to_group_meta"])
+        for member, muon in self._muons:
             for parameter, momentum in muon.momentum_state(empty=is_loading).items():
-                merged["state"].setdefault(optimizer._param_name(parameter), {})[MOMENTUM] = momentum
+                merged["state"].setdefault(member._param_name(parameter), {})[MOMENTUM] = momentum
         self._look_for_failures()
         return merged
 
@@ -158,25 +159,16 @@ class MuonChainedOptimizer(ChainedOptimizer):
         Raises:
             OffloadError: momentum could not be written, on any rank.
         """
-        for optimizer in self.chained_optimizers:
-            if optimizer.is_stub_optimizer:
-                continue
-            parameters = {optimizer._param_name(parameter): parameter for parameter in optimizer.get_parameters()}
-            self._tell_of_other_momentum(optimizer, state_dict["param_to_group_meta"])
-            state = {name: value for name, value in state_dict["state"].items() if name in parameters}
-            muon = next((muon for member, muon in self._muons if member is optimizer), None)
-            kept_elsewhere = {}
+        stores = {id(member): muon for member, muon in self._muons}
+        for member in self._members:
+            parameters = {member._param_name(parameter): parameter for parameter in member.get_parameters()}
+            settings = {n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters}
+            self._tell_of_other_momentum(member, settings)
+            state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
+            muon, kept_elsewhere = stores.get(id(member)), {}
             if muon is not None:
-                kept_elsewhere = {parameters[name]: slots[MOMENTUM] for name, slots in state.items()}
-                state = {name: {k: v for k, v in slots.items() if k != MOMENTUM} for name, slots in state.items()}
-            optimizer.load_state_dict(
-                {
-                    "state": state,
-                    "param_to_group_meta": {
-                        name: meta for name, meta in state_dict["param_to_group_meta"].items() if name in parameters
-                    },
-                }
-            )
+                kept_elsewhere = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
+            member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
                 muon.load_momentum(kept_elsewhere)
         self._look_for_failures()
@@ -188,10 +180,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
         for group in optimizer.optimizer.param_groups:
             stored = settings[optimizer._param_name(group["params"][0])].get("momentum") if group["params"] else None
-            if stored is not None and stored != group["momentum"] and dist.get_rank() == 0:
-                print(
+            if stored is not None and stored != group["momentum"]:
+                say(
                     f"megatron-muon: warning: the checkpoint's momentum {stored:g} goes on, not --muon-momentum "
-                    f"{group['momentum']:g}; --no-load-optim starts afresh with it",
-                    flush=True,
+                    f"{group['momentum']:g}; --no-load-optim starts afresh with it"
                 )
                 return

@@ -27,7 +27,8 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.table import parameter_table
+from megatron_muon.megatron.model.table import muon_parameters, parameter_table
+from megatron_muon.megatron.ranks import say
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.megatron.settings import (
     MuonOptimizerConfig,
@@ -35,7 +36,7 @@ from megatron_muon.megatron.settings import (
     require_megatron_fsdp,
     with_own_settings,
 )
-from megatron_muon.megatron.state_report import state_report
+from megatron_muon.megatron.state_report import report_muon_state
 from megatron_muon.offload.run import OffloadRun
 
 
@@ -51,7 +52,7 @@ def get_megatron_muon_optimizer(
         config: megatron-core's optimizer config; a `MuonOptimizerConfig` also carries this package's settings.
         model_chunks: the model, each chunk a megatron-core FullyShardedDataParallel.
         config_overrides: settings for subsets of parameters, as megatron-core's `get_megatron_optimizer` takes them.
-        pg_collection: process groups; None takes those of megatron-core's parallel state.
+        pg_collection: by default the process groups of megatron-core's parallel state.
 
     Raises:
         UserError: a setting that Muon under Megatron-FSDP does not support.
@@ -66,15 +67,13 @@ def get_megatron_muon_optimizer(
     names = mp.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
-    optimizers = _build(config, model_chunks, groups, pg_collection, names)
+    optimizers, digest = _build(config, model_chunks, groups, pg_collection, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    if dist.get_rank() == 0:
-        print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
+    say(parameter_table(groups, names, full=config.muon_log_params))
     chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
-    report = state_report(chain)
-    if dist.get_rank() == 0:
-        print(report, flush=True)
+    state_bytes = report_muon_state(chain)
+    chain.facts = {"muon_parameters": muon_parameters(groups), "plan": digest, "state_bytes": state_bytes}
     return chain
 
 
@@ -84,8 +83,8 @@ def _build(
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
     names: dict[torch.Tensor, str],
-) -> list[MegatronOptimizer]:
-    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each."""
+) -> tuple[list[MegatronOptimizer], str]:
+    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each; the plans' digest."""
     builder = MuonBuilder(config, model_chunks, pg_collection, names, _offload_run(config))
     if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
         raise UserError(
@@ -94,14 +93,17 @@ def _build(
     optimizers = []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
+        stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             inner = builder.build(muon_groups, is_expert=is_expert)
-            optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
+            optimizers.append(_wrap(inner, config, model_chunks, pg_collection))
+            optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups := [group for group in ours if "optimizer" in group]:
-            optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
-    if builder.digests and dist.get_rank() == 0:
-        print(f"megatron-muon: plan {'-'.join(builder.digests)}", flush=True)
-    return optimizers
+            optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
+    digest = "-".join(builder.digests)
+    if digest:
+        say(f"megatron-muon: plan {digest}")
+    return optimizers, digest
 
 
 def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
@@ -136,8 +138,6 @@ def _wrap(
     config: MuonOptimizerConfig,
     model_chunks: Sequence[Any],
     pg_collection: ProcessGroupCollection,
-    *,
-    is_expert: bool,
 ) -> MegatronOptimizer:
     """megatron-core's DistributedOptimizer around a Muon: norms, clipping, loss scale and checkpoints."""
     wrapped = DistributedOptimizer(
@@ -152,7 +152,6 @@ def _wrap(
         data_parallel_group_idx=None,
         distributed_optimizer_instance_id=0,
     )
-    wrapped.grad_stats_parallel_group = _grad_stats_group(model_chunks, pg_collection, is_expert=is_expert)
     wrapped.tp_group = pg_collection.tp
     wrapped.expert_tp_group = getattr(pg_collection, "expt_tp", pg_collection.tp)
     return wrapped
@@ -163,8 +162,7 @@ def _scalar(
     model_chunks: Sequence[Any],
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
-    *,
-    is_expert: bool,
+    stats_group: dist.ProcessGroup,
 ) -> MegatronOptimizer:
     """megatron-core's own optimizer for what Muon does not take, with state from the start."""
     scalar_config = copy.copy(config)
@@ -173,7 +171,7 @@ def _scalar(
         config=scalar_config,
         model_chunks=list(model_chunks),
         param_groups=groups,
-        intra_dist_opt_group=_grad_stats_group(model_chunks, pg_collection, is_expert=is_expert),
+        intra_dist_opt_group=stats_group,
         pg_collection=pg_collection,
     )
     wrapped.config = config  # a chain's members share one config
@@ -182,16 +180,13 @@ def _scalar(
     return wrapped
 
 
-def _grad_stats_group(
-    model_chunks: Sequence[Any], pg_collection: ProcessGroupCollection, *, is_expert: bool
-) -> dist.ProcessGroup:
+def _grad_stats_group(ddp_config: Any, pg_collection: ProcessGroupCollection, *, is_expert: bool) -> dist.ProcessGroup:
     """The group over which gradient norms and zero counts add up.
 
     Shards add up over all ranks of the optimizer instance, and over all instances where these share them too. Under
     no_shard the data-parallel ranks hold the same gradients, so only model-parallel ranks add: for experts that
     includes the ranks with other experts.
     """
-    ddp_config = model_chunks[0].ddp_config
     group: dist.ProcessGroup = pg_collection.intra_dist_opt
     if ddp_config.data_parallel_sharding_strategy == "no_shard":
         group = pg_collection.tp_ep_pp if is_expert else pg_collection.mp

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,17 +23,16 @@ from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
 from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.megatron.flags import config_file
-from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser, build_parser
+from megatron_muon.megatron import STATUS_FILE as STATUS_FILE
+from megatron_muon.megatron.flags import arguments, config_file
+from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
-from megatron_muon.megatron.one_process import settle_one_process
+from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.quiet import quiet_imports
 
 QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
-STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
-"""Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
 
 _SECONDS_FOR_FIRST_RANK = 30.0
 
@@ -48,8 +47,6 @@ class Launch:
         device: "cuda" or "cpu".
         notes: what a user should be told, one line each.
         defaults: the beginning of `argv` that was filled in.
-        parser: what knows the flags.
-        config: the experiment file.
     """
 
     argv: tuple[str, ...]
@@ -87,30 +84,17 @@ def prepare(
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
-
-    flags = {token.split("=")[0] for token in rest}
-    if given.config is None and not flags & {*MODEL_FLAGS}:
+    if given.config is None and not {token.split("=")[0] for token in rest} & {*MODEL_FLAGS}:
         given.config = str(_relative(root / QUICKSTART))
         notes.append(f"no model flags and no --config: taking {given.config}")
     config = None
     if given.config is not None:
         config = config_file.load_config(Path(given.config), overridden={*config_file.given_flags(rest), *overridden})
-        env = config_file.apply_env(config, os.environ)
-        if config.ignored:
-            notes.append(f"{given.config}: no meaning here, passed over: {', '.join(config.ignored)}")
-        notes += [f"environment from {given.config}: {name}={value}" for name, value in env.applied.items()]
-        notes += [
-            f"environment wins over {given.config}: {name}={value}, not {config.env[name]}"
-            for name, value in env.kept.items()
-            if value != config.env[name]
-        ]
+        notes += _apply(config)
     in_file = dict(config.flags).get("--device") if config is not None else None
     with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
         device = settle_device(given.device or (in_file[0] if in_file else "auto"), on_paper=not writes)
 
-        from megatron_muon import cpu
-        from megatron_muon.megatron import validation
-        from megatron_muon.megatron.flags import arguments
         from megatron_muon.megatron.model import gpt  # noqa: F401
         from megatron_muon.megatron.patches import install as patches
         from megatron_muon.patching import Patches
@@ -118,28 +102,55 @@ def prepare(
         parser = arguments.build_parser()
     if amend is not None:
         rest = amend(parser, config, rest)
-    merged = list(rest)
     if config is not None:
         config_file.check_flags(config, parser, software=f"megatron-core {metadata.version('megatron-core')}")
-        merged = config_file.merge(config, rest)
-    defaults = arguments.missing_defaults(parser, merged, device=device)
+        rest = config_file.merge(config, rest)
+    defaults = arguments.missing_defaults(parser, rest, device=device)
     if defaults:
         notes.append("defaults filled in: " + " ".join(defaults))
-    full = (*defaults, *merged, "--device", device)
+    full = (*defaults, *rest, "--device", device)
     args = arguments.parse(parser, full)
+    muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
+    notes += _check(args, parser, device=device, writes=writes, muon_under_fsdp=muon_under_fsdp)
+    if args.save and writes:
+        check_writable(Path(args.save), "--save")
+    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
+    sys.argv = [sys.argv[0], *full]
+    return Launch(
+        argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
+    )
+
+
+def _apply(config: config_file.ExperimentConfig) -> list[str]:
+    """Set a config's environment; what to tell of it."""
+    notes = []
+    if config.ignored:
+        notes.append(f"{config.path}: no meaning here, passed over: {', '.join(config.ignored)}")
+    applied = config_file.apply_env(config, os.environ)
+    notes += [f"environment from {config.path}: {name}={value}" for name, value in applied.items()]
+    return notes + [
+        f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}"
+        for name, value in config.env.items()
+        if os.environ[name] != value
+    ]
+
+
+def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool, muon_under_fsdp: bool) -> list[str]:
+    """Check the settings by our rules and by Megatron's, and the data; what to tell of it.
+
+    Raises:
+        UserError: the reasons, one a line.
+    """
+    from megatron_muon import cpu
+    from megatron_muon.megatron import validation
+
     is_quickstart = args.data_path == [str(QUICKSTART_CORPUS)]
     if is_quickstart and writes:
         ensure_stdlib_corpus(QUICKSTART_CORPUS)
     elsewhere = device == "cuda" and cpu.installed()
-    if elsewhere:
-        notes.append(
-            "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
-            "not looked for here, other packages are taken to be those of this machine"
-        )
-    muon_under_fsdp = args.optimizer in arguments.MUONS and args.use_megatron_fsdp
+    check_data = not elsewhere and (writes or not is_quickstart)
     reasons = Reasons()
     with reasons:
-        check_data = not elsewhere and (writes or not is_quickstart)
         arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
     with reasons:
         validated = validation.check(
@@ -153,21 +164,17 @@ def prepare(
     reasons.tell()
     if not elsewhere:
         check_vocabularies(validated)
-    if args.save and writes:
-        check_writable(Path(args.save), "--save")
-    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
-    sys.argv = [sys.argv[0], *full]
-    return Launch(
-        argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
-    )
+        return []
+    return [
+        "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
+        "not looked for here, other packages are taken to be those of this machine"
+    ]
 
 
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
 
-    Args:
-        wanted: "auto", "cuda" or "cpu".
-        on_paper: nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
+    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
 
     Raises:
         UserError: CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
@@ -257,6 +264,31 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
     return 0
 
 
+def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
+    """Set in `environ` what torchrun would have set for one process, unless this is a launched rank; a note on it.
+
+    Raises:
+        UserError: half of what a launcher sets is there, or another launcher than torchrun has started several
+            processes, each of which would train alone.
+    """
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if not missing:
+        return None
+    if "RANK" in environ or "WORLD_SIZE" in environ:
+        raise UserError(
+            f"the environment has {'RANK' if 'RANK' in environ else 'WORLD_SIZE'} and lacks {', '.join(missing)}; "
+            "start with torchrun, which sets all of them, or type: unset RANK WORLD_SIZE, for a run of one process"
+        )
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):  # srun's and mpirun's process counts
+        if environ.get(name, "1") != "1":
+            raise UserError(
+                f"{name}={environ[name]}: each of these processes would train alone; start one torchrun on each machine"
+            )
+    # The address is this machine, whatever a batch script has exported; the store takes a free port for 0.
+    environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    return "one process; for more: torchrun --nproc-per-node N"
+
+
 def _has_group() -> bool:
     """Whether whoever called has made the process group already."""
     import torch.distributed as dist
@@ -270,7 +302,7 @@ def _help() -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         return
     with quiet_imports():
-        parser = build_parser()
+        parser = arguments.build_parser()
     try:
         parser.print_help()
         sys.stdout.flush()
@@ -312,12 +344,11 @@ def _train() -> None:
     from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_muon.megatron.flags.arguments import add_muon_arguments
     from megatron_muon.megatron.model.gpt import forward_step, train_valid_test_datasets
     from megatron_muon.megatron.validation import DEFAULTS
     from megatron_muon.offload.run import close_runs
 
-    args = parse_and_validate_args(extra_args_provider=add_muon_arguments, args_defaults=DEFAULTS)
+    args = parse_and_validate_args(extra_args_provider=arguments.add_muon_arguments, args_defaults=DEFAULTS)
     together = False
     try:
         pretrain(

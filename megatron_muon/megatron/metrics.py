@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -47,12 +48,7 @@ class StepMetrics:
 
 
 class Sampler:
-    """Measures steps of Muons.
-
-    Args:
-        optimizers: those of a step, of any kind.
-        interval: measure every so many steps; 0 never.
-    """
+    """Measures the Muons among the optimizers of a step, every `interval` steps; with 0 never."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, interval: int) -> None:
         self._muons = [one for one in optimizers if isinstance(one, (ShardedMuon, ReplicatedMuon))]
@@ -91,12 +87,9 @@ class Sampler:
 
 
 class _StepProbe(Probe):
-    """Times the phases of a step, and adds up what one Muon computes in it.
+    """Times the phases of a step, and adds up what one Muon computes in it; `timer` and `sums` are common to all.
 
-    Args:
-        timer: common to all Muons of the step.
-        sums: likewise.
-        replicas: how many ranks hold this rank's rows of a matrix, by its index; None where `momentum` is not called.
+    `replicas` says how many ranks hold this rank's rows of a matrix, by its index; None where `momentum` is not called.
     """
 
     def __init__(self, timer: PhaseTimer, sums: _Sums, replicas: Callable[[int], int] | None) -> None:
@@ -112,9 +105,9 @@ class _StepProbe(Probe):
 
     def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
         assert self._replicas is not None
-        by_count: dict[int, list[torch.Tensor]] = {}
+        by_count = defaultdict(list)
         for index, values in zip(indices, rows, strict=True):
-            by_count.setdefault(self._replicas(index), []).append(values)
+            by_count[self._replicas(index)].append(values)
         for count, alike in by_count.items():
             self._sums.add_momentum(alike, count)
 

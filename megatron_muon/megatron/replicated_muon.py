@@ -36,11 +36,7 @@ def has_blocks(parameter: torch.Tensor) -> bool:
 class ReplicatedMuon(TensorParallelMuon):
     """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors.
 
-    A matrix whose update is not finite keeps its weights, as with ShardedMuon.
-
-    Args:
-        names: a name for each parameter, for messages.
-        settings: those of TensorParallelMuon.
+    A matrix whose update is not finite keeps its weights, as with ShardedMuon. `names` are for messages.
     """
 
     def __init__(self, *args: Any, names: Mapping[torch.Tensor, str], **settings: Any) -> None:

@@ -27,10 +27,8 @@ def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
         for group in inner.param_groups:
             on_device = group.get("capturable") or group.get("fused")
             for parameter in group["params"]:
-                inner.state[parameter].setdefault(
-                    "step",
-                    torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu"),
-                )
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+                inner.state[parameter].setdefault("step", step)
     elif type(inner).__name__ == "FusedAdam":
         for group in inner.param_groups:
             if group["params"] and "step" not in group:

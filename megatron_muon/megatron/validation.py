@@ -2,7 +2,7 @@
 
 megatron-core refuses settings by assertions on the way from flags to a training: in the validation of all flags, the
 batch-size calculator, the configurations of model and optimizer, the scheduler, the tokenizer. None of them needs a
-process group or a device. `check` goes that way on a copy of the arguments; `explain` turns what stops it into one
+process group or a device. `check` goes that way on a copy of the arguments; `explained` turns what stops it into one
 line, with the flags and values that the condition depends on.
 """
 
@@ -18,9 +18,10 @@ import logging
 import os
 import re
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
-from types import FrameType, SimpleNamespace, TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from megatron_muon.errors import Reasons, UserError, reason_of
@@ -63,11 +64,11 @@ def check(
     A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start.
 
     Args:
-        args: the parsed flags; left as they are.
-        parser: what parsed them.
+        args: parsed by `parser`; left as they are.
+        parser: knows the flags.
         world_size: number of ranks.
-        muon_under_fsdp: whether this package's factory makes the optimizer.
-        elsewhere: whether the run is for another machine, where a tokenizer's package and files may be.
+        muon_under_fsdp: this package's factory makes the optimizer.
+        elsewhere: the run is for another machine, where a tokenizer's package and files may be.
         refused: what is refused already; reasons that are about the same flags are not repeated.
 
     Returns:
@@ -103,7 +104,7 @@ def check(
             passes(_schedule)
             if settled.padded_vocab_size is None:  # the rest of the model does not depend on it
                 settled.padded_vocab_size = settled.make_vocab_size_divisible_by * settled.tensor_model_parallel_size
-            passes(_check_heads, _configure, _build_model)
+            passes(_check_heads, _build_model)
     if refused:
         about = _subjects(refused)
         reasons.lines = [line for line in reasons.lines if (flags := _subjects([line])) and not flags & about]
@@ -115,11 +116,7 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Validate in place what a model depends on, and nothing else: for a plan.
 
     The size of the vocabulary is the tokenizer's where there is one at hand, else that of `--vocab-size`. Where
-    neither is known it is 1, unless buckets that are cut by size depend on it.
-
-    Args:
-        args: parsed, with `rank` and `world_size`.
-        parser: what parsed them.
+    neither is known it is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
 
     Raises:
         UserError: what megatron-core refuses.
@@ -138,18 +135,13 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _subjects(lines: Sequence[str]) -> set[str]:
-    """The flags and environment variables that some lines are about."""
+    """Flags and environment variables."""
     return {name for line in lines for name in re.findall(r"--[a-z][a-z0-9-]+|[A-Z]+(?:_[A-Z]+)+", line)}
 
 
 @contextlib.contextmanager
 def explained(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turn what megatron-core raises within the context into a UserError.
-
-    Args:
-        args: what is being validated; its values are those that the message gives.
-        parser: knows the flags.
-    """
+    """Turn what megatron-core raises into a UserError with the flags on which that depends, as `args` has them."""
     from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
     try:
@@ -157,17 +149,11 @@ def explained(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
     except UserError:
         raise
     except (Exception, CheckpointException) as refusal:
-        raise UserError(explain(refusal, args, parser)) from refusal
+        raise UserError(_explanation(refusal, args, parser)) from refusal
 
 
-def explain(refusal: BaseException, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Why megatron-core stopped, in one line with the flags on which that depends.
-
-    Args:
-        refusal: what it raised. Many assertions carry no message; the condition that does not hold says it then.
-        args: values of the flags.
-        parser: knows the flags.
-    """
+def _explanation(refusal: BaseException, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """Why megatron-core stopped; many assertions carry no message, the condition that does not hold says it then."""
     reason = " ".join((reason_of(refusal) if hasattr(refusal, "failures") else str(refusal)).split())
     flags: dict[str, str] = {}
     for number, (statement, conditions) in enumerate(_statements(refusal.__traceback__)):
@@ -263,21 +249,17 @@ def _count_micro_batches(args: argparse.Namespace) -> None:
     calculator.unset_num_microbatches_calculator()
 
 
-def _configure(args: argparse.Namespace) -> None:
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-
-    pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-
-
 def _build_model(args: argparse.Namespace) -> None:
-    """Build the model without memory, as one of so many ranks, where its layers are megatron-core's own.
+    """Make configs, and the model without memory as one of so many ranks, where its layers are megatron-core's own.
 
     Transformer Engine's need a GPU. Only a rank of the first pipeline stage could be built; Megatron-FSDP has no other.
     """
     import torch
+    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 
     from megatron_muon.megatron.model import on_meta
 
+    pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     if args.transformer_impl != "local" or args.pipeline_model_parallel_size > 1 or torch.distributed.is_initialized():
         return
     with on_meta.process_groups(args) as groups:
@@ -315,19 +297,16 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
     `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
     """
-    from megatron_muon.megatron.checkpoint import trust as checkpoint_trust
+    from megatron_muon.megatron.checkpoint import trust
     from megatron_muon.megatron.patches import install as patches
 
-    changes = Patches()
-    try:
-        checkpoint_trust.run_no_pickles(changes)
-        checkpoint_trust.explain_unreadable(changes)
+    with Patches() as changes:
+        trust.run_no_pickles(changes)
+        trust.explain_unreadable(changes)
         if muon_under_fsdp:
             patches.accept_muon(changes)
             patches.use_factory(changes)
         yield
-    finally:
-        changes.undo()
 
 
 def _statements(trace: TracebackType | None) -> Iterator[tuple[ast.stmt, list[ast.expr]]]:
@@ -335,53 +314,32 @@ def _statements(trace: TracebackType | None) -> Iterator[tuple[ast.stmt, list[as
 
     Only functions of Megatron whose source is there.
     """
-    frames: list[tuple[FrameType, int]] = []
-    while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
-        trace = trace.tb_next
-    for frame, line in reversed(frames):
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
         if not frame.f_globals.get("__name__", "").startswith("megatron."):
             continue
         with contextlib.suppress(OSError, SyntaxError, TypeError):
             lines, first = inspect.getsourcelines(frame.f_code)
-            path = _path_to(ast.parse(textwrap.dedent("".join(lines))), line - max(first, 1) + 1)
+            line -= max(first, 1) - 1
+            tree = ast.walk(ast.parse(textwrap.dedent("".join(lines))))  # outer statements before inner ones
+            path = [node for node in tree if isinstance(node, ast.stmt) and node.lineno <= line <= _last_line(node)]
             if path:
-                above = [node.test for node in reversed(path[:-1]) if isinstance(node, (ast.If, ast.While))]
-                yield path[-1], above
+                yield path[-1], [node.test for node in reversed(path[:-1]) if isinstance(node, (ast.If, ast.While))]
 
 
-def _path_to(tree: ast.AST, line: int) -> list[ast.stmt]:
-    """The statements that hold a line, from the outermost to the innermost."""
-    path: list[ast.stmt] = []
-    node: ast.AST | None = tree
-    while node is not None:
-        held = (child for child in ast.iter_child_nodes(node) if _first(child) <= line <= _last(child))
-        node = next((child for child in held if isinstance(child, (ast.stmt, ast.ExceptHandler))), None)
-        if isinstance(node, ast.stmt):
-            path.append(node)
-    return path
-
-
-def _first(node: ast.AST) -> int:
-    return int(getattr(node, "lineno", 1 << 30))
-
-
-def _last(node: ast.AST) -> int:
-    return int(getattr(node, "end_lineno", 0))
+def _last_line(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
 
 
 def _names(node: ast.AST) -> list[str]:
-    """Names of variables and attributes in an assertion's condition, or in any other code, in their order."""
+    """Names of variables and attributes in an assertion's condition, or in any other simple statement."""
     node = node.test if isinstance(node, ast.Assert) else node
     if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If, ast.For, ast.With, ast.Try)):
         return []
-    found = []
-    for part in ast.walk(node):
-        if isinstance(part, ast.Attribute):
-            found.append(part.attr)
-        elif isinstance(part, ast.Name):
-            found.append(part.id)
-    return found
+    return [
+        part.attr if isinstance(part, ast.Attribute) else part.id
+        for part in ast.walk(node)
+        if isinstance(part, (ast.Attribute, ast.Name))
+    ]
 
 
 def _flags(

@@ -13,11 +13,7 @@ MEGATRON_CORE = ((0, 19), (0, 20))
 
 
 def check_versions(python: tuple[int, int] | None = None, megatron_core: str | None = None) -> None:
-    """Check that this Python and megatron-core are supported.
-
-    Args:
-        python: major and minor version; None asks the interpreter.
-        megatron_core: version; None asks the installed package.
+    """Check that this Python and megatron-core, or those given, are supported.
 
     Raises:
         UserError: names what was found, the supported range and what to install.

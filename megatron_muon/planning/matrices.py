@@ -30,6 +30,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron import validation
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.config_file import check_flags, load_config, merge
+from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.model import on_meta
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.settings import MuonOptimizerConfig, block_settings, check_supported
@@ -80,7 +81,7 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> tuple[Mu
     check_flags(config, parser)
     given = dict(config.flags)
     optimizer = given.get("--optimizer", ("",))[0]
-    flags = merge(config, ("--optimizer", optimizer if optimizer in arguments.MUONS else "muon", "--use-megatron-fsdp"))
+    flags = merge(config, ("--optimizer", optimizer if optimizer in MUONS else "muon", "--use-megatron-fsdp"))
     args = arguments.parse(parser, (*arguments.missing_defaults(parser, flags, device=device), *flags))
     for flag, value, planned in (
         ("--yaml-cfg", args.yaml_cfg, (None,)),

@@ -14,11 +14,6 @@ from megatron_muon.megatron.flags.path_checks import check_writable
 from megatron_muon.megatron.flags.refusals import ADAPTIVE as ADAPTIVE_SETTINGS
 
 
-@pytest.fixture(scope="module")
-def parser():
-    return arguments.build_parser()
-
-
 def defaults(parser, *argv: str, device: str = "cpu") -> list[str]:
     return missing_defaults(parser, argv, device=device)
 
@@ -124,6 +119,7 @@ def test_the_iteration_is_fp32_where_the_cpu_lacks_bf16(parser, monkeypatch, bf1
         (["--num-layers", "2", "muon"], "unexpected argument 'muon': flags begin with --"),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
         (["--muon-exchange", "pigeon"], "argument --muon-exchange: invalid choice: 'pigeon'"),
+        (["--adaptive-muon-moment2-method", "namo"], "invalid choice: 'namo'"),
         (["--num-layers", "2", "--help"], "type: python -m megatron_muon.pretrain_gpt --help"),
         (["--num-lay", "2"], "unknown flag --num-lay; did you mean --num-layers?"),  # no abbreviations
     ],
@@ -351,6 +347,15 @@ def test_saving_needs_an_interval(parser, tmp_path):
         check(parser, "--save", str(tmp_path))
 
 
+def test_async_save_is_refused_where_it_would_not_be_asynchronous(parser):
+    """megatron-core turned it off with a warning."""
+    check(parser, "--async-save", "--use-persistent-ckpt-worker", device="cuda")
+    with pytest.raises(UserError, match="does nothing without --use-persistent-ckpt-worker"):
+        check(parser, "--async-save", device="cuda")
+    with pytest.raises(UserError, match="does not work on the CPU"):
+        check(parser, "--async-save", "--use-persistent-ckpt-worker")
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_directory_without_write_permission_is_refused(tmp_path):
     (tmp_path / "locked").mkdir(mode=0o500)
@@ -394,92 +399,88 @@ def test_a_layout_that_cannot_be_written_is_refused(parser, tmp_path):
             check(parser, *SHARDED, "--muon-dump-layout", str(tmp_path / name))
 
 
-def test_a_layout_needs_shards(parser, tmp_path):
-    dump = ("--muon-dump-layout", str(tmp_path / "layout.json"))
-    with pytest.raises(UserError, match=r"nothing to write with .* no_shard: .* whole matrices; use optim"):
-        check(parser, *MUON, "--data-parallel-sharding-strategy", "no_shard", *dump)
-    for others in (("--optimizer", "adam", "--use-megatron-fsdp"), ("--optimizer", "muon")):
-        with pytest.raises(UserError, match="--muon-dump-layout needs --optimizer muon --use-megatron-fsdp"):
-            check(parser, *others, *dump)
+NO_SHARD = (*MUON, "--data-parallel-sharding-strategy", "no_shard")
+ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp")
+ADAM = ("--optimizer", "adam", "--use-megatron-fsdp")
+UPSTREAMS = ("--optimizer", "muon")
+TP2 = ("--tensor-model-parallel-size", "2")
 
+OF_MUON = (
+    ("--muon-lr", "0.1"),
+    ("--muon-ns", "gram"),
+    ("--muon-split-gated-mlp", "--swiglu"),
+    ("--muon-split-heads",),
+    ("--muon-exclude", "router", "linear_fc?"),
+    ("--muon-dump-layout", "layout.json"),
+    ("--muon-share-replicated",),
+)
 
-def test_sharing_is_for_replicas(parser):
-    share = ("--muon-share-replicated", "--data-parallel-sharding-strategy")
-    check(parser, *MUON, *share, "no_shard")
-    with pytest.raises(UserError, match=r"--muon-share-replicated is for .* no_shard: optim shares the work already"):
-        check(parser, *MUON, *share, "optim")
-    with pytest.raises(UserError, match="--muon-share-replicated needs --optimizer muon --use-megatron-fsdp"):
-        check(parser, "--optimizer", "adam", "--use-megatron-fsdp", *share, "no_shard")
-    with pytest.raises(
-        UserError, match="--muon-exchange allgather has no rows to exchange with --muon-share-replicated"
-    ):
-        check(parser, *MUON, *share, "no_shard", "--muon-exchange", "allgather")
+REFUSED = [  # beside what test_refusals.py asks a script too
+    (("--optimizer", "adaptive_muon"), "--optimizer adaptive_muon needs --use-megatron-fsdp"),
+    ((*NO_SHARD, "--muon-dump-layout", "x.json"), r"nothing to write with .* no_shard: .* whole matrices; use optim"),
+    ((*NO_SHARD, "--muon-ns", "gram"), "--muon-ns has no effect here"),
+    ((*NO_SHARD, "--num-distributed-optimizer-instances", "2"), "2 has nothing to shard with .* no_shard"),
+    (
+        (*MUON, "--muon-share-replicated"),
+        r"--muon-share-replicated is for .* no_shard: optim.* shares the work already",
+    ),
+    (
+        (*NO_SHARD, "--muon-share-replicated", "--muon-exchange", "allgather"),
+        "--muon-exchange allgather has no rows to exchange with --muon-share-replicated",
+    ),
+    (
+        (*NO_SHARD, "--muon-share-replicated", "--muon-tp-mode", "distributed", *TP2),
+        r"--muon-tp-mode distributed is not supported .* 2; use --muon-tp-mode blockw",
+    ),
+    (
+        (*NO_SHARD, "--muon-share-replicated", "--muon-tp-mode", "distributed", "--expert-tensor-parallel-size", "2"),
+        r"--muon-tp-mode distributed is not supported .* 2; use --muon-tp-mode blockw",
+    ),
+    ((*MUON, "--muon-exchange", "allgather", "--muon-exchange-buffer-mb", "8"), "gathers fp32, matrix by matrix"),
+    ((*MUON, "--muon-split-heads", "--muon-no-split-qkv"), "-heads and --muon-no-split-qkv contradict each other"),
+    (
+        (*NO_SHARD, "--muon-split-heads", *TP2, "--muon-tp-mode", "duplicated"),
+        r"--muon-tp-mode duplicated is not supported with --muon-split-heads.* 2: eve",
+    ),
+    ((*MUON, "--adaptive-muon-eps", "1e-6"), "-eps needs --optimizer adaptive_muon; add it or leave --adaptive"),
+    (
+        (*ADAPTIVE, *TP2, "--muon-tp-mode", "duplicated", "--data-parallel-sharding-strategy", "no_shard"),
+        "--muon-tp-mode duplicated is not supported with --optimizer adaptive_muon",
+    ),
+]
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("--optimizer", "adam", "--muon-lr", "0.1"), "--muon-lr needs --optimizer muon --use-megatron-fsdp"),
-        (("--optimizer", "muon", "--muon-ns", "gram"), "--muon-ns needs --optimizer muon --use-megatron-fsdp"),
-        ((*MUON, "--data-parallel-sharding-strategy", "no_shard", "--muon-ns", "gram"), "--muon-ns has no effect here"),
-        ((*MUON, "--data-parallel-sharding-strategy", "no_shard", "--muon-exchange", "allgather"), "exchanges nothing"),
-        (
-            (*MUON, "--muon-exchange", "allgather", "--muon-exchange-dtype", "bf16"),
-            "--muon-exchange-dtype has no effect",
-        ),
-        ((*MUON, "--muon-exchange", "allgather", "--muon-exchange-buffer-mb", "8"), "gathers fp32, matrix by matrix"),
-        ((*MUON, "--muon-split-gated-mlp"), "no gate to split without --swiglu"),
-        (
-            (*MUON, "--megatron-fsdp-main-params-dtype", "bf16"),
-            "--megatron-fsdp-main-params-dtype bf16 is not supported",
+        *REFUSED,
+        *(
+            ((*others, *flags), f"{flags[0]} needs --optimizer muon --use-megatron-fsdp; add them or")
+            for others in (ADAM, UPSTREAMS)
+            for flags in OF_MUON
         ),
     ],
 )
-def test_flags_that_would_be_passed_over_are_refused(parser, argv, message):
+def test_what_does_not_go_together_is_refused(parser, argv, message):
     with pytest.raises(UserError, match=message):
         check(parser, *argv)
 
 
-def test_layer_wise_muon_is_upstreams_and_not_for_shards(parser):
-    check(parser, "--optimizer", "dist_muon")
-    with pytest.raises(UserError, match=r"--optimizer dist_muon is .* layer-wise .* The owner scheme .* replaces it"):
-        check(parser, "--optimizer", "dist_muon", "--use-megatron-fsdp")
-
-
-@pytest.mark.parametrize("size", ["--tensor-model-parallel-size", "--expert-tensor-parallel-size"])
-def test_sharing_keeps_tensor_parallel_ranks_apart(parser, size):
-    argv = (*MUON, "--muon-share-replicated", "--data-parallel-sharding-strategy", "no_shard", "--muon-tp-mode")
-    check(parser, *argv, "blockwise", size, "2")
-    check(parser, *argv, "duplicated")
-    with pytest.raises(UserError, match=r"--muon-tp-mode distributed is not supported .* 2; use --muon-tp-mode blockw"):
-        check(parser, *argv, "distributed", size, "2")
-
-
-ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp")
-
-
 @pytest.mark.parametrize(
-    "flags",
-    [["--muon-split-gated-mlp", "--swiglu"], ["--muon-split-heads"], ["--muon-exclude", "router", "linear_fc?"]],
+    "argv",
+    [
+        ("--optimizer", "dist_muon"),
+        (*NO_SHARD, "--muon-share-replicated"),
+        (*NO_SHARD, "--muon-share-replicated", "--muon-tp-mode", "blockwise", *TP2),
+        (*NO_SHARD, "--muon-share-replicated", "--muon-tp-mode", "duplicated"),
+        (*NO_SHARD, "--muon-split-heads", *TP2),
+        (*ADAPTIVE, "--adaptive-muon-moment2-method", "normuon", "--adaptive-muon-beta2", "0.9"),
+        (*ADAPTIVE, "--muon-tp-mode", "duplicated", *TP2),
+        *((*muon, *flags) for muon in (MUON, ADAPTIVE) for flags in OF_MUON[:5]),
+    ],
 )
-def test_blocks_are_those_of_muon_under_fsdp(parser, flags):
-    check(parser, *MUON, *flags)
-    check(parser, *ADAPTIVE, *flags)
-    for others in (("--optimizer", "adam", "--use-megatron-fsdp"), ("--optimizer", "muon")):
-        with pytest.raises(UserError, match=f"{flags[0]} needs --optimizer muon --use-megatron-fsdp; add them or"):
-            check(parser, *others, *flags)
-
-
-def test_heads_are_finer_than_query_key_and_value(parser):
-    with pytest.raises(UserError, match="--muon-split-heads and --muon-no-split-qkv contradict each other"):
-        check(parser, *MUON, "--muon-split-heads", "--muon-no-split-qkv")
-
-
-def test_heads_of_several_ranks_are_not_joined(parser):
-    argv = (*MUON, "--muon-split-heads", "--tensor-model-parallel-size", "2", "--data-parallel-sharding-strategy")
-    check(parser, *argv, "no_shard")
-    with pytest.raises(UserError, match=r"--muon-tp-mode duplicated is not supported with --muon-split-heads.* 2: eve"):
-        check(parser, *argv, "no_shard", "--muon-tp-mode", "duplicated")
+def test_what_goes_together_is_not_refused(parser, argv):
+    check(parser, *argv)
 
 
 def test_adaptive_muon_has_the_defaults_of_megatrons_config(parser):
@@ -488,21 +489,6 @@ def test_adaptive_muon_has_the_defaults_of_megatrons_config(parser):
     config = OptimizerConfig()
     for name in ADAPTIVE_SETTINGS:
         assert getattr(config, name) == getattr(parse(parser, []), name)
-
-
-def test_settings_of_adaptive_muon(parser):
-    check(parser, *ADAPTIVE, "--adaptive-muon-moment2-method", "normuon", "--adaptive-muon-beta2", "0.9")
-    for flag, value in (("--adaptive-muon-beta2", "0.5"), ("--adaptive-muon-eps", "1e-6")):
-        with pytest.raises(UserError, match=f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"):
-            check(parser, *MUON, flag, value)
-    with pytest.raises(UserError, match="invalid choice: 'namo'"):
-        parse(parser, ["--adaptive-muon-moment2-method", "namo"])
-    duplicated = ("--muon-tp-mode", "duplicated", "--tensor-model-parallel-size", "2")
-    check(parser, *ADAPTIVE, *duplicated, ranks=2)
-    with pytest.raises(UserError, match="--muon-tp-mode duplicated is not supported with --optimizer adaptive_muon"):
-        check(parser, *ADAPTIVE, *duplicated, "--data-parallel-sharding-strategy", "no_shard")
-    with pytest.raises(UserError, match="--optimizer adaptive_muon needs --use-megatron-fsdp"):
-        check(parser, "--optimizer", "adaptive_muon")
 
 
 def test_megatrons_own_adaptive_muon_still_fails():

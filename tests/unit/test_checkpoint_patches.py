@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 from pathlib import Path
 
-import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,9 +17,7 @@ from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.megatron.checkpoint import trial_save
-from megatron_muon.megatron.flags.refusals import check_async_save
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
-from megatron_muon.patching import Patches
 
 PATCHED = [
     (checkpointing, "handle_swiglu_in_state_dict"),
@@ -37,13 +34,6 @@ PATCHED = [
 OF_ADAM = [(training, "get_megatron_optimizer"), (DistributedOptimizer, "_init_optimizer_states_with_dummy_values")]
 
 
-@pytest.fixture
-def patches():
-    patches = Patches()
-    yield patches
-    patches.undo()
-
-
 @pytest.mark.parametrize("adam", [False, True])
 def test_install_and_undo(patches, adam):
     everything = [*PATCHED, *OF_ADAM]
@@ -54,30 +44,6 @@ def test_install_and_undo(patches, adam):
     assert changed == (everything if adam else PATCHED)
     patches.undo()
     assert [getattr(owner, name) for owner, name in everything] == before
-
-
-def other(*_args: object) -> None:
-    """A function that takes nothing by the names that patches rely on."""
-
-
-@pytest.mark.parametrize(
-    ("patch", "owner", "name"),
-    [
-        (checkpoint_patches.split_swiglu_of_replicas, checkpointing, "handle_swiglu_in_state_dict"),
-        (checkpoint_patches.split_swiglu_of_replicas, handlers, "make_fsdp_dtensor"),
-        (checkpoint_patches.save_beside_and_rename, dcp, "save"),
-        (checkpoint_patches.write_tracker_at_once, checkpointing, "save_checkpoint"),
-        (checkpoint_patches.explain_failed_saves, training, "save_checkpoint"),
-        (trial_save.try_saving_before_training, training, "train"),
-        (checkpoint_loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
-        (checkpoint_loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
-    ],
-)
-def test_another_shape(patches, monkeypatch, patch, owner, name):
-    monkeypatch.setattr(owner, name, other)
-    with pytest.raises(RuntimeError, match=rf"{name}.*megatron-core 0\.19"):
-        patch(patches)
-    assert getattr(owner, name) is other
 
 
 def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
@@ -133,7 +99,6 @@ def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypat
     monkeypatch.setattr(trial_save, "_state_to_save", lambda *_: state)
     monkeypatch.setattr("megatron.training.get_args", lambda: options)
     options = types.SimpleNamespace(save="runs", ckpt_format="fsdp_dtensor")
-    monkeypatch.setattr(trial_save.dist, "get_rank", lambda: 0)
     training.train(None, ["model"], "optimizer", "scheduler")
     assert trained == [["model"]]
     state["args"] = lambda: None  # cannot be pickled
@@ -215,12 +180,3 @@ def test_a_counter_in_the_group_is_there_to_be_loaded(capturable, counter):
     initialize_scalar_state(types.SimpleNamespace(optimizer=inner, config=None, init_state_fn=lambda *_: None))
     assert inner.param_groups[0]["step"] == counter
     assert type(inner.param_groups[0]["step"]) is type(counter)
-
-
-def test_async_save():
-    """megatron-core turned it off with a warning."""
-    check_async_save(device="cuda", persistent_worker=True)
-    with pytest.raises(UserError, match="does nothing without --use-persistent-ckpt-worker"):
-        check_async_save(device="cuda", persistent_worker=False)
-    with pytest.raises(UserError, match="does not work on the CPU"):
-        check_async_save(device="cpu", persistent_worker=True)

@@ -59,13 +59,6 @@ def mark(tmp_path: Path) -> Iterator[Path]:
     assert not made.exists()
 
 
-@pytest.fixture
-def patches() -> Iterator[Patches]:
-    made = Patches()
-    yield made
-    made.undo()
-
-
 def write(save_dir: Path, iteration: int = 8, **entries: Any) -> Path:
     folder = files.iteration_folder(save_dir, iteration)
     state = {"model": {"w": torch.ones(3)}, "iteration": iteration, **entries}

@@ -11,7 +11,7 @@ import pytest
 from megatron_muon import exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import launch
-from megatron_muon.megatron.one_process import settle_one_process
+from megatron_muon.megatron.launch import settle_one_process
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 

@@ -16,12 +16,6 @@ from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.config_file import load_config, merge
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
-
-@pytest.fixture(scope="module")
-def parser():
-    return arguments.build_parser()
-
-
 RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data", "--lr", "0.02")
 RUN = (*RUN, "--data-parallel-sharding-strategy", "optim")
 

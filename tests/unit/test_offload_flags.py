@@ -7,17 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.arguments import check_settings, parse
 
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp", "--mock-data", "--micro-batch-size", "1")
 SHARDED = (*MUON, "--data-parallel-sharding-strategy", "optim")
 NVME = ("--muon-offload", "nvme", "--muon-offload-dir", ".")
-
-
-@pytest.fixture(scope="module")
-def parser():
-    return arguments.build_parser()
 
 
 def check(parser, *argv: str) -> None:
@@ -34,7 +28,7 @@ def check(parser, *argv: str) -> None:
         ("--muon-momentum-dtype", "bf16"),
     ],
 )
-def test_what_fits(parser, flags, tmp_path, monkeypatch):
+def test_what_fits_passes_and_writes_nothing(parser, flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check(parser, *SHARDED, *flags)
     assert list(tmp_path.iterdir()) == []
@@ -43,17 +37,14 @@ def test_what_fits(parser, flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "fragments"),
     [
+        (("--muon-offload", "disk"), ("argument --muon-offload: invalid choice: 'disk'", "none", "cpu", "nvme")),
+        (("--muon-momentum-dtype", "fp8"), ("-dtype: invalid choice: 'fp8'", "fp32", "bf16", "int8")),
+        (("--muon-ns-device", "gpu"), ("-device: invalid choice: 'gpu'", "auto", "accelerator", "cpu")),
         ((*NVME, "--muon-offload-fraction", "0"), ("--muon-offload-fraction 0 is out of range", "at most 1")),
         ((*NVME, "--muon-offload-fraction", "1.01"), ("--muon-offload-fraction 1.01 is out of range",)),
         ((*NVME, "--muon-offload-fraction", "nan"), ("--muon-offload-fraction nan is not finite",)),
-        (
-            (*NVME, "--muon-offload-buffer-mb", "0"),
-            ("--muon-offload-buffer-mb 0 is out of range; choose at least 0.001",),
-        ),
-        (
-            (*NVME, "--muon-offload-buffer-mb", "inf"),
-            ("--muon-offload-buffer-mb inf is not finite",),
-        ),
+        ((*NVME, "--muon-offload-buffer-mb", "0"), ("-buffer-mb 0 is out of range; choose at least 0.001",)),
+        ((*NVME, "--muon-offload-buffer-mb", "inf"), ("--muon-offload-buffer-mb inf is not finite",)),
         (("--muon-offload", "nvme"), ("--muon-offload nvme needs --muon-offload-dir DIR",)),
         (("--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme, and it is none",)),
         (("--muon-offload", "cpu", "--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme",)),
@@ -64,27 +55,11 @@ def test_what_fits(parser, flags, tmp_path, monkeypatch):
         ((*NVME, "--muon-ns-device", "accelerator"), ("--muon-ns-device accelerator", "this run has none")),
     ],
 )
-def test_what_does_not(parser, flags, fragments):
+def test_what_does_not_fit_is_refused(parser, flags, fragments):
     with pytest.raises(UserError) as refusal:
         check(parser, *SHARDED, *flags)
     for fragment in fragments:
         assert fragment in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "choices"),
-    [
-        ("--muon-offload", "disk", "none, cpu, nvme"),
-        ("--muon-momentum-dtype", "fp8", "fp32, bf16, int8"),
-        ("--muon-ns-device", "gpu", "auto, accelerator, cpu"),
-    ],
-)
-def test_unknown_values(parser, flag, value, choices):
-    with pytest.raises(UserError) as refusal:
-        check(parser, *SHARDED, flag, value)
-    assert f"{flag}: invalid choice: '{value}'" in str(refusal.value).replace("argument ", "")
-    for choice in choices.split(", "):
-        assert choice in str(refusal.value)
 
 
 @pytest.mark.parametrize("flags", [("--muon-offload", "cpu"), NVME, ("--muon-momentum-dtype", "int8")])
@@ -100,9 +75,8 @@ def test_replicas_need_shared_work(parser, flags):
 @pytest.mark.parametrize("flags", [("--muon-offload", "cpu"), NVME, ("--muon-momentum-dtype", "bf16")])
 @pytest.mark.parametrize("others", [("--optimizer", "adam", "--use-megatron-fsdp"), ("--optimizer", "muon")])
 def test_other_optimizers_keep_their_own_momentum(parser, others, flags):
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match=f"{flags[0]} needs --optimizer muon --use-megatron-fsdp"):
         check(parser, *others, "--mock-data", "--micro-batch-size", "1", *flags)
-    assert flags[0] in str(refusal.value)
 
 
 def test_a_directory_is_looked_at_before_anything_starts(parser, tmp_path: Path):

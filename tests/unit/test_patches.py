@@ -5,16 +5,18 @@ import types
 
 import megatron.core.tensor_parallel.layers as tensor_parallel_layers
 import megatron.core.tensor_parallel.mappings as mappings
+import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from megatron.core.datasets import utils as dataset_utils
 from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from megatron_muon.megatron.checkpoint import loading, saving, swiglu, trial_save
 from megatron_muon.megatron.patches import install as mcore_patches
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-from megatron_muon.patching import Patches
 
 PATCHED = [
     (dataset_utils, "compile_helpers"),
@@ -28,14 +30,6 @@ PATCHED = [
     (DefaultLoadPlanner, "load_bytes"),
 ]
 OF_EVERY_RUN = [PATCHED[0], PATCHED[2], *PATCHED[-3:]]  # progress watches any optimizer; none runs what pickles name
-
-
-@pytest.fixture
-def patches(monkeypatch):
-    """Undone before what a test put in the place of upstream's functions, or that would be put back for good."""
-    patches = Patches()
-    yield patches
-    patches.undo()
 
 
 def current() -> list[object]:
@@ -65,35 +59,50 @@ def other(*_args: object) -> None:
     """A function that takes nothing by the names that patches rely on."""
 
 
-def test_without_compile_helpers(patches, monkeypatch):
-    monkeypatch.delattr(dataset_utils, "compile_helpers")
-    with pytest.raises(RuntimeError, match=r"compile_helpers.*megatron-core 0\.19"):
-        mcore_patches.use_shipped_dataset_helper(patches)
+OTHER_SIGNATURE = [
+    (mcore_patches.use_factory, training, "get_megatron_optimizer"),
+    (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
+    (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+    (saving.save_beside_and_rename, dcp, "save"),
+    (saving.explain_failed_saves, training, "save_checkpoint"),
+    (trial_save.try_saving_before_training, training, "train"),
+    (loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
+    (loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
+]
+OTHER_CODE = [
+    (swiglu.split_swiglu, handlers, "make_fsdp_dtensor"),
+    (saving.write_tracker_at_once, checkpointing, "save_checkpoint"),
+]
+ABSENT = [
+    (mcore_patches.use_shipped_dataset_helper, dataset_utils, "compile_helpers"),
+    (mcore_patches.use_factory, training, "OptimizerConfig"),
+]
+
+
+SECOND = ("preprocess_fsdp_dtensor_state_dict", "OptimizerConfig")
+"""Replaced by patches that have replaced something else before."""
 
 
 @pytest.mark.parametrize(
-    ("patch", "owner", "name"),
+    ("patch", "owner", "name", "why"),
     [
-        (mcore_patches.use_factory, training, "get_megatron_optimizer"),
-        (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
-        (mcore_patches.split_state_of_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
+        *((*case, r"cannot patch .*{name}: it accepts _args, without .*") for case in OTHER_SIGNATURE),
+        *((*case, "{name}.*") for case in OTHER_CODE),
     ],
 )
-def test_another_signature_or_none(patches, monkeypatch, patch, owner, name):
+def test_what_has_another_shape_is_not_patched(patches, monkeypatch, patch, owner, name, why):
     monkeypatch.setattr(owner, name, other)
-    with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: it accepts _args, without .*megatron-core 0\.19"):
+    with pytest.raises(RuntimeError, match=why.format(name=name) + r"megatron-core 0\.19"):
         patch(patches)
-    assert getattr(owner, name) is other  # nothing was changed
+    assert getattr(owner, name) is other
+
+
+@pytest.mark.parametrize(("patch", "owner", "name"), [*OTHER_SIGNATURE, *ABSENT])
+def test_what_is_gone_is_named(patches, monkeypatch, patch, owner, name):
     monkeypatch.delattr(owner, name)
     with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19"):
         patch(patches)
-    assert len(patches) == 0
-
-
-def test_without_the_config_that_the_training_loop_makes(patches, monkeypatch):
-    monkeypatch.delattr(training, "OptimizerConfig")
-    with pytest.raises(RuntimeError, match=r"OptimizerConfig: there is no such attribute.*megatron-core 0\.19"):
-        mcore_patches.use_factory(patches)
+    assert len(patches) == (name in SECOND)
 
 
 def test_validation_that_treats_muon_otherwise(patches, monkeypatch):
@@ -234,7 +243,7 @@ def handle_swiglu(model, model_state_dict, optimizer_state_dict):
 @pytest.fixture
 def handler(patches, monkeypatch):
     monkeypatch.setattr(checkpointing, "handle_swiglu_in_state_dict", handle_swiglu)
-    mcore_patches.split_state_of_swiglu(patches)
+    swiglu.split_swiglu(patches)
     return checkpointing.handle_swiglu_in_state_dict
 
 

@@ -14,12 +14,6 @@ from megatron_muon.megatron import settings
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
-
-@pytest.fixture(scope="module")
-def parser():
-    return arguments.build_parser()
-
-
 RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data")
 
 

@@ -9,13 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import step_counts
-from megatron_muon.megatron.checkpoint.first_rank import of_all_ranks, of_first_rank, on_first_rank
+from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
@@ -32,104 +36,81 @@ def load_what_is_there(patches: Patches) -> None:
     each data-parallel rank with --data-parallel-random-init, so more ranks than before find none; tensor-parallel ranks
     share theirs under Megatron-FSDP. The count of floating-point operations is stored and never asked for.
     """
-    import megatron.training.checkpointing as checkpointing
-
     asked: dict[str, Any] = {}  # while _load_base_checkpoint runs: its folder, and what it was not asked for
 
-    def around_load(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_base_checkpoint(load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any) -> Any:
-            folder = _folder_to_load(load_dir, args)
-            if folder is None:
-                return load(load_dir, args, rank0, *rest, **kwargs)
-            if rank0:
-                on_first_rank(lambda: files.recover(folder.parent))
-                verify = getattr(args, "verify_checkpoint", True)
-                _require_complete(folder, verify=verify)
-                if dist.is_initialized() and verify:
-                    _require_unchanged(folder)
-                return load(load_dir, args, rank0, *rest, **kwargs)
-            asked.update(folder=folder)
-            try:
-                state, *others = load(load_dir, args, rank0, *rest, **kwargs)
-                if state is not None and "rng_state" in asked:
-                    state["rng_state"] = asked["rng_state"]
-                _require_same_rates(asked.get("rates", {}), asked.get("settings", {}))
-                for parameter, settings in asked.get("settings", {}).items():
-                    state["optimizer"]["param_to_group_meta"][parameter].update(settings)
-            finally:
-                asked.clear()
-            return state, *others
+    @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args", "rank0"])
+    def load_base_checkpoint(
+        load: Callable[..., Any], load_dir: Any, args: Any, rank0: bool = False, *rest: Any, **kwargs: Any
+    ) -> Any:
+        folder = _folder_to_load(load_dir, args)
+        if folder is not None and rank0:
+            of_first_rank(lambda: files.recover(folder.parent))
+            verify = getattr(args, "verify_checkpoint", True)
+            _require_complete(folder, verify=verify)
+            if dist.is_initialized() and verify:
+                _require_unchanged(folder)
+        if folder is None or rank0:
+            return load(load_dir, args, rank0, *rest, **kwargs)
+        asked.update(folder=folder, settings={}, rates={})
+        try:
+            state, *others = load(load_dir, args, rank0, *rest, **kwargs)
+            if state is not None and "rng_state" in asked:
+                state["rng_state"] = asked["rng_state"]
+            _require_same_rates(asked["rates"], asked["settings"])
+            for parameter, settings in asked["settings"].items():
+                state["optimizer"]["param_to_group_meta"][parameter].update(settings)
+        finally:
+            asked.clear()
+        return state, *others
 
-        return load_base_checkpoint
-
-    def around_preprocess(preprocess: Callable[..., Any]) -> Callable[..., Any]:
-        def preprocess_state_dict(args: Any, raw_state_dict: Any, model: Any) -> Any:
-            state = preprocess(args, raw_state_dict, model)
-            if "folder" not in asked:
-                return state
-            entries = content.read_entries(asked["folder"])
-            theirs = content.wrappers(content.optimized(entries))
-            ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
-            entries = content.rewrapped(entries, theirs, ours)
-            allow = getattr(args, "muon_allow_missing_state", False)
-            keep = _RATES if args.override_opt_param_scheduler else ()
-            tensor_parallel = args.tensor_model_parallel_size
-            state = _ask_for_what_is_there(
-                state,
-                entries,
-                asked["folder"],
-                allow_missing=allow,
-                allow_dropped=not args.strict_fsdp_dtensor_load,
-                keep=keep,
-                tensor_parallel=tensor_parallel,
-            )
-            if "optimizer" in state:
-                settings = state["optimizer"]["param_to_group_meta"]
-                asked["settings"] = settings
-                if not args.use_checkpoint_opt_param_scheduler:
-                    asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
-                state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
-            if _FLOPS in entries:
-                state[_FLOPS] = 0
-            if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
-                asked["rng_state"] = state.pop("rng_state")
-                _tell("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
+    @patches.around(checkpointing, "preprocess_fsdp_dtensor_state_dict", takes=["args", "raw_state_dict", "model"])
+    def preprocess_state_dict(preprocess: Callable[..., Any], args: Any, raw_state_dict: Any, model: Any) -> Any:
+        state = preprocess(args, raw_state_dict, model)
+        if "folder" not in asked:
             return state
-
-        return preprocess_state_dict
-
-    patches.wrap(checkpointing, "_load_base_checkpoint", around_load, takes=["load_dir", "args", "rank0"])
-    patches.wrap(
-        checkpointing,
-        "preprocess_fsdp_dtensor_state_dict",
-        around_preprocess,
-        takes=["args", "raw_state_dict", "model"],
-    )
+        entries = content.read_entries(asked["folder"])
+        theirs = content.wrappers(content.optimized(entries))
+        ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
+        entries = content.rewrapped(entries, theirs, ours)
+        state = _ask_for_what_is_there(
+            state,
+            entries,
+            asked["folder"],
+            allow_missing=getattr(args, "muon_allow_missing_state", False),
+            allow_dropped=not args.strict_fsdp_dtensor_load,
+            keep=_RATES if args.override_opt_param_scheduler else (),
+            tensor_parallel=args.tensor_model_parallel_size,
+        )
+        if "optimizer" in state:
+            asked["settings"] = settings = state["optimizer"]["param_to_group_meta"]
+            if not args.use_checkpoint_opt_param_scheduler:
+                asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
+            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
+        if _FLOPS in entries:
+            state[_FLOPS] = 0
+        if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
+            asked["rng_state"] = state.pop("rng_state")
+            _warn("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
+        return state
 
 
 def explain_load_refusals(patches: Patches) -> None:
     """Turn the assertions by which 0.19 refuses a checkpoint of another model or schedule into one-line messages."""
-    import megatron.training.training as training
 
-    def around(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return load(*args, **kwargs)
-            except AssertionError as refusal:
-                schedule = "OptimizerParamScheduler" in str(refusal)
-                if not schedule and "from checkpoint" not in str(refusal):
-                    raise
+    @patches.around(training, "load_checkpoint")
+    def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(*args, **kwargs)
+        except AssertionError as refusal:
+            remedy = "give this run the flags that wrote it"
+            if "OptimizerParamScheduler" in str(refusal):
                 remedy = (
                     "use --override-opt-param-scheduler for this run's schedule, --use-checkpoint-opt-param-scheduler "
                     "for that of the checkpoint"
-                    if schedule
-                    else "give this run the flags that wrote it"
                 )
-                raise UserError(f"megatron-core refuses this checkpoint: {refusal}; {remedy}") from refusal
-
-        return load_checkpoint
-
-    patches.wrap(training, "load_checkpoint", around)
+            elif "from checkpoint" not in str(refusal):
+                raise
+            raise UserError(f"megatron-core refuses this checkpoint: {refusal}; {remedy}") from refusal
 
 
 def keep_loaded_main_weights(patches: Patches) -> None:
@@ -138,30 +119,20 @@ def keep_loaded_main_weights(patches: Patches) -> None:
     0.19 then copies the model's weights to the main weights, which it does not implement for Megatron-FSDP. There the
     main weights are what is saved and loaded, and loading them has installed the model's.
     """
-    import megatron.training.training as training
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
     loading: list[bool] = []
 
-    def around_load(load: Callable[..., Any]) -> Callable[..., Any]:
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            loading.append(True)
-            try:
-                return load(*args, **kwargs)
-            finally:
-                loading.pop()
+    @patches.around(training, "load_checkpoint")
+    def load_checkpoint(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loading.append(True)
+        try:
+            return load(*args, **kwargs)
+        finally:
+            loading.pop()
 
-        return load_checkpoint
-
-    def around_copy(copy: Callable[..., None]) -> Callable[..., None]:
-        def copy_model_params_to_main_params(self: Any, state_dict: Any = None) -> None:
-            if not loading or not self.ddp_config.use_megatron_fsdp or hasattr(self.optimizer, "sub_optimizers"):
-                copy(self, state_dict)
-
-        return copy_model_params_to_main_params
-
-    patches.wrap(training, "load_checkpoint", around_load)
-    patches.wrap(DistributedOptimizer, "_copy_model_params_to_main_params", around_copy, takes=["state_dict"])
+    @patches.around(DistributedOptimizer, "_copy_model_params_to_main_params", takes=["state_dict"])
+    def copy_model_params_to_main_params(copy: Callable[..., None], self: Any, state_dict: Any = None) -> None:
+        if not loading or not self.ddp_config.use_megatron_fsdp or hasattr(self.optimizer, "sub_optimizers"):
+            copy(self, state_dict)
 
 
 def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
@@ -180,18 +151,12 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
 def _require_complete(folder: Path, *, verify: bool = True) -> None:
     """Check a checkpoint's files on the first rank, for all.
 
-    Args:
-        folder: the checkpoint.
-        verify: False with `--no-verify-checkpoint`.
-
     Raises:
         UserError: what is wrong with it, and which one to take instead.
     """
 
     def look() -> None:
-        if found := files.problems(folder, verify=verify):
-            hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
-            raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
+        _refuse_damaged(folder, files.problems(folder, verify=verify))
         _tell_unfinished(folder.parent)
 
     of_first_rank(look)
@@ -207,11 +172,15 @@ def _require_unchanged(folder: Path) -> None:
     """
     sums = of_first_rank(lambda: checksums.read(folder))
     if sums is None:
-        _tell(checksums.absent(folder), kind="")
+        say(f"megatron-muon: {checksums.absent(folder)}")
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))
-    if found := [line for lines in of_all_ranks(mine) for line in lines]:
+    _refuse_damaged(folder, [line for lines in of_all_ranks(mine) for line in lines])
+
+
+def _refuse_damaged(folder: Path, found: list[str]) -> None:
+    if found:
         hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
         raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
 
@@ -249,12 +218,12 @@ def _ask_for_what_is_there(
 
     Args:
         state: what the run wants: `model`, `optimizer` and more.
-        entries: what the checkpoint holds.
-        folder: the checkpoint, for messages.
+        entries: what the checkpoint in `folder` holds.
+        folder: named in messages.
         allow_missing: `--muon-allow-missing-state`.
         allow_dropped: `--no-strict-fsdp-dtensor-load`.
         keep: settings of parameter groups that stay the run's.
-        tensor_parallel: the run's tensor parallel size.
+        tensor_parallel: the run's size, which orders some state.
 
     Raises:
         UserError: a weight is missing, of another shape or the checkpoint's alone, or state is missing that should be
@@ -282,7 +251,7 @@ def _ask_for_what_is_there(
                 f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; "
                 "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
             )
-        _tell(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
+        _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
     if missing.absent and not allow_missing:
         raise UserError(
             f"{folder} lacks {len(missing.absent)} entries of optimizer state: {_some(sorted(missing.absent))}; "
@@ -290,12 +259,12 @@ def _ask_for_what_is_there(
         )
     if lost := missing.absent | missing.replaced:
         by = "another optimizer or layout wrote this checkpoint" if missing.replaced else "it lacks them"
-        _tell(
+        _warn(
             f"{len(lost)} entries of optimizer state start at zero, because {by}: "
             f"{_some(sorted(content.plain(name) for name in lost))}"
         )
     if optimizer:
-        optimizer, counts = step_counts.carry_over(optimizer, fresh, entries, folder, _tell)
+        optimizer, counts = step_counts.carry_over(optimizer, fresh, entries, folder, _warn)
         state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
     return state
 
@@ -310,29 +279,23 @@ def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
     taken = torch.tensor([name.removeprefix("model.") in weights for name in stored], dtype=torch.uint8, device=device)
     if dist.is_initialized():
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return [
-        content.plain(n.removeprefix("model."))
-        for n, is_taken in zip(stored, taken.tolist(), strict=True)
-        if not is_taken
-    ]
+    left = [name for name, is_taken in zip(stored, taken.tolist(), strict=True) if not is_taken]
+    return [content.plain(name.removeprefix("model.")) for name in left]
 
 
 def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:
     """Whether a checkpoint has the random-number states that this rank, and every other one, looks for."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-
     holds = all(name in entries for name in flatten_state_dict({"rng_state": rng_state})[0])
     return all(of_all_ranks(holds))
 
 
 def _tell_unfinished(save_dir: Path) -> None:
     for left in files.unfinished(save_dir):
-        _tell(f"{left} is a save that did not finish; it is not used, and may be deleted")
+        _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
 
 
-def _tell(text: str, *, kind: str = "warning: ") -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(f"megatron-muon: {kind}{text}", flush=True)
+def _warn(text: str) -> None:
+    say(f"megatron-muon: warning: {text}")
 
 
 def _some(names: list[str]) -> str:

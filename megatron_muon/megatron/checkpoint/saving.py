@@ -1,7 +1,7 @@
 """The patches of megatron-core that fsdp_dtensor checkpoints need, one function each, for Muon and for Adam.
 
 Saving happens under `no_shard` too, never over the checkpoint that is there, with a tracker file that is always whole.
-What loading needs is in `checkpoint_loading`, and installed from here.
+What loading needs is in `loading`, and installed from here.
 """
 
 from __future__ import annotations
@@ -14,97 +14,38 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
+import torch.distributed.checkpoint as dcp
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.training.dist_signal_handler import DistributedSignalHandler
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, reason_of
-from megatron_muon.megatron.checkpoint.first_rank import of_all_ranks, on_first_rank
-from megatron_muon.megatron.checkpoint.loading import (
-    explain_load_refusals,
-    keep_loaded_main_weights,
-    load_what_is_there,
-)
+from megatron_muon.megatron.checkpoint import loading
 from megatron_muon.megatron.checkpoint.summed_files import SummedFiles
+from megatron_muon.megatron.checkpoint.swiglu import split_swiglu
 from megatron_muon.megatron.checkpoint.trial_save import try_saving_before_training
+from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.patching import Patches, versions
 
 
 def install(patches: Patches, *, adam: bool) -> None:
-    """Install what a run under Megatron-FSDP needs.
-
-    Args:
-        patches: records what is replaced, so that it can be undone.
-        adam: the run's optimizer is built by megatron-core's own factory.
-    """
-    split_swiglu_of_replicas(patches)
+    """Install what a run under Megatron-FSDP needs; `adam`: its optimizer is built by megatron-core's own factory."""
+    split_swiglu(patches)
     save_beside_and_rename(patches)
     write_tracker_at_once(patches)
     explain_failed_saves(patches)
-    load_what_is_there(patches)
-    explain_load_refusals(patches)
-    keep_loaded_main_weights(patches)
+    loading.load_what_is_there(patches)
+    loading.explain_load_refusals(patches)
+    loading.keep_loaded_main_weights(patches)
     try_saving_before_training(patches)
     remember_signals(patches)
     if adam:
         keep_adam_state_alike(patches)
-
-
-def split_swiglu_of_replicas(patches: Patches) -> None:
-    """Let fsdp_dtensor checkpoints split a SwiGLU's fused projection under `no_shard` too.
-
-    0.19's handler cuts by `megatron_fsdp_slice`, the part of a matrix that a rank holds, which Megatron-FSDP sets on
-    sharded parameters only, and makes its halves as shards. Here parameters that are whole get the slice that says so,
-    and their halves are made whole.
-    """
-    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
-    import megatron.training.checkpointing as checkpointing
-
-    make = handlers.make_fsdp_dtensor
-    for name in ("is_sharded_param", "run_check"):
-        if name not in inspect.signature(make).parameters:
-            raise RuntimeError(f"cannot patch the SwiGLU handler: make_fsdp_dtensor takes no {name} in {versions()}")
-
-    def make_whole(local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
-        return make(local_tensor, param, **{**kwargs, "is_sharded_param": False})
-
-    def around(handle: Callable[..., Any]) -> Callable[..., Any]:
-        def handle_swiglu(model: Any, model_state: Any, optimizer_state: Any) -> Any:
-            whole = [p for p in model.parameters() if _is_replica(p)]
-            if not whole:
-                return handle(model, model_state, optimizer_state)
-            for parameter in whole:
-                parameter.megatron_fsdp_slice = slice(0, parameter._local_tensor.numel())
-            try:
-                with changed(handlers, "make_fsdp_dtensor", make_whole):
-                    return handle(model, model_state, optimizer_state)
-            finally:
-                for parameter in whole:
-                    del parameter.megatron_fsdp_slice
-
-        return handle_swiglu
-
-    patches.wrap(
-        checkpointing,
-        "handle_swiglu_in_state_dict",
-        around,
-        takes=["model", "model_state_dict", "optimizer_state_dict"],
-    )
-
-
-def _is_replica(parameter: Any) -> bool:
-    return hasattr(parameter, "megatron_fsdp_dist_index") and not hasattr(parameter, "megatron_fsdp_slice")
-
-
-@contextlib.contextmanager
-def changed(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for a while."""
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def save_beside_and_rename(patches: Patches) -> None:
@@ -113,32 +54,27 @@ def save_beside_and_rename(patches: Patches) -> None:
     0.19 writes where the checkpoint is to be. A save that is cut off leaves a folder that looks like a checkpoint; one
     that repeats an iteration writes over the files of a checkpoint that `latest` may name.
     """
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-    def around(save: Callable[..., Any]) -> Callable[..., Any]:
-        def save_beside(state_dict: Any, *args: Any, storage_writer: Any = None, **kwargs: Any) -> Any:
-            folder = Path(getattr(storage_writer, "path", "."))
-            if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
-                return save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-            try:
-                on_first_rank(lambda: files.begin(folder))
-                storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
-                storage_writer.fs = written = SummedFiles()
-                result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-                sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
-                on_first_rank(lambda: files.finish(folder, sums))
-            except (Exception, CheckpointException) as error:
-                raise SaveError(
-                    f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
-                    f"({reason_of(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
-                ) from error
-            return result
-
-        return save_beside
-
-    patches.wrap(dcp, "save", around, takes=["state_dict", "storage_writer"])
+    @patches.around(dcp, "save", takes=["state_dict", "storage_writer"])
+    def save_beside(
+        save: Callable[..., Any], state_dict: Any, *args: Any, storage_writer: Any = None, **kwargs: Any
+    ) -> Any:
+        folder = Path(getattr(storage_writer, "path", "."))
+        if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
+            return save(state_dict, *args, storage_writer=storage_writer, **kwargs)
+        try:
+            of_first_rank(lambda: files.begin(folder))
+            storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
+            storage_writer.fs = written = SummedFiles()
+            result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
+            sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
+            of_first_rank(lambda: files.finish(folder, sums))
+        except (Exception, CheckpointException) as error:
+            raise SaveError(
+                f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
+                f"({reason_of(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
+            ) from error
+        return result
 
 
 def _free_space(folder: Path) -> str:
@@ -154,8 +90,6 @@ def write_tracker_at_once(patches: Patches) -> None:
     0.19 opens it for writing in place. Killed between that and the write, the run leaves an empty file, at which the
     next one stops.
     """
-    import megatron.training.checkpointing as checkpointing
-
     text = "maybe_msc.open(tracker_filename, 'w')"
     if text not in inspect.getsource(inspect.unwrap(checkpointing.save_checkpoint)):
         raise RuntimeError(f"megatron.training.checkpointing.save_checkpoint no longer has {text} in {versions()}")
@@ -186,24 +120,19 @@ def _tracker(file: Path) -> Iterator[Any]:
 
 def explain_failed_saves(patches: Patches) -> None:
     """Say which checkpoint to resume from where a save fails outside of torch's part, as in making its folder."""
-    import megatron.training.training as training
 
-    def around(save: Callable[..., None]) -> Callable[..., None]:
-        def save_checkpoint(iteration: int, *args: Any, **kwargs: Any) -> None:
-            try:
-                save(iteration, *args, **kwargs)
-            except OSError as error:
-                from megatron.training import get_args
+    @patches.around(training, "save_checkpoint", takes=["iteration"])
+    def save_checkpoint(save: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+        try:
+            save(iteration, *args, **kwargs)
+        except OSError as error:
+            from megatron.training import get_args
 
-                save_dir = Path(get_args().save)
-                raise SaveError(
-                    f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({error}); "
-                    f"{files.resume_hint(save_dir)}"
-                ) from error
-
-        return save_checkpoint
-
-    patches.wrap(training, "save_checkpoint", around, takes=["iteration"])
+            save_dir = Path(get_args().save)
+            raise SaveError(
+                f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({error}); "
+                f"{files.resume_hint(save_dir)}"
+            ) from error
 
 
 def remember_signals(patches: Patches) -> None:
@@ -211,17 +140,12 @@ def remember_signals(patches: Patches) -> None:
 
     0.19 writes a checkpoint then and exits with 0, like a run that has come to its end.
     """
-    from megatron.training.dist_signal_handler import DistributedSignalHandler
 
-    def around(received: Callable[..., Any]) -> Callable[..., Any]:
-        def signals_received(self: Any) -> Any:
-            everyone = received(self)
-            self.any_received = any(everyone)
-            return everyone
-
-        return signals_received
-
-    patches.wrap(DistributedSignalHandler, "signals_received", around)
+    @patches.around(DistributedSignalHandler, "signals_received")
+    def signals_received(received: Callable[..., Any], self: Any) -> Any:
+        everyone = received(self)
+        self.any_received = any(everyone)
+        return everyone
 
 
 def keep_adam_state_alike(patches: Patches) -> None:
@@ -231,26 +155,17 @@ def keep_adam_state_alike(patches: Patches) -> None:
     where it has state for them, its counter must advance with the others', since a checkpoint holds one for all. And
     0.19 makes state before loading with an optimizer step, which leaves what the checkpoint lacks decayed by a step.
     """
-    import megatron.training.training as training
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    def around_factory(build: Callable[..., Any]) -> Callable[..., Any]:
-        def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-            optimizer = build(*args, **kwargs)
-            for member in getattr(optimizer, "chained_optimizers", [optimizer]):
-                if not member.is_stub_optimizer and getattr(member, "init_state_fn", None) is not None:
-                    initialize_scalar_state(member)
-                    step_over_empty_shards(member.optimizer)
-            return optimizer
+    @patches.around(training, "get_megatron_optimizer")
+    def get_megatron_optimizer(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = build(*args, **kwargs)
+        for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if not member.is_stub_optimizer and getattr(member, "init_state_fn", None) is not None:
+                initialize_scalar_state(member)
+                step_over_empty_shards(member.optimizer)
+        return optimizer
 
-        return get_megatron_optimizer
-
-    def around_dummy(initialize: Callable[..., None]) -> Callable[..., None]:
-        def init_optimizer_states_with_dummy_values(self: Any) -> None:
-            if not all(p in self.optimizer.state for group in self.optimizer.param_groups for p in group["params"]):
-                initialize(self)
-
-        return init_optimizer_states_with_dummy_values
-
-    patches.wrap(training, "get_megatron_optimizer", around_factory)
-    patches.wrap(DistributedOptimizer, "_init_optimizer_states_with_dummy_values", around_dummy)
+    @patches.around(DistributedOptimizer, "_init_optimizer_states_with_dummy_values")
+    def init_optimizer_states_with_dummy_values(initialize: Callable[..., None], self: Any) -> None:
+        if not all(p in self.optimizer.state for group in self.optimizer.param_groups for p in group["params"]):
+            initialize(self)

@@ -24,14 +24,14 @@ def carry_over(
     folder: Path,
     tell: Callable[[str], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Set the counts that a checkpoint keeps in another form.
+    """Set the counts that a checkpoint keeps in another form, in the run's state dict `optimizer`.
 
     Args:
-        optimizer: the run's state dict; its counts are set in place.
+        optimizer: the run's state dict.
         fresh: parameters that start afresh, and their counts with them.
         entries: what the checkpoint holds, under the run's names.
         folder: the checkpoint.
-        tell: says what a user should know.
+        tell: warns a user.
 
     Returns:
         The part of the state dict that is still to be asked for, and the settings not to ask for.

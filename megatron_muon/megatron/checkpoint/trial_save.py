@@ -7,10 +7,13 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import megatron.training.checkpointing as checkpointing
+import megatron.training.training as training
 import torch
-import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.utils import unwrap_model
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -18,44 +21,36 @@ from torch.futures import Future
 
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.ranks import say
 from megatron_muon.patching import Patches
 
 
-class Discarding(StorageWriter):
+class _Discarding(StorageWriter):
     """Takes a checkpoint as torch's writer to files does, objects pickled, and keeps nothing."""
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """There is nothing to begin afresh."""
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is no place to prepare."""
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """The plans as they are."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Look up every tensor and pickle every object."""
         for item in plan.items:
-            planner.resolve_data(item)
+            planner.resolve_data(item)  # looks up a tensor, pickles an object
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """No index is written."""
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None: ...
 
-    def storage_meta(self) -> StorageMeta | None:
-        """Nothing is stored."""
-        return None
+    def storage_meta(self) -> None: ...
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """No name stands for it: it is handed over."""
         return False
 
 
@@ -64,21 +59,16 @@ def try_saving_before_training(patches: Patches) -> None:
 
     megatron-core finds out at the first save what it cannot save, and all that was trained is lost then.
     """
-    import megatron.training.training as training
 
-    def around(train: Callable[..., Any]) -> Callable[..., Any]:
-        def train_after_trial(
-            forward_step_func: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, *args: Any, **kwargs: Any
-        ) -> Any:
-            try_saving(model, optimizer, opt_param_scheduler)
-            return train(forward_step_func, model, optimizer, opt_param_scheduler, *args, **kwargs)
-
-        return train_after_trial
-
-    patches.wrap(training, "train", around, takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"])
+    @patches.around(training, "train", takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"])
+    def train_after_trial(
+        train: Callable[..., Any], forward: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        _try_saving(model, optimizer, scheduler)
+        return train(forward, model, optimizer, scheduler, *args, **kwargs)
 
 
-def try_saving(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+def _try_saving(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
     """Go through a save of the run's state up to the writing. Collective; nothing changes.
 
     Raises:
@@ -92,23 +82,18 @@ def try_saving(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> 
     started = time.monotonic()
     try:
         state = _state_to_save(args, model, optimizer, scheduler)
-        save(state, storage_writer=Discarding())
+        save(state, storage_writer=_Discarding())
     except (Exception, CheckpointException) as error:
         traceback.print_exc()
         raise SaveError(
             f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
             f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
         ) from error
-    if dist.get_rank() == 0:
-        print(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s", flush=True)
+    say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
 
 
 def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
     """What megatron-core's save_checkpoint hands to torch's distributed checkpointing, by the same functions."""
-    import megatron.training.checkpointing as checkpointing
-    from megatron.core import parallel_state
-    from megatron.core.utils import unwrap_model
-
     model = unwrap_model(model)
     settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
     if isinstance(optimizer, MuonChainedOptimizer):

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon.core.cost import check_proven
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.megatron.flags.fields import METRICS_INTERVAL, MuonSettings
-from megatron_muon.megatron.flags.offload_flags import check_offload, given_flag
-from megatron_muon.megatron.flags.path_checks import check_load, require_data
-from megatron_muon.megatron.flags.refusals import (
-    check_adaptive,
-    check_async_save,
-    check_blocks,
-    check_dump,
-    check_features,
-    check_heeded,
-    check_share,
-    refuse_adaptive_settings,
-    refuse_layer_wise,
-)
+from megatron_muon.megatron.flags import refusals
+from megatron_muon.megatron.flags.fields import MuonSettings
+from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
+from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
@@ -43,9 +31,6 @@ MODEL_FLAGS = (
     "--yaml-cfg",
 )
 """Flags that say that the user brings a model of their own."""
-
-MUONS = ("muon", "adaptive_muon")
-"""Values of --optimizer that this package's factory serves under Megatron-FSDP."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,9 +47,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 
     group = parser.add_argument_group(title="this package")
     group.add_argument(
-        "--config",
-        metavar="FILE.yaml",
-        help="experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it",
+        "--config", metavar="FILE.yaml", help="experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"
     )
     group.add_argument(
         "--device",
@@ -134,13 +117,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
 
 
 def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str) -> list[str]:
-    """The flags that this run needs and that `argv` does not settle, as they would be typed.
-
-    Args:
-        parser: tells which flags set the same value.
-        argv: config file and command line.
-        device: "cuda" or "cpu".
-    """
+    """The flags that a run on "cuda" or "cpu" needs and that `argv` does not settle, as they would be typed."""
     actions = parser._option_string_actions
     chosen = {actions[flag].dest for token in argv if (flag := token.split("=")[0]) in actions}
     wanted = [["--eval-interval", "1000"]]  # 0.19 has no default and divides by it
@@ -148,7 +125,10 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted += [["--ckpt-format", "fsdp_dtensor"], ["--use-distributed-optimizer"]]
     if device == "cpu":
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
-    if (device == "cpu" or _last_value(argv, "--muon-ns-device") == "cpu") and not cpu_has_bf16():
+    early = Parser(add_help=False, allow_abbrev=False)
+    early.add_argument("--muon-ns-device")
+    on_cpu = device == "cpu" or early.parse_known_args(list(argv))[0].muon_ns_device == "cpu"
+    if on_cpu and not cpu_has_bf16():
         wanted.append(["--muon-fp32-matmul-prec", "highest"])
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.
@@ -157,24 +137,9 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
         wanted.append(["--transformer-impl", "local"])
         if device == "cpu" or importlib.util.find_spec("apex") is None:
             # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same.
-            wanted += [
-                ["--no-persist-layer-norm"],
-                ["--no-masked-softmax-fusion"],
-                ["--no-rope-fusion"],
-                ["--no-bias-gelu-fusion"],
-            ]
+            fused = ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion", "bias-gelu-fusion")
+            wanted += [[f"--no-{kernel}"] for kernel in fused]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
-
-
-def _last_value(argv: Sequence[str], flag: str) -> str | None:
-    """The value that `argv` gives to a flag, the last one if several."""
-    value = None
-    for token, following in itertools.pairwise((*argv, "")):
-        if token == flag:
-            value = following
-        elif token.startswith(f"{flag}="):
-            value = token.removeprefix(f"{flag}=")
-    return value
 
 
 def cpu_has_bf16() -> bool:
@@ -229,20 +194,21 @@ def check_settings(
     with reasons:
         _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
     with reasons:
-        if args.optimizer in MUONS and args.fp16:
-            raise UserError(
-                f"--fp16 is not supported with --optimizer {args.optimizer}; use --bf16, or neither for fp32"
+        refusals.check(
+            MuonRun(
+                settings=args,
+                model=args,
+                strategy=args.data_parallel_sharding_strategy,
+                instances=args.num_distributed_optimizer_instances,
+                main_params_dtype=args.megatron_fsdp_main_params_dtype,
+                gated=args.swiglu,
+                on_cpu=device == "cpu",
+                megatron_fsdp=args.use_megatron_fsdp,
+                has_model=False,
             )
-    with reasons:
-        if args.optimizer == "dist_muon" and args.use_megatron_fsdp:
-            refuse_layer_wise("--optimizer dist_muon")
-    with reasons:
-        _check_adaptive(args)
-    with reasons:
+        )
         if args.optimizer in MUONS and args.use_megatron_fsdp:
-            _check_muon(args, device=device, first_rank=environ.get("RANK", "0") == "0")
-        else:
-            _refuse_without_muon(args)
+            check_places(args, first_rank=environ.get("RANK", "0") == "0")
     with reasons:
         if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise UserError(
@@ -250,8 +216,7 @@ def check_settings(
                 "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
             )
     with reasons:
-        if args.async_save:
-            check_async_save(device=device, persistent_worker=args.use_persistent_ckpt_worker)
+        _check_async_save(args, device)
     with reasons:
         if check_data:
             require_data(args)
@@ -270,11 +235,9 @@ def refuse_hybrid(args: argparse.Namespace) -> None:
     Raises:
         UserError: the flag that asks for them.
     """
-    for flag, pattern in (
-        ("--hybrid-layer-pattern", args.hybrid_layer_pattern),
-        ("--hybrid-override-pattern", args.hybrid_override_pattern),
-    ):
-        if pattern:
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        if pattern := getattr(args, name):
+            flag = refusals.flag_of(name)
             raise UserError(f"{flag} {pattern} makes a hybrid model, and only a GPT is built here; leave it out")
 
 
@@ -288,91 +251,28 @@ def _check_transformer_engine(args: argparse.Namespace, *, device: str, is_insta
         raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
 
 
-def _check_adaptive(args: argparse.Namespace) -> None:
-    if args.optimizer != "adaptive_muon":
-        refuse_adaptive_settings(args)
-        return
-    if not args.use_megatron_fsdp:
+def _check_async_save(args: argparse.Namespace, device: str) -> None:
+    if args.async_save and device == "cpu":
         raise UserError(
-            "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first "
-            "step with emerging-optimizers 0.3; add the flag, or use --optimizer muon"
+            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
+            "changes; leave it out, and --use-persistent-ckpt-worker too"
         )
-    check_adaptive(
-        args.adaptive_muon_moment2_method,
-        strategy=args.data_parallel_sharding_strategy,
-        tensor_parallel=max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1),
-        tp_mode=args.muon_tp_mode,
-    )
-
-
-def _refuse_without_muon(args: argparse.Namespace) -> None:
-    """Refuse flags that only this package's Muon heeds in a run of another optimizer."""
-    given = {
-        "--muon-lr": args.muon_lr is not None,
-        "--muon-min-lr": args.muon_min_lr is not None,
-        "--muon-ns": args.muon_ns != "auto",
-        "--muon-exchange": args.muon_exchange != "owner",
-        "--muon-exchange-dtype": args.muon_exchange_dtype != "auto",
-        "--muon-exchange-buffer-mb": args.muon_exchange_buffer_mb != MuonSettings.muon_exchange_buffer_mb,
-        "--muon-log-params": args.muon_log_params,
-        "--muon-metrics-interval": args.muon_metrics_interval != METRICS_INTERVAL,
-        "--muon-allow-missing-state": args.muon_allow_missing_state and not args.use_megatron_fsdp,
-        "--muon-share-replicated": args.muon_share_replicated,
-        "--muon-dump-layout": args.muon_dump_layout is not None,
-        "--muon-split-gated-mlp": args.muon_split_gated_mlp,
-        "--muon-split-heads": args.muon_split_heads,
-        "--muon-exclude": args.muon_exclude,
-    }
-    if flag := next((flag for flag, is_given in given.items() if is_given), given_flag(args)):
-        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
-
-
-def _check_muon(args: argparse.Namespace, *, device: str, first_rank: bool) -> None:
-    check_features(args, args, main_params_dtype=args.megatron_fsdp_main_params_dtype)
-    check_heeded(args, args.data_parallel_sharding_strategy, gated=args.swiglu)
-    check_proven(args.muon_coefficient_type, args.muon_num_ns_steps, args.muon_fp32_matmul_prec, args.muon_ns)
-    plain = args.data_parallel_sharding_strategy == "no_shard" and args.optimizer == "muon"
-    check_offload(args, on_cpu=device == "cpu", plain=plain and not args.muon_share_replicated)
-    if args.muon_offload == "nvme":
-        from megatron_muon.offload.files import require_writable
-
-        require_writable(Path(args.muon_offload_dir))
-    check_blocks(
-        args.data_parallel_sharding_strategy,
-        split_qkv=args.muon_split_qkv,
-        split_heads=args.muon_split_heads,
-        tensor_parallel=args.tensor_model_parallel_size,
-        tp_mode=args.muon_tp_mode,
-    )
-    if args.muon_share_replicated:
-        largest = max(args.tensor_model_parallel_size, args.expert_tensor_parallel_size or 1)
-        check_share(
-            args.data_parallel_sharding_strategy,
-            exchange=args.muon_exchange,
-            tensor_parallel=largest,
-            tp_mode=args.muon_tp_mode,
+    if args.async_save and not args.use_persistent_ckpt_worker:  # 0.19 would warn, and do so
+        raise UserError(
+            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
+            "foreground; add that flag, or leave --async-save out"
         )
-    if args.muon_dump_layout is not None:
-        from megatron_muon.megatron.layout_file import check_dump_file
-
-        check_dump(args.data_parallel_sharding_strategy)
-        if first_rank:  # it writes; other nodes need not have the folder
-            check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Check that the parallel sizes fit the number of ranks, and each other.
+    """Refuse parallel sizes that do not fit the number of ranks, or each other.
 
     Raises:
         UserError: names the size and the remedy.
     """
-    sizes = {
-        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
-        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
-        "--context-parallel-size": args.context_parallel_size,
-    }
     product = 1
-    for flag, size in sizes.items():
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        flag, size = refusals.flag_of(name), getattr(args, name)
         product *= size
         if product > world_size or world_size % product:
             raise UserError(

@@ -25,13 +25,12 @@ only where its value is used, so one of an overridden flag may stay unset.
 """
 
 import argparse
-import itertools
 import os
 import re
+import string
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 import yaml
 
@@ -39,21 +38,13 @@ from megatron_muon.errors import UserError
 from megatron_muon.suggest import did_you_mean
 
 ENV_KEY, ARGS_KEY, BASE_KEY = "ENV_VARS", "MODEL_ARGS", "BASE"
+OURS = (ENV_KEY, ARGS_KEY, BASE_KEY)
 
-UPSTREAM_TEST_KEYS = frozenset(
-    {
-        "AFTER_SCRIPT",
-        "BEFORE_SCRIPT",
-        "LAUNCHER",
-        "METRICS",
-        "MODE",
-        "MODEL_ENV_VARS",
-        "TEST_EVALUATION",
-        "TEST_TYPE",
-        "THROUGHPUT_TEST_PARAMS",
-    }
+UPSTREAM_TEST_KEYS = re.compile(
+    "AFTER_SCRIPT|BEFORE_SCRIPT|LAUNCHER|METRICS|MODE|MODEL_ENV_VARS|TEST_EVALUATION|TEST_TYPE|THROUGHPUT_TEST_PARAMS"
+    "|MODEL_ARGS_[0-9]+"  # flags of a test's second run
 )
-"""Keys that only upstream's test harness reads; accepted, and listed in `ExperimentConfig.ignored`.
+"""Keys that only upstream's test harness reads.
 
 Source: tests/functional_tests/shell_test_utils/{run_ci_test,_run_training}.sh and python_test_utils of
 https://github.com/NVIDIA/Megatron-LM, and its test_cases/**/model_config.yaml.
@@ -62,9 +53,7 @@ https://github.com/NVIDIA/Megatron-LM, and its test_cases/**/model_config.yaml.
 UNSET_FLAG = "--unset"
 """Takes a flag of the file back: `--unset bf16`. The way to undo a bare flag that has no `--no-` twin."""
 
-_PLACEHOLDER = re.compile(r"\$(?:(\$)|\{([^}]*)\}|([A-Za-z_][A-Za-z0-9_]*))")
-_OTHER_RUN = re.compile(r"MODEL_ARGS_[0-9]+\Z")  # upstream's flags of a test's second run
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BRACKETED = re.compile(r"\[([^\[\],]+)\]\Z")
 
 
@@ -76,7 +65,7 @@ class ExperimentConfig:
         path: The file.
         env: Environment variables that the run wants.
         flags: (flag, its values) in the file's order; no values for a bare flag.
-        ignored: Top-level keys that have no meaning here, see `UPSTREAM_TEST_KEYS`.
+        ignored: Top-level keys that only upstream's test harness reads.
         files: All files read, bases before those that rest on them.
         origins: The file that each flag stands in.
         overridden: Flags that the file has and that were left out of `flags` because the user gives or unsets them.
@@ -93,15 +82,7 @@ class ExperimentConfig:
     @property
     def argv(self) -> tuple[str, ...]:
         """The flags as a command line."""
-        return tuple(_as_argv(self.flags))
-
-
-@dataclass(frozen=True)
-class AppliedEnv:
-    """What `apply_env` did: variables that it set, and variables that kept the value they had."""
-
-    applied: Mapping[str, str]
-    kept: Mapping[str, str]
+        return tuple(as_argv(self.flags))
 
 
 def load_config(
@@ -111,43 +92,37 @@ def load_config(
 
     Args:
         path: The YAML file.
-        environ: Where `${NAME}` and `$NAME` are looked up; `os.environ` by default.
+        environ: Where placeholders are looked up; `os.environ` by default.
         overridden: Flags to leave out because the user gives them otherwise; their placeholders may stay unset.
 
     Raises:
-        UserError: A file is missing or no YAML, has unknown or duplicate keys, a key that is not a flag, a
-            value that is neither a scalar nor a list of scalars, or a placeholder that the environment lacks;
-            or files rest on each other.
+        UserError: Names the file and the line of whatever is wrong.
     """
     path = Path(path)
-    environ = os.environ if environ is None else environ
     found = _Found()
     _collect(path, (), found)
     if not found.has_args:
         raise UserError(f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as '--num-layers: 12'")
-    missing: dict[str, list[str]] = {}
+    expand = _Expansion(os.environ if environ is None else environ)
     env = {}
-    for key, (file, node) in found.env.items():
-        if not isinstance(node, yaml.ScalarNode):
-            raise UserError(f"{_at(file, node)}: {ENV_KEY} {key} must be a string or a number")
-        if not _is_null(node):
-            env[key] = _expanded(file, key, node, environ, missing)
-    flags = []
-    for key, (file, node) in found.flags.items():
-        if key in overridden:
-            continue
-        values = _values(file, key, node, environ, missing)
-        if values is not None:
-            flags.append((key, values))
-    if missing:
-        _refuse_missing(missing)
+    for name, written in found.env.items():
+        if not isinstance(written.node, yaml.ScalarNode):
+            raise UserError(f"{written.place}: {ENV_KEY} {name} must be a string or a number")
+        if not _is_null(written.node):
+            env[name] = expand(written, written.node)
+    flags = [
+        (flag, values)
+        for flag, written in found.flags.items()
+        if flag not in overridden and (values := _values(written, expand)) is not None
+    ]
+    expand.require_all()
     return ExperimentConfig(
         path=path,
         env=env,
         flags=tuple(flags),
         ignored=tuple(found.ignored),
         files=tuple(found.files),
-        origins={flag: found.flags[flag][0] for flag, _ in flags},
+        origins={flag: found.flags[flag].file for flag, _ in flags},
         overridden=frozenset(flag for flag in found.flags if flag in overridden),
     )
 
@@ -159,39 +134,24 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
     several values the last one's values alone. A bare flag of the file is undone by its `--no-` twin where
     Megatron has one, and always by `--unset FLAG`, which works for any flag of the file and may be repeated.
 
-    Args:
-        config: The file.
-        user_argv: What the user typed, without `--config`.
-
     Raises:
         UserError: `--unset` names nothing, or a flag that the file does not have.
     """
-    rest: list[str] = []
-    unset: set[str] = set()
+    rest, unset = _without_unset(user_argv)
     known = [*(flag for flag, _ in config.flags), *config.overridden]
-    tokens = iter(user_argv)
-    for token in tokens:
-        if token != UNSET_FLAG and not token.startswith(UNSET_FLAG + "="):
-            rest.append(token)
-            continue
-        name = token[len(UNSET_FLAG) + 1 :] if "=" in token else next(tokens, "")
-        flag = "--" + name.lstrip("-")
-        if flag not in known:
-            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {flag}{did_you_mean(flag, known)}")
-        unset.add(flag)
-    return [*_as_argv(item for item in config.flags if item[0] not in unset), *rest]
+    for name in unset:
+        if _flag(name) not in known:
+            hint = did_you_mean(_flag(name), known)
+            raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {_flag(name)}{hint}")
+    left_out = set(map(_flag, unset))
+    return [*as_argv(item for item in config.flags if item[0] not in left_out), *rest]
 
 
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
     """Refuses flags that `parser` does not have, and values where the flag takes none or the reverse.
 
-    Args:
-        config: The file.
-        parser: What knows the flags.
-        software: Whose flags they are, such as "megatron-core 0.19.2", for the message.
-
     Raises:
-        UserError: Names the file, the flag, and the nearest flag that exists.
+        UserError: Names the file, the flag, whose flags these are (`software`), and the nearest flag that exists.
     """
     actions = parser._option_string_actions
     unknown = [flag for flag, _ in config.flags if flag not in actions]
@@ -213,30 +173,53 @@ def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, so
 def given_flags(user_argv: Sequence[str]) -> frozenset[str]:
     """The flags that a command line gives or, with `--unset`, takes back."""
     flags = {token.partition("=")[0] for token in user_argv if token.startswith("--")}
-    for token, following in itertools.pairwise([*user_argv, ""]):
-        if token == UNSET_FLAG or token.startswith(UNSET_FLAG + "="):
-            flags.add("--" + (following if token == UNSET_FLAG else token.partition("=")[2]).lstrip("-"))
-    return frozenset(flags)
+    return frozenset(flags.union(map(_flag, _without_unset(user_argv)[1])))
 
 
-def apply_env(config: ExperimentConfig, environ: MutableMapping[str, str]) -> AppliedEnv:
-    """Sets the file's variables in `environ`, except those that the user has set already.
+def _without_unset(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line without `--unset`, and what `--unset` names."""
+    rest, unset = [], []
+    tokens = iter(argv)
+    for token in tokens:
+        if token == UNSET_FLAG:
+            unset.append(next(tokens, ""))
+        elif token.startswith(f"{UNSET_FLAG}="):
+            unset.append(token.partition("=")[2])
+        else:
+            rest.append(token)
+    return rest, unset
 
-    Returns:
-        Those applied, and those kept with the value that they had.
-    """
-    kept = {name: environ[name] for name in config.env if name in environ}
-    applied = {name: value for name, value in config.env.items() if name not in kept}
+
+def _flag(name: str) -> str:
+    return "--" + name.lstrip("-")
+
+
+def apply_env(config: ExperimentConfig, environ: MutableMapping[str, str]) -> dict[str, str]:
+    """Sets the file's variables in `environ`, except those that the user has set already; returns those set."""
+    applied = {name: value for name, value in config.env.items() if name not in environ}
     environ.update(applied)
-    return AppliedEnv(applied=applied, kept=kept)
+    return applied
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A value as a file has it: its node keeps the spelling, and the line for messages."""
+
+    file: Path
+    key: str
+    node: yaml.Node
+
+    @property
+    def place(self) -> str:
+        return _at(self.file, self.node)
 
 
 @dataclass
 class _Found:
-    """What a file and its bases say so far: values by key with the file that they stand in, as nodes."""
+    """What a file and its bases say so far, by key."""
 
-    env: dict[str, tuple[Path, yaml.Node]] = field(default_factory=dict)
-    flags: dict[str, tuple[Path, yaml.Node]] = field(default_factory=dict)
+    env: dict[str, _Written] = field(default_factory=dict)
+    flags: dict[str, _Written] = field(default_factory=dict)
     ignored: dict[str, None] = field(default_factory=dict)
     files: dict[Path, None] = field(default_factory=dict)
     has_args: bool = False
@@ -247,64 +230,55 @@ def _collect(path: Path, above: tuple[Path, ...], found: _Found) -> None:
     if path.resolve() in [file.resolve() for file in above]:
         ring = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: {BASE_KEY} goes round in a circle: {ring}; take one of them out")
-    sections = _sections(path, above)
+    sections = dict(_items(path, "the file", _root(path, above)))
+    for key, node in sections.items():
+        if key not in OURS and not UPSTREAM_TEST_KEYS.fullmatch(key):
+            hint = did_you_mean(key, OURS) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
+            raise UserError(f"{_at(path, node)}: unknown key {key!r}{hint}")
     for base in _bases(path, sections.get(BASE_KEY)):
         _collect(base, (*above, path), found)
     found.files[path] = None
-    for key, value in _items(path, ENV_KEY, sections.get(ENV_KEY)):
-        if not _NAME.match(key):
-            raise UserError(f"{_at(path, value)}: {ENV_KEY} key {key!r} is no name of an environment variable")
-        found.env[key] = (path, value)
-    for key, value in _items(path, ARGS_KEY, sections.get(ARGS_KEY)) if ARGS_KEY in sections else ():
-        if not key.startswith("--"):
-            raise UserError(f"{_at(path, value)}: {ARGS_KEY} key {key!r} is not a flag; write '--{key.lstrip('-')}:'")
-        found.flags.pop(key, None)  # an overriding flag takes its place behind the bases', as on a command line
-        found.flags[key] = (path, value)
-    found.has_args |= ARGS_KEY in sections
-    found.ignored |= dict.fromkeys(key for key in sections if key not in (ENV_KEY, ARGS_KEY, BASE_KEY))
+    if not _is_null(env := sections.get(ENV_KEY)):
+        for key, node in _items(path, ENV_KEY, env):
+            if not _NAME.fullmatch(key):
+                raise UserError(f"{_at(path, node)}: {ENV_KEY} key {key!r} is no name of an environment variable")
+            found.env[key] = _Written(path, key, node)
+    if ARGS_KEY in sections:
+        found.has_args = True
+        for key, node in _items(path, ARGS_KEY, sections[ARGS_KEY]):
+            if not key.startswith("--"):
+                raise UserError(f"{_at(path, node)}: {ARGS_KEY} key {key!r} is not a flag; write '{_flag(key)}:'")
+            found.flags.pop(key, None)  # an overriding flag takes its place behind the bases', as on a command line
+            found.flags[key] = _Written(path, key, node)
+    found.ignored |= dict.fromkeys(key for key in sections if key not in OURS)
 
 
-def _bases(path: Path, node: yaml.Node | None) -> list[Path]:
-    """The files that BASE names."""
-    if node is None or (isinstance(node, yaml.ScalarNode) and _is_null(node)):
-        return []
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    for item in items:
-        if not isinstance(item, yaml.ScalarNode) or not item.value:
-            raise UserError(f"{_at(path, node)}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
-    return [path.parent / item.value for item in items]
-
-
-def _sections(path: Path, above: tuple[Path, ...] = ()) -> dict[str, yaml.Node]:
-    """Returns the top-level values by key, as nodes: these keep the spelling and duplicate keys."""
+def _root(path: Path, above: tuple[Path, ...]) -> yaml.Node | None:
+    """A file as nodes: these keep the spelling and duplicate keys."""
     try:
-        text = path.read_text("utf-8")
+        return yaml.compose(path.read_text("utf-8"), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         where = f", the {BASE_KEY} of {above[-1]}" if above else ""
         raise UserError(f"cannot read configuration {str(path)!r}{where}: {reason}") from None
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise UserError(f"{path}: nested too deeply; a file holds {ENV_KEY} and {ARGS_KEY} with their keys") from None
-    sections = {}
-    known = {ENV_KEY, ARGS_KEY, BASE_KEY} | UPSTREAM_TEST_KEYS
-    for key, value in _items(path, "the file", root):
-        if key not in known and not _OTHER_RUN.match(key):
-            hint = did_you_mean(key, (ENV_KEY, ARGS_KEY, BASE_KEY)) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
-            raise UserError(f"{_at(path, value)}: unknown key {key!r}{hint}")
-        sections[key] = value
-    return sections
+
+
+def _bases(path: Path, node: yaml.Node | None) -> list[Path]:
+    """The files that BASE names."""
+    if node is None or _is_null(node):
+        return []
+    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
+    if not all(isinstance(item, yaml.ScalarNode) and item.value for item in items):
+        raise UserError(f"{_at(path, node)}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
+    return [path.parent / item.value for item in items]
 
 
 def _items(path: Path, what: str, node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
     """Yields a mapping's keys and values, refusing keys that are given twice."""
-    if node is None and what == ENV_KEY:
-        return
-    if what == ENV_KEY and isinstance(node, yaml.ScalarNode) and _is_null(node):
-        return
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: {what} must be a mapping, such as '{ARGS_KEY}:' with '--num-layers: 12' below")
     seen = set()
@@ -317,66 +291,66 @@ def _items(path: Path, what: str, node: yaml.Node | None) -> Iterator[tuple[str,
         yield key.value, value
 
 
-def _values(
-    path: Path, flag: str, node: yaml.Node, environ: Mapping[str, str], missing: dict[str, list[str]]
-) -> tuple[str, ...] | None:
+def _values(written: _Written, expand: "_Expansion") -> tuple[str, ...] | None:
     """Returns a flag's values; none for a bare flag, None for a flag that is to be left out."""
+    node = written.node
     if isinstance(node, yaml.SequenceNode):
         values: list[str] = []
         for item in node.value:
             if not isinstance(item, yaml.ScalarNode):
-                raise UserError(f"{_at(path, item)}: {flag} holds a list or mapping within its list")
-            text = _expanded(path, flag, item, environ, missing)
+                raise UserError(f"{_at(written.file, item)}: {written.key} holds a list or mapping within its list")
+            text = expand(written, item)
             values += text.split() if item.style is None else [text]  # [384 384 976] without commas, as upstream
         return tuple(values)
     if not isinstance(node, yaml.ScalarNode):
-        raise UserError(f"{_at(path, node)}: {flag} must be a value or a list, not a mapping")
+        raise UserError(f"{written.place}: {written.key} must be a value or a list, not a mapping")
     if _is_null(node):
         return None
-    text = _expanded(path, flag, node, environ, missing)
+    text = expand(written, node)
     if text.lower() in ("true", "false"):
         return () if text.lower() == "true" else None
     bracketed = _BRACKETED.match(text)
     return tuple(bracketed[1].split()) if bracketed else (text,)
 
 
-def _expanded(
-    path: Path, key: str, node: yaml.ScalarNode, environ: Mapping[str, str], missing: dict[str, list[str]]
-) -> str:
-    """Returns the scalar as written, with `${NAME}` and `$NAME` replaced, as envsubst does for upstream.
+class _Placeholders(string.Template):
+    """`${NAME}`, `$NAME` and `$$`; any other dollar sign stands for itself."""
 
-    A name that the environment lacks is added to `missing`, with the place that needs it.
-    """
-
-    def replace(match: re.Match[str]) -> str:
-        if match[1]:
-            return "$"
-        name: str = match[2] if match[2] is not None else match[3]
-        if not _NAME.match(name):
-            raise UserError(f"{_at(path, node)}: {key}: {match[0]} is no placeholder; write ${{NAME}}")
-        if name not in environ:
-            missing.setdefault(name, []).append(f"{_at(path, node)}: {key}")
-            return ""
-        return environ[name]
-
-    return _PLACEHOLDER.sub(replace, node.value)
+    pattern = r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^}]*)\}|(?P<named>[A-Za-z_][A-Za-z0-9_]*)|(?P<invalid>(?!)))"  # type: ignore[assignment]
 
 
-def _refuse_missing(missing: Mapping[str, list[str]]) -> NoReturn:
-    name, places = next(iter(missing.items()))
-    key = places[0].rpartition(" ")[2]
-    others = f" (so are {', '.join(list(missing)[1:])})" if len(missing) > 1 else ""
-    raise UserError(
-        f"{places[0]} needs the environment variable {name}, which is not set{others}; "
-        f"type 'export {name}=...' first, or give {key} on the command line"
-    )
+class _Expansion:
+    """Replaces placeholders by the environment's values, as envsubst does for upstream, and notes what that lacks."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._missing: dict[str, tuple[str, str]] = {}
+
+    def __call__(self, written: _Written, node: yaml.ScalarNode) -> str:
+        template, place = _Placeholders(node.value), _at(written.file, node)
+        for name in template.get_identifiers():
+            if not _NAME.fullmatch(name):
+                raise UserError(f"{place}: {written.key}: ${{{name}}} is no placeholder; write ${{NAME}}")
+            if name not in self._environ:
+                self._missing.setdefault(name, (place, written.key))
+        return template.safe_substitute(self._environ)
+
+    def require_all(self) -> None:
+        """Refuse placeholders that the environment lacks."""
+        for name, (place, key) in self._missing.items():
+            others = f" (so are {', '.join(list(self._missing)[1:])})" if len(self._missing) > 1 else ""
+            raise UserError(
+                f"{place}: {key} needs the environment variable {name}, which is not set{others}; "
+                f"type 'export {name}=...' first, or give {key} on the command line"
+            )
 
 
-def _is_null(node: yaml.ScalarNode) -> bool:
-    return bool(node.tag == "tag:yaml.org,2002:null")
+def _is_null(node: yaml.Node | None) -> bool:
+    return node is None or bool(node.tag == "tag:yaml.org,2002:null")
 
 
-def _as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """Flags with their values as a command line."""
     for flag, values in flags:
         if len(values) == 1 and values[0].startswith("-"):
             yield f"{flag}={values[0]}"  # by itself, argparse would take it for a flag

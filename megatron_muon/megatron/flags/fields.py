@@ -4,13 +4,12 @@ megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a d
 This module imports neither torch nor megatron-core; the factory reads types at run time, so annotations are no strings.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 Offload = Literal["none", "cpu", "nvme"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
-NsDevice = Literal["auto", "accelerator", "cpu"]
-OFFLOADS, DTYPES, NS_DEVICES = (get_args(kind) for kind in (Offload, MomentumDtype, NsDevice))
+OFFLOADS, DTYPES = get_args(Offload), get_args(MomentumDtype)
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""
@@ -96,10 +95,17 @@ class MuonSettings:
     muon_offload_keep: bool = False
     """with --muon-offload nvme: leave the files at the end, to look at; no run reads them again"""
 
-    muon_ns_device: NsDevice = "auto"
+    muon_ns_device: Literal["auto", "accelerator", "cpu"] = "auto"
     """with --muon-offload on a machine with a GPU: orthogonalise there, with momentum streamed through, or on the CPU,
     with only gradients and updates on their way; auto: there"""
 
     muon_momentum_dtype: MomentumDtype = "fp32"
     """how momentum is stored: bf16 takes a half and int8 a quarter of fp32's bytes, rounded stochastically;
     computed with in fp32"""
+
+
+def default_of(name: str) -> Any:
+    """What the flag of a setting gives where it is left out."""
+    found = next(field for field in fields(MuonSettings) if field.name == name)
+    default = found.default_factory() if found.default_factory is not MISSING else found.default
+    return found.metadata.get("argparse_meta", {}).get("default", default)

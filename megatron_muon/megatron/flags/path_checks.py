@@ -9,6 +9,7 @@ from pathlib import Path
 from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.data.vocabulary import check_vocabulary, read_head
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.layout_file import check_dump_file
 
 
 def require_data(args: argparse.Namespace) -> None:
@@ -17,18 +18,15 @@ def require_data(args: argparse.Namespace) -> None:
     Raises:
         UserError: names the file and what to type.
     """
-    given = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
-    files = (args.data_args_path, args.per_split_data_args_path)
     if args.mock_data or args.skip_train:
         return
-    if not any(given) and not any(files):
+    prefixes = _prefixes(args)
+    if not (prefixes or args.data_args_path or args.per_split_data_args_path):
         raise UserError(
             "no training data: give --data-path PREFIX (made by megatron-muon data prepare), "
             "or --mock-data for random tokens"
         )
-    for prefix in (token for paths in given if paths for token in paths):
-        if _is_number(prefix):
-            continue  # the weight of the prefix that follows
+    for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             if not Path(prefix + suffix).exists():
                 if prefix.endswith((".bin", ".idx")) and Path(prefix).exists():
@@ -38,26 +36,26 @@ def require_data(args: argparse.Namespace) -> None:
                     f"megatron-muon data prepare --input TEXT --output {prefix}"
                 )
         read_head(prefix)
-    for prefix in args.data_path or ():
-        if not _is_number(prefix):
+        if prefix in (args.data_path or ()):
             _check_split(prefix, args.split or "969, 30, 1")
 
 
 def check_vocabularies(args: argparse.Namespace) -> None:
-    """Refuse data that is there and whose token ids are not those of the run's vocabulary.
-
-    Args:
-        args: validated settings, with the padded size of the vocabulary.
+    """Refuse data that is there and whose token ids are not those of the vocabulary of a run with validated settings.
 
     Raises:
         UserError: names the data, its tokenizer and the run's.
     """
-    if args.mock_data or args.skip_train:
-        return
-    given = [args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path]
-    for prefix in dict.fromkeys(token for paths in given if paths for token in paths):
-        if not _is_number(prefix) and all(Path(prefix + suffix).exists() for suffix in (".bin", ".idx")):
+    for prefix in _prefixes(args) if not (args.mock_data or args.skip_train) else ():
+        if all(Path(prefix + suffix).exists() for suffix in (".bin", ".idx")):
             check_vocabulary(prefix, args)
+
+
+def _prefixes(args: argparse.Namespace) -> list[str]:
+    """The prefixes of the data, without the weights of blends."""
+    given = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
+    tokens = dict.fromkeys(token for paths in given for token in paths or ())
+    return [token for token in tokens if not _is_number(token)]
 
 
 def _check_split(prefix: str, split: str) -> None:
@@ -115,3 +113,17 @@ def check_writable(directory: Path, flag: str) -> None:
         raise UserError(
             f"{flag} {directory}: cannot write there ({error.strerror}); choose a directory that this user may write"
         ) from error
+
+
+def check_places(args: argparse.Namespace, *, first_rank: bool) -> None:
+    """Refuse places that Muon could not write to; the first rank writes the layout, others need not have its folder.
+
+    Raises:
+        UserError: names the place and the remedy.
+    """
+    if args.muon_offload == "nvme":
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.muon_offload_dir))
+    if args.muon_dump_layout is not None and first_rank:
+        check_dump_file(args.muon_dump_layout, has_experts=bool(args.num_experts))

@@ -1,249 +1,281 @@
-"""What Muon refuses in either of two places: on the command line, and in a config that a script has built.
+"""What a run with Muon is refused, said once for the command line and for a config that a script has built.
 
-Plain values in, so that the command line can ask before torch is imported.
+The rules see plain values (`MuonRun`), so that the command line can ask before torch is imported.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args, get_origin
 
-from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.fields import MuonSettings
+from megatron_muon.core.cost import check_proven
+from megatron_muon.errors import Reasons, UserError
+from megatron_muon.megatron.flags.fields import MuonSettings, default_of
 
-ADAPTIVE = ("adaptive_muon_moment2_method", "adaptive_muon_beta2", "adaptive_muon_eps")
+MUONS = ("muon", "adaptive_muon")
+"""Values of --optimizer that this package's factory serves under Megatron-FSDP."""
+
+FIELDS = tuple(field.name for field in fields(MuonSettings))
+ADAPTIVE = tuple(name for name in FIELDS if name.startswith("adaptive_muon_"))
 """Settings of adaptive Muon alone."""
 
-
-def check_features(config: Any, model_config: Any, *, main_params_dtype: str) -> None:
-    """Check what of megatron-core's other features is on and does not work with Muon under Megatron-FSDP.
-
-    Args:
-        config: parsed flags, or an OptimizerConfig.
-        model_config: parsed flags, or a TransformerConfig.
-        main_params_dtype: `--megatron-fsdp-main-params-dtype`.
-
-    Raises:
-        UserError: names the flag and the reason.
-    """
-    if config.fp16:
-        raise UserError(f"--fp16 is not supported with --optimizer {config.optimizer}; use --bf16, or neither for fp32")
-    if config.use_precision_aware_optimizer:
-        raise UserError(
-            f"--use-precision-aware-optimizer is not supported with --optimizer {config.optimizer}; leave it out"
-        )
-    if main_params_dtype != "fp32":
-        raise UserError(
-            f"--megatron-fsdp-main-params-dtype {main_params_dtype} is not supported with --optimizer "
-            f"{config.optimizer}, whose momentum and main weights are fp32; leave it out"
-        )
-    if config.optimizer_cpu_offload:
-        raise UserError(
-            f"--optimizer-cpu-offload is not supported with --optimizer {config.optimizer}; use --muon-offload cpu"
-        )
-    if config.optimizer_cuda_graph:
-        raise UserError(
-            f"--optimizer-cuda-graph is not supported with --optimizer {config.optimizer}: its step reads the gradient "
-            "norm on the host, which ends a capture; leave it out"
-        )
-    older = getattr(model_config, "cuda_graph_scope_deprecated", None)  # flags have it until they are validated
-    graphs = [model_config.cuda_graph_impl]
-    for scopes in (model_config.cuda_graph_modules, older):
-        graphs += scopes if isinstance(scopes, list) else [scopes]
-    if "full_iteration" in graphs:
-        raise UserError(
-            f"--cuda-graph-impl full_iteration is not supported with --optimizer {config.optimizer}: a replayed "
-            "iteration runs no Python, so Muon cannot see whether gradients are reduced; use local "
-            "or transformer_engine"
-        )
-    for flag, on in (
-        ("--qk-clip", model_config.qk_clip),
-        ("--log-max-attention-logit", model_config.log_max_attention_logit),
-    ):
-        if on:
-            raise UserError(
-                f"{flag} is not supported with --optimizer {config.optimizer}: Megatron-FSDP gathers weights from "
-                "copies of its own and overwrites what is clipped in the model; leave it out"
-            )
+MOMENTUM = (*(name for name in FIELDS if name.startswith("muon_offload")), "muon_ns_device", "muon_momentum_dtype")
+"""Settings that say where momentum lives, and in which form."""
 
 
-def check_heeded(config: Any, strategy: str, *, gated: bool) -> None:
-    """Check that strategy, exchange and model pass none of the settings over.
+@dataclass(frozen=True, kw_only=True)
+class MuonRun:
+    """What the rules depend on; other fields are what the flags of these names say.
 
-    Args:
-        config: parsed flags, or a MuonOptimizerConfig.
-        strategy: `--data-parallel-sharding-strategy`.
+    Attributes:
+        settings: parsed flags, or a MuonOptimizerConfig.
+        model: parsed flags, or a TransformerConfig.
         gated: the model's MLPs have a gate (`--swiglu`).
+        has_model: a script has made the model, so `model` has its sizes and Muon is to train it.
+    """
+
+    settings: Any
+    model: Any
+    strategy: str
+    instances: int
+    main_params_dtype: str
+    gated: bool
+    on_cpu: bool
+    megatron_fsdp: bool = True
+    has_model: bool = True
+
+    @property
+    def replicated(self) -> bool:
+        """Every rank holds whole matrices."""
+        return self.strategy == "no_shard"
+
+    @property
+    def largest_tensor_parallel(self) -> int:
+        """The largest tensor parallel size, that of experts included."""
+        sizes: list[int] = [self.model.tensor_model_parallel_size, self.model.expert_tensor_parallel_size or 1]
+        return max(sizes)
+
+    def given(self, names: Iterable[str]) -> list[str]:
+        """The flags among these of this package's settings that are not at their default."""
+        return [flag_of(name) for name in names if getattr(self.settings, name) != default_of(name)]
+
+
+def flag_of(name: str) -> str:
+    """How the setting of this name is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check(run: MuonRun) -> None:
+    """Check what a run asks of Muon, or of this package without Muon.
 
     Raises:
-        UserError: names the flag that would have no effect, and why.
+        UserError: names the value and the remedy; of rules that do not depend on each other each in a line of its own.
     """
-    if strategy == "no_shard" and not config.muon_share_replicated:
+    with_muon = run.megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
+    rules = (_choices, _features, _heeded, _proven, _offload, _blocks, _share) if with_muon else (_nothing_of_muon,)
+    reasons = Reasons()
+    for rule in (_precision, _layer_wise, _adaptive, *rules):
+        with reasons:
+            rule(run)
+    reasons.tell()
+
+
+def _precision(run: MuonRun) -> None:
+    optimizer = run.settings.optimizer
+    if run.settings.fp16 and (optimizer in MUONS or run.has_model):
+        raise UserError(f"--fp16 is not supported with --optimizer {optimizer}; use --bf16, or neither for fp32")
+
+
+def _layer_wise(run: MuonRun) -> None:
+    asked = "--optimizer dist_muon" if run.settings.optimizer == "dist_muon" else ""
+    if getattr(run.settings, "use_layer_wise_distributed_optimizer", False):  # flags get it when they are validated
+        asked = asked or "use_layer_wise_distributed_optimizer=True"
+    if asked and run.megatron_fsdp:
+        raise UserError(
+            f"{asked} is megatron-core's layer-wise Muon, which deals whole layers out to ranks; Megatron-FSDP cuts "
+            "them into rows by then, and dealing out rows would orthogonalise parts of matrices. The owner scheme of "
+            "--optimizer muon --use-megatron-fsdp replaces it: every matrix has one owner there too"
+        )
+
+
+def _adaptive(run: MuonRun) -> None:
+    settings = run.settings
+    if settings.optimizer != "adaptive_muon":
+        for flag in run.given(ADAPTIVE):
+            raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
+        return
+    if not run.megatron_fsdp:
+        raise UserError(
+            "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first "
+            "step with emerging-optimizers 0.3; add the flag, or use --optimizer muon"
+        )
+    if run.replicated and run.largest_tensor_parallel > 1 and settings.muon_tp_mode != "blockwise":
+        raise UserError(
+            f"--muon-tp-mode {settings.muon_tp_mode} is not supported with --optimizer adaptive_muon, no_shard and "
+            f"tensor parallel size {run.largest_tensor_parallel}; use --muon-tp-mode blockwise, or optim, optim_grads "
+            "or optim_grads_params"
+        )
+
+
+def _nothing_of_muon(run: MuonRun) -> None:
+    """Refuse flags that only this package's Muon heeds in a run of another optimizer."""
+    given = run.given(name for name in FIELDS if name not in ADAPTIVE)
+    if run.settings.muon_allow_missing_state and not run.megatron_fsdp:
+        given.append("--muon-allow-missing-state")
+    for flag in given:
+        raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
+
+
+def _choices(run: MuonRun) -> None:
+    """Refuse what argparse refuses on the command line."""
+    for field in fields(MuonSettings):
+        value, choices = getattr(run.settings, field.name), get_args(field.type)
+        if get_origin(field.type) is Literal and value not in choices:
+            raise UserError(f"{flag_of(field.name)} {value} does not exist; use {', '.join(choices)}")
+
+
+def _features(run: MuonRun) -> None:
+    """Refuse features of megatron-core that do not work with Muon under Megatron-FSDP."""
+    settings, model = run.settings, run.model
+    graphs = [model.cuda_graph_impl]
+    older = getattr(model, "cuda_graph_scope_deprecated", None)  # flags have it until they are validated
+    for scopes in (model.cuda_graph_modules, older):
+        graphs += scopes if isinstance(scopes, list) else [scopes]
+    clipped = (
+        ": Megatron-FSDP gathers weights from copies of its own and overwrites what is clipped in the model; leave it "
+        "out"
+    )
+    for flag, is_on, why in (
+        ("--use-precision-aware-optimizer", settings.use_precision_aware_optimizer, "; leave it out"),
+        (
+            f"--megatron-fsdp-main-params-dtype {run.main_params_dtype}",
+            run.main_params_dtype != "fp32",
+            ", whose momentum and main weights are fp32; leave it out",
+        ),
+        ("--optimizer-cpu-offload", settings.optimizer_cpu_offload, "; use --muon-offload cpu"),
+        (
+            "--optimizer-cuda-graph",
+            settings.optimizer_cuda_graph,
+            ": its step reads the gradient norm on the host, which ends a capture; leave it out",
+        ),
+        (
+            "--cuda-graph-impl full_iteration",
+            "full_iteration" in graphs,
+            ": a replayed iteration runs no Python, so Muon cannot see whether gradients are reduced; use local or "
+            "transformer_engine",
+        ),
+        ("--qk-clip", model.qk_clip, clipped),
+        ("--log-max-attention-logit", model.log_max_attention_logit, clipped),
+    ):
+        if is_on:
+            raise UserError(f"{flag} is not supported with --optimizer {settings.optimizer}{why}")
+    if run.instances > 1 and run.replicated:
+        raise UserError(
+            f"--num-distributed-optimizer-instances {run.instances} has nothing to shard with "
+            "--data-parallel-sharding-strategy no_shard; leave it at 1, or use optim, optim_grads or optim_grads_params"
+        )
+
+
+def _heeded(run: MuonRun) -> None:
+    """Refuse flags that strategy, exchange or model pass over."""
+    settings, passed_over = run.settings, []
+    if run.replicated and not settings.muon_share_replicated:
         why = (
             "--data-parallel-sharding-strategy no_shard exchanges nothing, and plain Muon is megatron-core's own there"
         )
-        unheeded = {
-            "--muon-ns": config.muon_ns != "auto" and config.optimizer == "muon",
-            "--muon-exchange": config.muon_exchange != "owner",
-            "--muon-exchange-dtype": config.muon_exchange_dtype != "auto",
-        }
-    else:
+        method = ["muon_ns"] if settings.optimizer == "muon" else []
+        passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype"])
+    elif settings.muon_exchange == "allgather" and not settings.muon_share_replicated:
         why = "--muon-exchange allgather gathers fp32, matrix by matrix"
-        gathers = config.muon_exchange == "allgather" and not config.muon_share_replicated
-        unheeded = {
-            "--muon-exchange-dtype": gathers and config.muon_exchange_dtype == "bf16",
-            "--muon-exchange-buffer-mb": gathers
-            and config.muon_exchange_buffer_mb != MuonSettings.muon_exchange_buffer_mb,
-        }
-    if flag := next((flag for flag, is_given in unheeded.items() if is_given), None):
+        dtype = ["muon_exchange_dtype"] if settings.muon_exchange_dtype == "bf16" else []
+        passed_over = run.given([*dtype, "muon_exchange_buffer_mb"])
+    for flag in passed_over:
         raise UserError(f"{flag} has no effect here: {why}; leave it out")
-    if config.muon_split_gated_mlp and not gated:
+    if settings.muon_split_gated_mlp and not run.gated:
         raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
-
-
-def refuse_adaptive_settings(config: Any) -> None:
-    """Refuse settings of adaptive Muon in a run of another optimizer.
-
-    Raises:
-        UserError: names the flag.
-    """
-    for name in ADAPTIVE:
-        if getattr(config, name) != getattr(MuonSettings, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
-
-
-def check_share(strategy: str, *, exchange: str, tensor_parallel: int, tp_mode: str) -> None:
-    """Check that `--muon-share-replicated` has replicated matrices to share, each of them one rank's by itself.
-
-    Args:
-        strategy: `--data-parallel-sharding-strategy`.
-        exchange: `--muon-exchange`.
-        tensor_parallel: the largest tensor parallel size, that of experts included.
-        tp_mode: `--muon-tp-mode`.
-
-    Raises:
-        UserError: a sharded strategy, the all-gather exchange, or a mode in which tensor-parallel ranks orthogonalise
-            together.
-    """
-    if strategy != "no_shard":
-        raise UserError(
-            f"--muon-share-replicated is for --data-parallel-sharding-strategy no_shard: {strategy} shares the work "
-            "already (--muon-exchange owner); leave the flag out"
-        )
-    if exchange != "owner":
-        raise UserError(
-            f"--muon-exchange {exchange} has no rows to exchange with --muon-share-replicated: owners broadcast "
-            "their updates; leave one of the two flags out"
-        )
-    if tensor_parallel > 1 and tp_mode != "blockwise":
-        raise UserError(
-            f"--muon-tp-mode {tp_mode} is not supported with --muon-share-replicated and tensor parallel size "
-            f"{tensor_parallel}; use --muon-tp-mode blockwise, or leave --muon-share-replicated out"
-        )
-
-
-def refuse_layer_wise(asked: str) -> NoReturn:
-    """Refuse megatron-core's layer-wise distributed Muon together with Megatron-FSDP.
-
-    Args:
-        asked: the flag or setting that asks for it.
-
-    Raises:
-        UserError: always.
-    """
-    raise UserError(
-        f"{asked} is megatron-core's layer-wise Muon, which deals whole layers out to ranks; Megatron-FSDP cuts them "
-        "into rows by then, and dealing out rows would orthogonalise parts of matrices. The owner scheme of "
-        "--optimizer muon --use-megatron-fsdp replaces it: every matrix has one owner there too"
-    )
-
-
-def check_dump(strategy: str) -> None:
-    """Check that there is a layout to dump.
-
-    Raises:
-        UserError: under `no_shard` every rank holds whole matrices.
-    """
-    if strategy == "no_shard":
+    if run.replicated and settings.muon_dump_layout is not None:
         raise UserError(
             "--muon-dump-layout has nothing to write with --data-parallel-sharding-strategy no_shard: every rank holds "
             "whole matrices; use optim, optim_grads or optim_grads_params, or leave the flag out"
         )
 
 
-def check_heads(*, split_qkv: bool, split_heads: bool) -> None:
-    """Check that heads are not to be blocks of a matrix that is to stay whole.
+def _proven(run: MuonRun) -> None:
+    settings = run.settings
+    check_proven(
+        settings.muon_coefficient_type, settings.muon_num_ns_steps, settings.muon_fp32_matmul_prec, settings.muon_ns
+    )
 
-    Raises:
-        UserError: `--muon-split-heads` with `--muon-no-split-qkv`.
-    """
-    if split_heads and not split_qkv:
+
+def _offload(run: MuonRun) -> None:
+    """Refuse flags that say where momentum lives and do not go together."""
+    settings = run.settings
+    if run.replicated and settings.optimizer == "muon" and not settings.muon_share_replicated:
+        for flag in run.given(MOMENTUM):
+            raise UserError(
+                f"{flag} needs momentum that this package keeps: with --data-parallel-sharding-strategy no_shard Muon "
+                "is megatron-core's own; use optim, optim_grads or optim_grads_params, or --muon-share-replicated"
+            )
+    if settings.muon_offload == "nvme" and not settings.muon_offload_dir:
+        raise UserError("--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk")
+    anywhere = ("muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
+    for names, needs in ((("muon_offload_dir", "muon_offload_keep"), ("nvme",)), (anywhere, ("cpu", "nvme"))):
+        for flag in run.given(names) if settings.muon_offload not in needs else ():
+            raise UserError(
+                f"{flag} needs --muon-offload {' or '.join(needs)}, and it is {settings.muon_offload}; change that, or "
+                f"leave {flag} out"
+            )
+    if settings.muon_ns_device == "accelerator" and run.on_cpu:
+        raise UserError("--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out")
+    if settings.muon_ns_device == "cpu" and settings.optimizer == "adaptive_muon" and not run.on_cpu:
+        raise UserError(
+            "--muon-ns-device cpu is not supported with --optimizer adaptive_muon, whose second moment stays on the "
+            "GPU; use --muon-ns-device accelerator, or leave it out"
+        )
+
+
+def _blocks(run: MuonRun) -> None:
+    """Refuse blocks that contradict each other, or that no rank holds whole."""
+    settings, tensor_parallel = run.settings, run.model.tensor_model_parallel_size
+    in_parts = run.replicated or settings.muon_tp_mode == "blockwise"
+    if settings.muon_split_heads and not settings.muon_split_qkv:
         raise UserError(
             "--muon-split-heads and --muon-no-split-qkv contradict each other: heads are finer blocks than query, key "
             "and value; leave one of the two flags out"
         )
-
-
-def check_blocks(strategy: str, *, split_qkv: bool, split_heads: bool, tensor_parallel: int, tp_mode: str) -> None:
-    """Check that the settings that say what a block is go together.
-
-    Args:
-        strategy: `--data-parallel-sharding-strategy`.
-        split_qkv: False with `--muon-no-split-qkv`.
-        split_heads: `--muon-split-heads`.
-        tensor_parallel: the tensor parallel size.
-        tp_mode: `--muon-tp-mode`.
-
-    Raises:
-        UserError: heads alone without QKV split, or where megatron-core's own Muon would join the heads of several
-            tensor-parallel ranks into one block.
-    """
-    check_heads(split_qkv=split_qkv, split_heads=split_heads)
-    if split_heads and strategy == "no_shard" and tensor_parallel > 1 and tp_mode != "blockwise":
+    if settings.muon_split_heads and run.replicated and tensor_parallel > 1 and settings.muon_tp_mode != "blockwise":
         raise UserError(
-            f"--muon-tp-mode {tp_mode} is not supported with --muon-split-heads, no_shard and tensor parallel size "
-            f"{tensor_parallel}: every head lies whole on one rank; use --muon-tp-mode blockwise"
+            f"--muon-tp-mode {settings.muon_tp_mode} is not supported with --muon-split-heads, no_shard and tensor "
+            f"parallel size {tensor_parallel}: every head lies whole on one rank; use --muon-tp-mode blockwise"
+        )
+    if not run.has_model or run.model.multi_latent_attention or not settings.muon_split_qkv:
+        return
+    if in_parts and (groups := run.model.num_query_groups) < tensor_parallel:
+        raise UserError(
+            f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tensor_parallel}: no rank's part "
+            "of the QKV matrix holds a whole group to split; use --muon-tp-mode duplicated with optim, optim_grads or "
+            "optim_grads_params, or --muon-no-split-qkv"
         )
 
 
-def check_adaptive(method: str, *, strategy: str, tensor_parallel: int, tp_mode: str) -> None:
-    """Check the settings of `--optimizer adaptive_muon`.
-
-    Args:
-        method: `--adaptive-muon-moment2-method`.
-        strategy: `--data-parallel-sharding-strategy`.
-        tensor_parallel: the largest tensor parallel size, that of experts included.
-        tp_mode: `--muon-tp-mode`.
-
-    Raises:
-        UserError: a second moment that is not sharded here, or replicas whose tensor-parallel ranks would have to
-            orthogonalise together.
-    """
-    if strategy == "no_shard" and tensor_parallel > 1 and tp_mode != "blockwise":
+def _share(run: MuonRun) -> None:
+    """Refuse `--muon-share-replicated` without replicas, or where tensor-parallel ranks orthogonalise together."""
+    settings = run.settings
+    if not settings.muon_share_replicated:
+        return
+    if not run.replicated:
         raise UserError(
-            f"--muon-tp-mode {tp_mode} is not supported with --optimizer adaptive_muon, no_shard and tensor parallel "
-            f"size {tensor_parallel}; use --muon-tp-mode blockwise, or optim, optim_grads or optim_grads_params"
+            f"--muon-share-replicated is for --data-parallel-sharding-strategy no_shard: {run.strategy} shares the "
+            "work already (--muon-exchange owner); leave the flag out"
         )
-    if method not in ("adamuon", "normuon"):
+    if settings.muon_exchange != "owner":
         raise UserError(
-            f"--adaptive-muon-moment2-method {method} is not supported with --use-megatron-fsdp; use adamuon or normuon"
+            f"--muon-exchange {settings.muon_exchange} has no rows to exchange with --muon-share-replicated: owners "
+            "broadcast their updates; leave one of the two flags out"
         )
-
-
-def check_async_save(*, device: str, persistent_worker: bool) -> None:
-    """Check that `--async-save` would do what it says.
-
-    Raises:
-        UserError: on a CPU the worker would share the tensors that training changes; without the worker megatron-core
-            0.19 saves in the foreground after a warning.
-    """
-    if device == "cpu":
+    if run.largest_tensor_parallel > 1 and settings.muon_tp_mode != "blockwise":
         raise UserError(
-            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
-            "changes; leave it out, and --use-persistent-ckpt-worker too"
-        )
-    if not persistent_worker:
-        raise UserError(
-            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
-            "foreground; add that flag, or leave --async-save out"
+            f"--muon-tp-mode {settings.muon_tp_mode} is not supported with --muon-share-replicated and tensor parallel "
+            f"size {run.largest_tensor_parallel}; use --muon-tp-mode blockwise, or leave --muon-share-replicated out"
         )

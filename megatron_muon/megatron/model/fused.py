@@ -37,8 +37,8 @@ class Fused:
     """The rows of one parameter, as they repeat from its first row to its last.
 
     Attributes:
-        parts: rows of each matrix in one repetition; empty for a parameter that holds one matrix.
-        heads: rows of each head in one repetition of heads; empty for a parameter that makes no heads.
+        parts: rows of each matrix in one repetition; none where it holds one matrix.
+        heads: rows of each head in one repetition of heads; none where it makes no heads.
         gated: the rows are gate and up, half of them each.
         interleave: rows of gate that alternate with as many of up; 0 where all of gate come first.
     """
@@ -54,17 +54,11 @@ class Fused:
         return 2 * max(self.interleave, 1) if self.gated else sum(self.parts or self.heads)
 
     def fits(self, rows: int) -> bool:
-        """Whether `rows` rows are a whole number of repetitions."""
+        """Whether rows are a whole number of repetitions."""
         return rows % self.unit == 0
 
     def split(self, rows: int, settings: BlockSettings, *, tensor_parallel: int) -> RowSplit:
-        """The blocks of a matrix of `rows` rows that fit.
-
-        Args:
-            rows: rows of the whole matrix.
-            settings: which splits were asked for.
-            tensor_parallel: tensor-parallel ranks whose parts lie one after the other in the matrix.
-        """
+        """The blocks of a whole matrix of `rows` rows: one part after the other for each tensor-parallel rank."""
         if self.gated and settings.split_gated_mlp:
             half = self.interleave or rows // (2 * tensor_parallel)
             return RowSplit(groups=rows // (2 * half), parts=(half, half))
@@ -83,11 +77,7 @@ def fused_rows(name: str, config: Any) -> Fused | None:
     MLP.forward, where gate and up are the halves of the first projection. Its own Muon leaves the projections of
     multi-latent attention whole ("TODO: support MLA"); here the fused ones are split with QKV: `linear_kv_down_proj`
     into latent and rotary key, `linear_qkv_down_proj` into query latent, latent and rotary key, `linear_kv_up_proj`
-    into keys and values of all heads.
-
-    Args:
-        name: the parameter's name.
-        config: megatron-core's TransformerConfig.
+    into keys and values of all heads. `config` is a TransformerConfig.
     """
     if config.multi_latent_attention:
         nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
@@ -116,9 +106,6 @@ def check_experts(name: str, ndim: int) -> None:
 
     The GroupedMLP of megatron-core before 0.16 kept a layer's experts in 2D parameters `weight1` and `weight2`, fused
     along columns in one and along rows in the other: one matrix over all of them is not Muon.
-
-    Raises:
-        UserError: a parameter of that form.
     """
     if ndim == 2 and re.search(r"\.experts\.weight[12]$", name):
         raise UserError(
@@ -138,11 +125,7 @@ def is_expert_stack(name: str, ndim: int) -> bool:
 
 
 def stack_split(experts: int, each: RowSplit) -> RowSplit:
-    """The blocks of `experts` matrices one below the other, each split as `each`.
-
-    Raises:
-        ValueError: `each` has several groups, so that its blocks are not consecutive rows.
-    """
+    """The blocks of `experts` matrices one below the other, each split as `each`, into consecutive rows."""
     if each.groups > 1:
         raise ValueError(f"stacked experts need blocks of consecutive rows, got {each.groups} groups of {each.parts}")
     return repeated(each, experts)

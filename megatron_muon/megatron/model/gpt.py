@@ -20,15 +20,8 @@ from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
 _FIELDS = (
-    "tokens",
-    "labels",
-    "loss_mask",
-    "attention_mask",
-    "position_ids",
-    "cu_seqlens",
-    "cu_seqlens_padded",
-    "max_seqlen",
-    "local_cp_size",
+    *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
+    *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"),
 )
 Batch = dict[str, torch.Tensor | None]
 
@@ -40,9 +33,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
     tp_rank = mpu.get_tensor_model_parallel_rank()
     if tp_rank == 0:
         read = next(data_iterator)
-        for name in _FIELDS:
-            value = read.get(name)
-            batch[name] = None if value is None else value.cuda(non_blocking=True)
+        batch = {name: read[name].cuda(non_blocking=True) if read.get(name) is not None else None for name in _FIELDS}
     batch = get_batch_on_this_tp_rank(
         batch,
         has_cu_seqlens=False,
@@ -67,12 +58,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:
 def loss_func(
     loss_mask: torch.Tensor, output: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Summed loss, number of tokens, and both for the log.
-
-    Args:
-        loss_mask: `(batch, sequence)`, 1 where a token counts.
-        output: `(batch, sequence)`, the loss of each token.
-    """
+    """Summed loss, number of tokens, and both for the log, of `(batch, sequence)` losses and a mask of 1s and 0s."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     if get_args().check_for_nan_in_loss_and_grad:

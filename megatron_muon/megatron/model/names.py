@@ -16,13 +16,9 @@ def matching(patterns: Sequence[str], names: Iterable[str], *, others: Iterable[
     A pattern is shell-style (`*`, `?`, `[...]`) and case-sensitive, and may be found anywhere in a name: `router`
     finds every router, `layers.0.*fc1` the first projections of layer 0.
 
-    Args:
-        patterns: what `--muon-exclude` was given.
-        names: the names of Muon's matrices.
-        others: the names of other parameters, for the message.
-
     Raises:
-        UserError: a pattern is empty or found in none of `names`; the message says which names are near.
+        UserError: a pattern is empty, or found in none of `names`; the message says which names are near, or which of
+            `others`, parameters that Muon does not take, it is found in.
     """
     names = list(names)
     for pattern in patterns:

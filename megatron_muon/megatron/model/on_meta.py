@@ -52,15 +52,11 @@ def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, run
     """
     config = gpt_config_from_args(args)
     config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
-    changes = Patches()
-    try:
+    with Patches() as changes, torch.device("meta"):
         if not runnable:
             config.attention_backend = AttnBackend.auto
             _do_without_kernels(changes)
-        with torch.device("meta"):
-            model = config.get_builder_cls()(config).build_model(groups, True, True)
-    finally:
-        changes.undo()
+        model = config.get_builder_cls()(config).build_model(groups, True, True)
     return model.bfloat16() if args.bf16 else model
 
 

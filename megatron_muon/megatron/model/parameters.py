@@ -6,10 +6,9 @@ restores them and describes matrices as plain layouts. It chooses no optimizer.
 
 from __future__ import annotations
 
-import datetime
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from megatron_muon.megatron.model.fused import (
 )
 from megatron_muon.megatron.model.names import matching
 from megatron_muon.megatron.model.vocabulary import vocabulary_weights
+from megatron_muon.megatron.ranks import of_all_ranks
 
 _ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
 
@@ -52,11 +52,8 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
 
     A `use_muon` that a script has set on an embedding or output layer is kept.
 
-    Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
-
-    Args:
-        model_chunks: the model.
-        exclude: patterns of `--muon-exclude`; what they match goes to the scalar optimizer.
+    Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon. What the
+    patterns `exclude` match (`--muon-exclude`) goes to the scalar optimizer.
 
     Raises:
         UserError: a pattern that matches none of Muon's matrices, or experts that cannot be told apart.
@@ -78,22 +75,18 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
         parameter.use_muon, parameter.why_not_muon = False, "--muon-exclude"  # type: ignore[attr-defined]
     for chunk in model_chunks:
         for name, parameter in chunk.named_parameters():
-            if parameter.requires_grad and is_muon_matrix(parameter):
-                check_experts(name, parameter.ndim)
-                _tag_fused_rows(name, parameter, chunk.config)
-
-
-def _tag_fused_rows(name: str, parameter: torch.Tensor, config: Any) -> None:
-    fused = fused_rows(name, config)
-    rows = _rows_of_one(parameter, over_tp=True)
-    if fused is not None and not fused.fits(rows):
-        warnings.warn(
-            f"{name}: {rows} rows are no multiple of {fused.unit}, the rows of what is fused in "
-            "it, so Muon orthogonalises it as one matrix",
-            stacklevel=4,
-        )
-        fused = None
-    parameter.fused_rows = fused  # type: ignore[attr-defined]
+            if not parameter.requires_grad or not is_muon_matrix(parameter):
+                continue
+            check_experts(name, parameter.ndim)
+            fused, rows = fused_rows(name, chunk.config), _rows_of_one(parameter, over_tp=True)
+            if fused is not None and not fused.fits(rows):
+                warnings.warn(
+                    f"{name}: {rows} rows are no multiple of {fused.unit}, the rows of what is fused in "
+                    "it, so Muon orthogonalises it as one matrix",
+                    stacklevel=3,
+                )
+                fused = None
+            parameter.fused_rows = fused
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
@@ -118,20 +111,16 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
 
 
 def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
-    """Shape `(rows, cols)` of the matrix that Muon sees in a parameter.
+    """Shape `(rows, cols)` of the matrix that Muon sees in a parameter; of a stack of experts `(experts * rows, cols)`.
 
-    A stack of experts `(experts, rows, cols)` counts as `(experts * rows, cols)`.
-
-    Args:
-        parameter: a DTensor of Megatron-FSDP, or the parameter that it stands for.
-        over_tp: whole over tensor-parallel ranks; False stands for the part of this tensor-parallel rank.
+    Whole over tensor-parallel ranks; without `over_tp` the part of this tensor-parallel rank counts as the matrix.
     """
     shape = (parameter if over_tp else getattr(parameter, "orig_param", parameter)).shape
     return math.prod(shape[:-1]), shape[-1]
 
 
 def experts_in(parameter: torch.Tensor) -> int:
-    """How many experts are stacked in `parameter`; 1 for a matrix."""
+    """Experts stacked in a parameter; 1 for a matrix."""
     return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
@@ -147,45 +136,31 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
     """
     if tensor_parallel.size() == 1:
         return data_parallel
-    peers: list[Any] = [None] * tensor_parallel.size()
-    dist.all_gather_object(peers, dist.get_process_group_ranks(data_parallel), group=tensor_parallel)
-    mine = tuple(sorted({rank for ranks in peers for rank in ranks}))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    timeout = _timeout(data_parallel)
-    made = {ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(set(everyone))}
-    group: dist.ProcessGroup = made[mine]
-    return group
+    peers = of_all_ranks(dist.get_process_group_ranks(data_parallel), tensor_parallel)
+    return _new_groups({rank for ranks in peers for rank in ranks}, like=data_parallel)
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory.
-
-    A collective over all ranks of the run, at construction only.
-    """
-    mine = tuple(dist.get_process_group_ranks(group))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    timeout = _timeout(group)
-    made = {ranks: dist.new_group(list(ranks), backend="gloo", timeout=timeout) for ranks in sorted(set(everyone))}
-    found: dist.ProcessGroup = made[mine]
-    return found
+    """A group of the same ranks for tensors in host memory. A collective over all ranks, at construction only."""
+    return _new_groups(dist.get_process_group_ranks(group), like=group, backend="gloo")
 
 
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta:
-    """How long a group's collectives wait: what `--distributed-timeout-minutes` said when Megatron made it."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    timeout: datetime.timedelta = group._get_backend(device).options._timeout
-    return timeout
+def _new_groups(mine: Iterable[int], *, like: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+    """Make the group that each rank names; this rank's, whose collectives wait as long as those of `like`."""
+    ranks = tuple(sorted(mine))
+    device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
+    timeout = like._get_backend(device).options._timeout  # --distributed-timeout-minutes
+    made = {
+        each: dist.new_group(list(each), backend=backend, timeout=timeout) for each in sorted(set(of_all_ranks(ranks)))
+    }
+    group: dist.ProcessGroup = made[ranks]
+    return group
 
 
 def block_split(parameter: torch.Tensor, settings: BlockSettings, *, over_tp: bool = True) -> RowSplit:
-    """How the matrix of `parameter` splits into blocks, decided from its whole shape and never from local rows.
+    """How the matrix of a tagged parameter splits into blocks, decided from its whole shape, never from local rows.
 
-    Args:
-        parameter: a matrix `(rows, cols)` or a stack of experts `(experts, rows, cols)`, after `tag_for_muon`.
-        settings: which splits were asked for.
-        over_tp: as for `matrix_shape`.
+    `over_tp` as for `matrix_shape`.
     """
     rows = _rows_of_one(parameter, over_tp=over_tp)
     fused: Fused | None = getattr(parameter, "fused_rows", None)
@@ -240,12 +215,11 @@ def layout_of(
     where a parameter is not cut by tensor parallelism. One collective on Python objects, at construction only.
 
     Args:
-        parameters: DTensors, the same list in the same order on every rank of `group`.
-        names: the name of each parameter.
+        parameters: DTensors, in the same order on every rank of `group`.
+        names: of the parameters.
         rectangles: `local_rectangles`.
-        group: the ranks that hold the parameters.
-        over_tp: matrices are whole over tensor-parallel ranks, which `group` includes. False where the part of one
-            tensor-parallel rank counts as the matrix and `group` has data-parallel ranks only.
+        group: the ranks that hold the parameters; with `over_tp` tensor-parallel ones too.
+        over_tp: as for `matrix_shape`.
     """
     shapes, mine = [], []
     for parameter in parameters:
@@ -254,13 +228,12 @@ def layout_of(
         shapes.append(shape)
         # A part begins at a multiple of its size, so the remainder is the place within the part.
         mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    everyone = of_all_ranks(mine, group)
     return Layout(
         world_size=group.size(),
         matrices=tuple(
-            from_rectangles(names[parameter], shape, [held[index] for held in everyone])
-            for index, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True))
+            from_rectangles(names[parameter], shape, held)
+            for parameter, shape, *held in zip(parameters, shapes, *everyone, strict=True)
         ),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,19 +22,16 @@ def parameter_table(
 
     Below it stand the 2D weights that Muon does not take, by reason, and of many with one reason the first.
 
-    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank.
-
-    Args:
-        groups: parameter groups; a group without `optimizer` belongs to Muon.
-        names: the name of each parameter.
-        full: list every parameter with its shape.
+    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank. A group
+    without `optimizer` belongs to Muon.
     """
-    by_optimizer: dict[str, list[torch.Tensor]] = {}
+    found = defaultdict(list)
     for group in groups:
-        by_optimizer.setdefault(group.get("optimizer", "muon"), []).extend(group["params"])
+        found[group.get("optimizer", "muon")].extend(group["params"])
+    by_optimizer = dict(sorted(found.items(), key=lambda item: item[0] != "muon"))
     total = sum(_numel(p) for parameters in by_optimizer.values() for p in parameters)
     lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
-    for optimizer, parameters in sorted(by_optimizer.items(), key=lambda item: item[0] != "muon"):
+    for optimizer, parameters in by_optimizer.items():
         count = sum(_numel(p) for p in parameters)
         lines.append(f"{optimizer:<12}{len(parameters):>9,}{count:>16,}{count / max(total, 1):>9.1%}")
     for why, left_out in _left_out(by_optimizer).items():
@@ -40,19 +39,22 @@ def parameter_table(
         lines.append(f"not Muon's, {why}: {', '.join(names[p] for p in left_out[:_SHOWN])}{more}")
     if full:
         lines.append("")
-        for optimizer, parameters in sorted(by_optimizer.items(), key=lambda item: item[0] != "muon"):
-            for p in parameters:
-                lines.append(f"{optimizer:<12}{' x '.join(map(str, _shape(p))):>16}  {names[p]}")
+        for optimizer, parameters in by_optimizer.items():
+            lines += [f"{optimizer:<12}{' x '.join(map(str, _shape(p))):>16}  {names[p]}" for p in parameters]
     return "\n".join(lines)
+
+
+def muon_parameters(groups: Sequence[Mapping[str, Any]]) -> int:
+    """How many parameters Muon takes, counted as in the table."""
+    return sum(_numel(p) for group in groups if "optimizer" not in group for p in group["params"])
 
 
 def _left_out(by_optimizer: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
     """The 2D weights of the scalar optimizer, by the reason that `tag_for_muon` left."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for optimizer, parameters in by_optimizer.items():
-        for p in parameters if optimizer != "muon" else ():
-            if p.ndim == 2:
-                found.setdefault(getattr(p, "why_not_muon", "use_muon=False"), []).append(p)
+    found = defaultdict(list)
+    for p in (p for optimizer, parameters in by_optimizer.items() if optimizer != "muon" for p in parameters):
+        if p.ndim == 2:
+            found[getattr(p, "why_not_muon", "use_muon=False")].append(p)
     return found
 
 
@@ -63,4 +65,4 @@ def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _numel(parameter: torch.Tensor) -> int:
-    return int(torch.Size(_shape(parameter)).numel())
+    return math.prod(_shape(parameter))

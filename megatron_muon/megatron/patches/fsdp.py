@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+    GradReducePipeline,
+    ParamAndGradBuffer,
+)
 
 from megatron_muon.patching import Patches
 
@@ -33,8 +38,6 @@ def mend_megatron_fsdp(patches: Patches | None = None) -> None:
 
 def is_mended() -> bool:
     """Whether `mend_megatron_fsdp` is in place."""
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
-
     return hasattr(ParamAndGradBuffer.reduce_scatter_gradients, "__wrapped__")
 
 
@@ -44,20 +47,15 @@ def reduce_without_frozen(patches: Patches) -> None:
     Parameters that do not train have no gradient buffer. 0.19's reduce_scatter_gradients asks every buffer how it is
     distributed and fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
-    def around(reduce: Callable[..., None]) -> Callable[..., None]:
-        def reduce_scatter_gradients(self: Any, async_op: bool = True) -> None:
-            everything = self.parameter_groups
-            self.parameter_groups = [group for group in everything if group.main_grad_buffer is not None]
-            try:
-                reduce(self, async_op=async_op)
-            finally:
-                self.parameter_groups = everything
-
-        return reduce_scatter_gradients
-
-    patches.wrap(ParamAndGradBuffer, "reduce_scatter_gradients", around, takes=["async_op"])
+    @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients", takes=["async_op"])
+    def reduce_scatter_gradients(reduce: Callable[..., None], self: Any, async_op: bool = True) -> None:
+        everything = self.parameter_groups
+        self.parameter_groups = [group for group in everything if group.main_grad_buffer is not None]
+        try:
+            reduce(self, async_op=async_op)
+        finally:
+            self.parameter_groups = everything
 
 
 def average_lone_gradients_once(patches: Patches) -> None:
@@ -69,35 +67,26 @@ def average_lone_gradients_once(patches: Patches) -> None:
     (_bucket_group_gradient_reduce, gradient_reduce_preprocessing): all micro-batches but the last count too little,
     whatever the optimizer. Here the factor waits until the reduction is finished.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
-    def hold_back(init: Callable[..., None]) -> Callable[..., None]:
-        def holding_back(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, ddp_config, *args, **kwargs)
-            self.lone_gradients = []
-            sharded = ddp_config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-            if not sharded or ddp_config.average_in_collective:  # the collective's average takes no factor
-                return
-            for group in self.parameter_groups:
-                reduced = group.hfsdp_helper_gbuf or group.main_grad_buffer
-                if reduced is None or reduced.is_data_distributed or reduced.gradient_scaling_factor is None:
-                    continue
-                self.lone_gradients.append((group.main_grad_buffer, reduced.gradient_scaling_factor))
-                reduced.gradient_scaling_factor = None
+    @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
+    def hold_back(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, ddp_config, *args, **kwargs)
+        self.lone_gradients = []
+        sharded = ddp_config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+        if not sharded or ddp_config.average_in_collective:  # the collective's average takes no factor
+            return
+        for group in self.parameter_groups:
+            reduced = group.hfsdp_helper_gbuf or group.main_grad_buffer
+            if reduced is None or reduced.is_data_distributed or reduced.gradient_scaling_factor is None:
+                continue
+            self.lone_gradients.append((group.main_grad_buffer, reduced.gradient_scaling_factor))
+            reduced.gradient_scaling_factor = None
 
-        return holding_back
-
-    def average(attach: Callable[..., None]) -> Callable[..., None]:
-        def attach_grad_to_optimizer_state(self: Any) -> None:
-            for gradients, factor in self.param_and_grad_buffer.lone_gradients:
-                gradients.data.mul_(factor)
-            attach(self)
-
-        return attach_grad_to_optimizer_state
-
-    patches.wrap(ParamAndGradBuffer, "__init__", hold_back, takes=["ddp_config"])
-    patches.wrap(MegatronFSDP, "attach_grad_to_optimizer_state", average)
+    @patches.around(MegatronFSDP, "attach_grad_to_optimizer_state")
+    def average(attach: Callable[..., None], self: Any) -> None:
+        for gradients, factor in self.param_and_grad_buffer.lone_gradients:
+            gradients.data.mul_(factor)
+        attach(self)
 
 
 def reduce_over_instances(patches: Patches) -> None:
@@ -107,30 +96,26 @@ def reduce_over_instances(patches: Patches) -> None:
     `--overlap-grad-reduce` says which that is: without the flag no instance ever hears of the others. Here what the
     backward pass has left out is done when the reduction is finished.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import GradReducePipeline
 
-    def note(reduce: Callable[..., None]) -> Callable[..., None]:
-        def reduce_gradients(
-            self: Any, params: Any, *args: Any, outer_fsdp_group_grad_reduce: bool = False, **kwargs: Any
-        ) -> None:
-            reduce(self, params, *args, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce, **kwargs)
-            self.reduced_over_instances = getattr(self, "reduced_over_instances", False) or outer_fsdp_group_grad_reduce
+    @patches.around(GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"])
+    def note(
+        reduce: Callable[..., None],
+        self: Any,
+        params: Any,
+        *args: Any,
+        outer_fsdp_group_grad_reduce: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        reduce(self, params, *args, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce, **kwargs)
+        self.reduced_over_instances = getattr(self, "reduced_over_instances", False) or outer_fsdp_group_grad_reduce
 
-        return reduce_gradients
-
-    def catch_up(synchronize: Callable[..., None]) -> Callable[..., None]:
-        def synchronize_gradient_reduce(self: Any) -> None:
-            synchronize(self)
-            pipeline = self.grad_reduce_pipeline
-            done, pipeline.reduced_over_instances = getattr(pipeline, "reduced_over_instances", False), False
-            if self.dist_index.use_hybrid_fsdp and not done:
-                _reduce_over_instances(self)
-
-        return synchronize_gradient_reduce
-
-    patches.wrap(GradReducePipeline, "reduce_gradients", note, takes=["params", "outer_fsdp_group_grad_reduce"])
-    patches.wrap(MegatronFSDP, "synchronize_gradient_reduce", catch_up)
+    @patches.around(MegatronFSDP, "synchronize_gradient_reduce")
+    def catch_up(synchronize: Callable[..., None], self: Any) -> None:
+        synchronize(self)
+        pipeline = self.grad_reduce_pipeline
+        done, pipeline.reduced_over_instances = getattr(pipeline, "reduced_over_instances", False), False
+        if self.dist_index.use_hybrid_fsdp and not done:
+            _reduce_over_instances(self)
 
 
 def average_over_sharing_instances(patches: Patches) -> None:
@@ -139,18 +124,13 @@ def average_over_sharing_instances(patches: Patches) -> None:
     0.19 reduces them in a buffer that it makes without the factor of the average (_create_hfsdp_helper_buffer), so they
     come out as sums: the gradient norm, and with it clipping, is wrong by the number of data-parallel ranks.
     """
-    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import ParamAndGradBuffer
 
-    def around(init: Callable[..., None]) -> Callable[..., None]:
-        def with_factors(self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-            init(self, ddp_config, *args, **kwargs)
-            for group in self.parameter_groups:
-                if group.hfsdp_helper_gbuf is not None and group.main_grad_buffer is not None:
-                    group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
-
-        return with_factors
-
-    patches.wrap(ParamAndGradBuffer, "__init__", around, takes=["ddp_config"])
+    @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
+    def with_factors(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, ddp_config, *args, **kwargs)
+        for group in self.parameter_groups:
+            if group.hfsdp_helper_gbuf is not None and group.main_grad_buffer is not None:
+                group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
 
 
 def _reduce_over_instances(fsdp: Any) -> None:

@@ -10,31 +10,29 @@ import argparse
 import importlib
 import inspect
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+import megatron.core.datasets.utils as dataset_utils
+import megatron.core.tensor_parallel.layers as layers
+import megatron.training.arguments as arguments
+import megatron.training.training as training
 import torch
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.checkpoint import files
-from megatron_muon.checkpoint.content import plain
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.megatron.checkpoint import trust as checkpoint_trust
+from megatron_muon.megatron.flags.arguments import allow_full_precision
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.offload.run import note_iteration
 from megatron_muon.patching import Patches, versions
 
 
 def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False) -> None:
-    """Install what a run needs.
-
-    Args:
-        patches: records what is replaced, so that it can be undone.
-        muon_under_fsdp: the run has `--optimizer muon --use-megatron-fsdp`.
-        megatron_fsdp: the run has `--use-megatron-fsdp`, with any optimizer.
-    """
+    """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most."""
     use_shipped_dataset_helper(patches)
     accept_full_precision(patches)
     if muon_under_fsdp:
@@ -45,7 +43,6 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
         let_experts_have_biases(patches)
-        split_state_of_swiglu(patches)
         checkpoint_patches.install(patches, adam=not muon_under_fsdp)
     checkpoint_trust.run_no_pickles(patches)
     checkpoint_trust.explain_unreadable(patches)
@@ -56,18 +53,13 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
 
     0.19 runs `make` in the package's folder before training; the wheel has no Makefile, so the run would end there.
     """
-    import megatron.core.datasets.utils as dataset_utils
 
-    def around(build: Callable[[], None]) -> Callable[[], None]:
-        def compile_helpers() -> None:
-            try:
-                importlib.import_module("megatron.core.datasets.helpers_cpp")
-            except ImportError:
-                build()
-
-        return compile_helpers
-
-    patches.wrap(dataset_utils, "compile_helpers", around)
+    @patches.around(dataset_utils, "compile_helpers")
+    def compile_helpers(build: Callable[[], None]) -> None:
+        try:
+            importlib.import_module("megatron.core.datasets.helpers_cpp")
+        except ImportError:
+            build()
 
 
 def accept_full_precision(patches: Patches) -> None:
@@ -76,19 +68,12 @@ def accept_full_precision(patches: Patches) -> None:
     0.19 parses the command line again in ft_integration.setup, without the flags that an extension adds. Unknown flags
     are passed over there, but a value that the flag does not know ends the run.
     """
-    import megatron.training.arguments as arguments
 
-    from megatron_muon.megatron.flags.arguments import allow_full_precision
-
-    def around(add: Callable[..., Any]) -> Callable[..., Any]:
-        def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-            parser = add(parser)
-            allow_full_precision(parser)
-            return parser
-
-        return add_megatron_arguments
-
-    patches.wrap(arguments, "add_megatron_arguments", around, takes=["parser"])
+    @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
+    def add_megatron_arguments(add: Callable[..., Any], parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add(parser)
+        allow_full_precision(parser)
+        return parser
 
 
 def let_experts_have_biases(patches: Patches) -> None:
@@ -97,15 +82,10 @@ def let_experts_have_biases(patches: Patches) -> None:
     0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one tensor-parallel rank hands through,
     which autograd takes for a view made in a function of its own and refuses. One rank has nothing to reduce.
     """
-    import megatron.core.tensor_parallel.layers as layers
 
-    def around(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def reduce_from_tensor_model_parallel_region(input_: torch.Tensor, group: Any = None) -> torch.Tensor:
-            return input_ if group is not None and group.size() == 1 else reduce(input_, group)
-
-        return reduce_from_tensor_model_parallel_region
-
-    patches.wrap(layers, "reduce_from_tensor_model_parallel_region", around, takes=["input_", "group"])
+    @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
+    def reduce_region(reduce: Callable[..., torch.Tensor], input_: torch.Tensor, group: Any = None) -> torch.Tensor:
+        return input_ if group is not None and group.size() == 1 else reduce(input_, group)
 
 
 def accept_muon(patches: Patches) -> None:
@@ -114,8 +94,6 @@ def accept_muon(patches: Patches) -> None:
     0.19 asserts in two places that Megatron-FSDP runs Adam or SGD only. Everything else that validation settles for
     Adam under Megatron-FSDP holds for Muon too, so the run is validated as one of Adam.
     """
-    import megatron.training.arguments as arguments
-
     source = inspect.getsource(inspect.unwrap(arguments.validate_args))
     for text in ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"):
         if text not in source:
@@ -124,54 +102,41 @@ def accept_muon(patches: Patches) -> None:
                 f"check how it treats Muon in {versions()}"
             )
 
-    def around(validate: Callable[..., Any]) -> Callable[..., Any]:
-        def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> Any:
-            optimizer, args.optimizer = args.optimizer, "adam"
-            try:
-                return validate(args, defaults or {})
-            finally:
-                args.optimizer = optimizer
-
-        return validate_args
-
-    patches.wrap(arguments, "validate_args", around)
+    @patches.around(arguments, "validate_args")
+    def validate_args(
+        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
+    ) -> Any:
+        optimizer, args.optimizer = args.optimizer, "adam"
+        try:
+            return validate(args, defaults or {})
+        finally:
+            args.optimizer = optimizer
 
 
 def use_factory(patches: Patches) -> None:
     """Have the training loop build its optimizer with our factory, from a config that carries our flags."""
-    import megatron.training.training as training
     from megatron.training import get_args
 
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
-    from megatron_muon.megatron.settings import MuonOptimizerConfig
 
     def get_optimizer(
-        config: Any,
-        model_chunks: Any,
-        config_overrides: Any = None,
-        pg_collection: Any = None,
-        **_unused: Any,
+        config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
     ) -> Any:
-        config.muon_offload_iteration = _iteration_to_load()
-        config.muon_offload_save = str(Path(get_args().save).absolute()) if get_args().save else ""
-        if not (get_args().tensorboard_dir or get_args().wandb_project):
+        args = get_args()
+        config.muon_offload_iteration = _iteration_to_load(args)
+        config.muon_offload_save = str(Path(args.save).absolute()) if args.save else ""
+        if not (args.tensorboard_dir or args.wandb_project):
             config.muon_metrics_interval = 0  # nobody would see them
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
 
     patches.replace(
-        training,
-        "get_megatron_optimizer",
-        get_optimizer,
-        takes=["config", "model_chunks", "config_overrides"],
+        training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
     )
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
 
 
-def _iteration_to_load() -> int:
+def _iteration_to_load(args: argparse.Namespace) -> int:
     """The iteration that this run goes on from, as far as the command line and --load tell."""
-    from megatron.training import get_args
-
-    args = get_args()
     if args.finetune:
         return 0
     found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
@@ -184,150 +149,44 @@ def stop_after_offload_failure(patches: Patches) -> None:
     The step in which that happened was finished on every rank, so what is saved is whole. Where saving itself is what
     found that momentum cannot be read, the run stops after it.
     """
-    import megatron.training.training as training
+    from megatron.training import get_args
 
-    from megatron_muon.offload.run import note_iteration
-
-    def around(decide: Callable[..., bool]) -> Callable[..., bool]:
-        def checkpoint_and_decide_exit(
-            model: Any, optimizer: Any, opt_param_scheduler: Any, iteration: int, flops: Any, context: Any, data: Any
-        ) -> bool:
-            note_iteration(iteration)
-            failure = getattr(optimizer, "offload_failure", None)
-            if failure is None:
-                return decide(model, optimizer, opt_param_scheduler, iteration, flops, context, data)
-            from megatron.training import get_args
-
-            if not get_args().save:
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
-            try:
-                training.save_checkpoint_and_time(
-                    iteration, model, optimizer, opt_param_scheduler, flops, context, train_data_iterator=data
-                )
-            except SaveError as error:
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
-            raise AssertionError("a save after a failure ends the run")
-
-        return checkpoint_and_decide_exit
-
-    def then_stop(save: Callable[..., None]) -> Callable[..., None]:
-        def save_checkpoint(iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            save(iteration, model, optimizer, *args, **kwargs)
-            if (failure := getattr(optimizer, "offload_failure", None)) is not None:
-                from megatron.training import get_args
-
-                raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")
-
-        return save_checkpoint
-
-    patches.wrap(training, "save_checkpoint", then_stop, takes=["iteration", "model", "optimizer"])
-
-    patches.wrap(
+    @patches.around(
         training,
         "checkpoint_and_decide_exit",
-        around,
         takes=[
-            "model",
-            "optimizer",
-            "opt_param_scheduler",
-            "iteration",
-            "num_floating_point_operations_so_far",
-            "checkpointing_context",
-            "train_data_iterator",
+            *("model", "optimizer", "opt_param_scheduler", "iteration"),
+            *("num_floating_point_operations_so_far", "checkpointing_context", "train_data_iterator"),
         ],
     )
+    def checkpoint_and_decide_exit(
+        decide: Callable[..., bool],
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        iteration: int,
+        flops: Any,
+        context: Any,
+        data: Any,
+    ) -> bool:
+        note_iteration(iteration)
+        failure = getattr(optimizer, "offload_failure", None)
+        if failure is None:
+            return decide(model, optimizer, scheduler, iteration, flops, context, data)
+        if not get_args().save:
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
+        try:
+            training.save_checkpoint_and_time(
+                iteration, model, optimizer, scheduler, flops, context, train_data_iterator=data
+            )
+        except SaveError as error:
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished, and is lost: {error}") from error
+        raise AssertionError("a save after a failure ends the run")
 
-
-def split_state_of_swiglu(patches: Patches) -> None:
-    """Let fsdp_dtensor checkpoints split the state of a SwiGLU's fused gate and up projection, of any optimizer.
-
-    0.19's handler splits the slots `exp_avg` and `exp_avg_sq` of optimizer state and no others; weights it splits
-    whatever they are. So every slot of the weights' shape is shown to it as weights are. What has another shape, as
-    NorMuon's second moment, stays whole beside the gate; a step counter belongs to both halves. The handler also looks
-    parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
-    wrapper that its names count on), so it is shown a model that finds them at any depth. And it copies host memory to
-    the GPU, where offloaded momentum might not fit, and what is loaded into the copy would be lost.
-    """
-    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
-    import megatron.training.checkpointing as checkpointing
-    from megatron.core.utils import get_attr_wrapped_model
-
-    class AnyDepth(torch.nn.Module):
-        """A model whose parameters are found whatever wrappers their names count."""
-
-        def __init__(self, model: torch.nn.Module, names: dict[str, torch.nn.Parameter]) -> None:
-            super().__init__()
-            self.module = model
-            self._by_name = {plain(name): parameter for name, parameter in names.items()}
-
-        def get_parameter(self, target: str) -> torch.nn.Parameter:
-            return self._by_name[plain(target)]
-
-    def around(handle: Callable[..., Any]) -> Callable[..., Any]:
-        def handle_swiglu(model: Any, model_state: Any, optimizer_state: Any) -> Any:
-            names = dict(model.named_parameters())
-            model_state, _ = handle(AnyDepth(model, names), model_state, None)
-            if optimizer_state is None:
-                return model_state, None
-            if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
-                names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
-            whole = AnyDepth(model, names)
-            with checkpoint_patches.changed(
-                handlers, "make_fsdp_dtensor", partial(_made_in_place, handlers.make_fsdp_dtensor)
-            ):
-                state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
-            return model_state, {**optimizer_state, "state": state}
-
-        return handle_swiglu
-
-    patches.wrap(
-        checkpointing,
-        "handle_swiglu_in_state_dict",
-        around,
-        takes=["model", "model_state_dict", "optimizer_state_dict"],
-    )
-
-
-def _with_halves(
-    state: dict[str, dict[str, Any]],
-    model: torch.nn.Module,
-    split: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]],
-) -> dict[str, dict[str, Any]]:
-    """Optimizer state in which fused projections are two parameters, whose names end in `_w` and `_v`.
-
-    Args:
-        state: slots by parameter.
-        model: finds the parameters.
-        split: splits those tensors of a dict that belong to a fused projection.
-    """
-    made: dict[str, dict[str, Any]] = {}
-    for slot in dict.fromkeys(slot for slots in state.values() for slot in slots):  # in one order on every rank
-        elementwise = {
-            name: slots[slot]
-            for name, slots in state.items()
-            if getattr(slots.get(slot), "shape", None) == model.get_parameter(name).shape
-        }
-        for name, tensor in split(elementwise).items():
-            made.setdefault(name, {})[slot] = tensor
-    halved: dict[str, dict[str, Any]] = {}
-    for name, slots in state.items():
-        if f"{name}_w" not in made:
-            halved[name] = slots
-            continue
-        gate, up = made[f"{name}_w"], made[f"{name}_v"]
-        others = {slot: value for slot, value in slots.items() if slot not in gate}
-        halved[f"{name}_w"] = {**others, **gate}
-        halved[f"{name}_v"] = {**{s: value for s, value in others.items() if not getattr(value, "ndim", 0)}, **up}
-    return halved
-
-
-def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
-    """megatron-core's make_fsdp_dtensor around a local tensor that stays where it is, in host memory or on the GPU.
-
-    DTensor.from_local copies host memory to the GPU, and leaves alone only what has no memory.
-    """
-    made = make(local_tensor.to("meta"), param, **{**kwargs, "run_check": False})
-    local_tensor = local_tensor.view(made._local_tensor.shape)
-    for name, value in vars(made._local_tensor).items():
-        setattr(local_tensor, name, value)  # what tells the checkpoint which part of the whole this is
-    return DTensor(local_tensor, made._spec, requires_grad=False)
+    @patches.around(training, "save_checkpoint", takes=["iteration", "model", "optimizer"])
+    def save_checkpoint(
+        save: Callable[..., None], iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        save(iteration, model, optimizer, *args, **kwargs)
+        if (failure := getattr(optimizer, "offload_failure", None)) is not None:
+            raise OffloadError(f"{failure}. Iteration {iteration} was finished and saved in {get_args().save}")

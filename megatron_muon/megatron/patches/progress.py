@@ -7,24 +7,27 @@ and Weights & Biases, under `muon/`, and so does Muon's learning rate where it i
 from __future__ import annotations
 
 import datetime
+import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import megatron.training.training as training
 import torch
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.ranks import is_first_rank
+from megatron_muon.megatron.state_report import report_state, write_facts
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
 
 
 class Stopwatch:
-    """Seconds that a call takes, summed until they are asked for; of GPU work as the GPU itself counts.
-
-    Args:
-        on_gpu: record events instead of reading the clock.
-    """
+    """Seconds that calls take, summed until they are asked for; of GPU work as the GPU itself counts."""
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
@@ -32,24 +35,20 @@ class Stopwatch:
         self._events: list[tuple[Any, Any]] = []
         self.calls = 0
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """`call`, timed."""
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self.calls += 1
-            if self._on_gpu:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                result = call(*args, **kwargs)
-                end.record()
-                self._events.append((start, end))
-                return result
-            begun = time.perf_counter()
+    def time(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What `call` returns."""
+        self.calls += 1
+        if self._on_gpu:
+            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            start, end = self._events[-1]
+            start.record()
             result = call(*args, **kwargs)
-            self._seconds += time.perf_counter() - begun
+            end.record()
             return result
-
-        return timed
+        begun = time.perf_counter()
+        result = call(*args, **kwargs)
+        self._seconds += time.perf_counter() - begun
+        return result
 
     def take(self) -> float:
         """Seconds since the last time; waits for the GPU."""
@@ -62,86 +61,90 @@ class Stopwatch:
 
 def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Follow Megatron's iteration lines with speed and time left, and log Muon's metrics."""
-    import megatron.training.training as training
-    from megatron.training import get_args, print_rank_last
-    from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
-
-    from megatron_muon.megatron.chained import MuonChainedOptimizer
-
-    steps, of_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
-    made: list[Any] = []
-    logged: list[int] = []
-    reported: list[Any] = []
-
-    def around_factory(build: Callable[..., Any]) -> Callable[..., Any]:
-        def get_megatron_optimizer(*args: Any, **kwargs: Any) -> Any:
-            optimizer = build(*args, **kwargs)
-            optimizer.step = of_optimizer.timed(optimizer.step)
-            made[:] = [optimizer]
-            return optimizer
-
-        return get_megatron_optimizer
-
-    def around_log(log: Callable[..., Any]) -> Callable[..., Any]:
-        def training_log(
-            loss_dict: Any, total_loss_dict: Any, learning_rate: Any, iteration: int, *args: Any, **kwargs: Any
-        ) -> Any:
-            result = log(loss_dict, total_loss_dict, learning_rate, iteration, *args, **kwargs)
-            settings = get_args()
-            if made and not reported:
-                reported.append(made[0])
-                _report_state(made[0])
-            rate = muon_rate(made[0].param_groups) if made else None
-            values = {}
-            if rate is not None and iteration % settings.tensorboard_log_interval == 0:
-                values["muon/learning-rate"] = rate
-            metrics = getattr(getattr(made[0], "metrics", None), "latest", None) if made else None
-            if metrics is not None and logged != [metrics.step]:
-                logged[:] = [metrics.step]
-                values |= {f"muon/{name}": value for name, value in metrics.values.items()}
-            if values:
-                if (writer := get_tensorboard_writer()) is not None:
-                    for name, value in values.items():
-                        writer.add_scalar(name, value, iteration)
-                if (wandb := get_wandb_writer()) is not None:
-                    wandb.log(values, iteration)
-            if iteration % settings.log_interval == 0 and steps.calls:
-                if made and isinstance(made[0], MuonChainedOptimizer) and (skipped := made[0].skipped_updates()):
-                    print_rank_last(skipped_line(skipped))
-                count, seconds = steps.calls, steps.take()
-                per_step = seconds / count
-                batch = getattr(settings, "global_batch_size", 0)
-                print_rank_last(
-                    progress_line(
-                        tokens_per_s=batch * settings.seq_length / per_step,
-                        optimizer_share=of_optimizer.take() / seconds,
-                        seconds_left=per_step * max((settings.train_iters or iteration) - iteration, 0),
-                        muon_rate=rate,
-                    )
-                )
-            return result
-
-        return training_log
-
-    patches.wrap(training, "get_megatron_optimizer", around_factory)
-    patches.wrap(training, "train_step", steps.timed)
-    patches.wrap(training, "training_log", around_log, takes=["loss_dict", "iteration"])
+    progress = Progress(on_gpu=on_gpu)
+    patches.around(training, "get_megatron_optimizer")(progress.watch)
+    patches.around(training, "train_step")(progress.steps.time)
+    patches.around(training, "training_log", takes=["loss_dict", "iteration"])(progress.follow)
 
 
-def _report_state(optimizer: Any) -> None:
-    """Prints how much state an optimizer of megatron-core has, which begins with its first step. Collective.
+class Progress:
+    """What of a run is shown, from its optimizer and the times of its steps."""
 
-    This package's factory tells that of its own before.
-    """
-    import torch.distributed as dist
+    def __init__(self, *, on_gpu: bool) -> None:
+        self.steps, self._in_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
+        self._optimizer: Any = None
+        self._has_reported = False
+        self._last_measured = 0
 
-    from megatron_muon.megatron.chained import MuonChainedOptimizer
-    from megatron_muon.megatron.state_report import adam_report
+    def watch(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Instead of megatron.training's factory."""
+        self._optimizer = optimizer = build(*args, **kwargs)
+        optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
+        if isinstance(optimizer, MuonChainedOptimizer):
+            _tell(optimizer.facts)
+        return optimizer
 
-    if not isinstance(optimizer, MuonChainedOptimizer):
-        report = adam_report(optimizer)
-        if dist.get_rank() == 0:
-            print(report, flush=True)
+    def follow(
+        self,
+        log: Callable[..., Any],
+        losses: Any,
+        totals: Any,
+        learning_rate: Any,
+        iteration: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Instead of megatron.training's log of an iteration."""
+        from megatron.training import get_args
+
+        result = log(losses, totals, learning_rate, iteration, *args, **kwargs)
+        settings = get_args()
+        if self._optimizer is not None and not self._has_reported:
+            self._has_reported = True
+            if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
+                _tell({"state_bytes": report_state(self._optimizer)})
+        rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
+        self._write(rate if iteration % settings.tensorboard_log_interval == 0 else None, iteration)
+        if iteration % settings.log_interval == 0 and self.steps.calls:
+            self._print(settings, rate, iteration)
+        return result
+
+    def _write(self, rate: float | None, iteration: int) -> None:
+        """Log the learning rate and the metrics of a step that has been measured since, under `muon/`."""
+        values = {} if rate is None else {"muon/learning-rate": rate}
+        metrics = getattr(getattr(self._optimizer, "metrics", None), "latest", None)
+        if metrics is not None and metrics.step != self._last_measured:
+            self._last_measured = metrics.step
+            values |= {f"muon/{name}": value for name, value in metrics.values.items()}
+        if values and (writer := get_tensorboard_writer()) is not None:
+            for name, value in values.items():
+                writer.add_scalar(name, value, iteration)
+        if values and (wandb := get_wandb_writer()) is not None:
+            wandb.log(values, iteration)
+
+    def _print(self, settings: Any, rate: float | None, iteration: int) -> None:
+        from megatron.training import print_rank_last
+
+        if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
+            print_rank_last(skipped_line(skipped))
+        count, seconds = self.steps.calls, self.steps.take()
+        per_step = seconds / count
+        print_rank_last(
+            progress_line(
+                tokens_per_s=getattr(settings, "global_batch_size", 0) * settings.seq_length / per_step,
+                optimizer_share=self._in_optimizer.take() / seconds,
+                seconds_left=per_step * max((settings.train_iters or iteration) - iteration, 0),
+                muon_rate=rate,
+            )
+        )
+
+
+def _tell(facts: Mapping[str, Any]) -> None:
+    """Writes what is known of the optimizer beside the run's events; the first rank does."""
+    from megatron.training import get_args
+
+    if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
+        write_facts(Path(folder), facts)
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
@@ -157,8 +160,7 @@ def skipped_line(skipped: Mapping[str, int]) -> str:
 def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     """The learning rate of Muon's parameters, where --muon-lr or --muon-min-lr gives them a schedule of their own.
 
-    Args:
-        groups: parameter groups; megatron-core logs the rate of the first that has the run's own schedule.
+    megatron-core logs the rate of the first of the parameter groups that has the run's own schedule.
     """
     own = (group for group in groups if "optimizer" not in group and not group.get("default_config", True))
     return next((group["lr"] for group in own), None)

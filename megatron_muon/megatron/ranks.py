@@ -1,0 +1,53 @@
+"""What ranks tell each other outside of a step, and what one of them does or says for all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_muon.errors import UserError
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or a process without others."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say(text: str) -> None:
+    """Print on the first rank."""
+    if is_first_rank():
+        print(text, flush=True)
+
+
+def of_all_ranks[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """The value of each rank of a group, on every rank; this one's alone in a process without others. Collective."""
+    if not dist.is_initialized():
+        return [value]
+    everyone: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def of_first_rank[T](make: Callable[[], T]) -> T:
+    """What rank 0 makes, on every rank. Collective.
+
+    Raises:
+        UserError: on every rank, where rank 0 raised it.
+        OSError: on every rank, where rank 0 raised anything else.
+    """
+    made: list[Any] = [None, None]
+    if is_first_rank():
+        try:
+            made[0] = make()
+        except UserError as error:
+            made[1] = error
+        except Exception as error:
+            made[1] = OSError(f"rank 0: {error}")
+    if dist.is_initialized():
+        dist.broadcast_object_list(made, src=0)
+    value, failure = made
+    if failure is not None:
+        raise failure
+    return value  # type: ignore[no-any-return]
