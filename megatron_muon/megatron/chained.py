@@ -39,6 +39,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
             for member in self.chained_optimizers
             if not member.is_stub_optimizer and isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
         ]
+        self.facts: dict[str, Any] = {}
+        """For `facts.json`, see `state_report.write_facts`."""
         self.offload_failure: OffloadError | None = None
         """What kept momentum from being read or written, once the step in which it happened is finished."""
 

@@ -27,7 +27,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.table import parameter_table
+from megatron_muon.megatron.model.table import muon_parameters, parameter_table
 from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
 from megatron_muon.megatron.settings import (
     MuonOptimizerConfig,
@@ -66,13 +66,14 @@ def get_megatron_muon_optimizer(
     names = mp.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
-    optimizers = _build(config, model_chunks, groups, pg_collection, names)
+    optimizers, digest = _build(config, model_chunks, groups, pg_collection, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     if dist.get_rank() == 0:
         print(parameter_table(groups, names, full=config.muon_log_params), flush=True)
     chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
-    report = state_report(chain)
+    report, state_bytes = state_report(chain)
+    chain.facts = {"muon_parameters": muon_parameters(groups), "plan": digest, "state_bytes": state_bytes}
     if dist.get_rank() == 0:
         print(report, flush=True)
     return chain
@@ -84,8 +85,8 @@ def _build(
     groups: list[dict[str, Any]],
     pg_collection: ProcessGroupCollection,
     names: dict[torch.Tensor, str],
-) -> list[MegatronOptimizer]:
-    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each."""
+) -> tuple[list[MegatronOptimizer], str]:
+    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each; the plans' digest."""
     builder = MuonBuilder(config, model_chunks, pg_collection, names, _offload_run(config))
     if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
         raise UserError(
@@ -99,9 +100,10 @@ def _build(
             optimizers.append(_wrap(inner, config, model_chunks, pg_collection, is_expert=is_expert))
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, is_expert=is_expert))
-    if builder.digests and dist.get_rank() == 0:
-        print(f"megatron-muon: plan {'-'.join(builder.digests)}", flush=True)
-    return optimizers
+    digest = "-".join(builder.digests)
+    if digest and dist.get_rank() == 0:
+        print(f"megatron-muon: plan {digest}", flush=True)
+    return optimizers, digest
 
 
 def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:

@@ -23,6 +23,7 @@ from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
 from megatron_muon.gpu import refuse_unusable_gpu
+from megatron_muon.megatron import STATUS_FILE
 from megatron_muon.megatron.flags import config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser, build_parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
@@ -32,8 +33,6 @@ from megatron_muon.quiet import quiet_imports
 
 QUICKSTART = Path("configs/quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
-STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
-"""Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
 
 _SECONDS_FOR_FIRST_RANK = 30.0
 

@@ -1,8 +1,10 @@
-"""The log's lines on optimizer state: how many bytes lie on the device, in host memory and on disk."""
+"""How many bytes of optimizer state lie on the device, in host memory and on disk: log lines, and `facts.json`."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +13,28 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon import cpu
 from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.megatron import FACTS
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = (DEVICE, HOST, DISK)
 
 
-def state_report(chain: Any) -> str:
-    """A line for momentum and one for the rest of the state, of the fullest rank and of all. Collective.
+def write_facts(tensorboard_dir: str | None, facts: Mapping[str, Any]) -> None:
+    """Writes what is known of a run's optimizer for tools: `muon_parameters`, `plan` (its digest), `state_bytes`.
+
+    Called on rank 0.
+
+    Args:
+        tensorboard_dir: None where the run writes no events; nothing is written then.
+        facts: JSON's values. `state_bytes` are of all ranks together, wherever they lie, by kind.
+    """
+    if tensorboard_dir is not None:
+        Path(tensorboard_dir).mkdir(parents=True, exist_ok=True)
+        Path(tensorboard_dir, FACTS).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+
+
+def state_report(chain: Any) -> tuple[str, dict[str, int]]:
+    """A line for momentum and one for the rest of the state, of the fullest rank and of all; bytes by kind. Collective.
 
     Args:
         chain: a `MuonChainedOptimizer`, whose state exists.
@@ -26,20 +43,23 @@ def state_report(chain: Any) -> str:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (momentum, rest))
     stores = [store for _, muon in _sharded(chain) if isinstance(store := muon.store, RecordStore)]
-    text = f"momentum {stores[0].codec.name if stores else 'fp32'}"
+    kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
+    text = kind
     if staging := sum(store.staging_bytes for store in stores):
         text += f", staged through {_mb(staging)} MB"
     buffered = sorted({str(file.path.parent) for store in stores for file in store.buffered_files()})
     if buffered:
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
-    return "\n".join(
-        f"optimizer state: {name}: {_line([one[place] for one in everyone])}"
-        for place, name in enumerate((text, "all else"))
-    )
+    lines = [
+        f"optimizer state: {name}: {_line([one[at] for one in everyone])}" for at, name in enumerate((text, "all else"))
+    ]
+    return "\n".join(lines), {
+        name: sum(sum(one[at].values()) for one in everyone) for at, name in enumerate((kind, "all else"))
+    }
 
 
-def adam_report(optimizer: Any) -> str:
-    """A line for the state of an optimizer of megatron-core, of the fullest rank and of all. Collective.
+def adam_report(optimizer: Any) -> tuple[str, dict[str, int]]:
+    """A line for the state of an optimizer of megatron-core, of the fullest rank and of all; bytes by kind. Collective.
 
     Args:
         optimizer: any MegatronOptimizer, or a chain of them, after its first step.
@@ -55,7 +75,8 @@ def adam_report(optimizer: Any) -> str:
                     here[HOST if local.device.type == "cpu" and not cpu.installed() else DEVICE] += local.nbytes
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, here)
-    return f"optimizer state: all of it: {_line(everyone)}"
+    total = sum(sum(one.values()) for one in everyone)
+    return f"optimizer state: all of it: {_line(everyone)}", {"all of it": total}
 
 
 def state_bytes(chain: Any) -> tuple[dict[str, int], dict[str, int]]:

@@ -5,7 +5,8 @@
                       alone: pretrain_gpt.py --config RUN/config.yaml, or megatron-muon train --config RUN/config.yaml
       run.json        what was started, where, with which software; written before the training starts
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
-      tensorboard/    Megatron's events, where the flags do not name another place
+      tensorboard/    Megatron's events, where the flags do not name another place, and facts.json: what the training
+                      knows of its optimizer, see `state_report.write_facts`
       checkpoints/    checkpoints, where the flags ask for them (--save)
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -52,6 +54,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
+from megatron_muon.megatron import FACTS
 from megatron_muon.runs.events import LOSS_TAG
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
@@ -134,6 +137,17 @@ def locate(
     return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
 
 
+def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
+    """Where the files of a run lie now, as far as its run.json says."""
+    tensorboard, save = (
+        Path(moved(path, run, root)) if (path := run.get(name)) else None
+        for name in ("tensorboard_dir", "checkpoint_dir")
+    )
+    if tensorboard is None or not tensorboard.is_dir():
+        tensorboard = root / TENSORBOARD
+    return RunFolder(root, tensorboard, save or root / CHECKPOINTS)
+
+
 def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
     """Where a file or folder of a run is now that its folder may have been copied or renamed.
 
@@ -170,10 +184,19 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file such that it is there whole or not at all."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")
-    partial.replace(file)
+    """Writes a strict JSON file such that it is there whole or not at all."""
+    with files.written_at_once(file) as stream:
+        json.dump(strict(content), stream, indent=2, allow_nan=False)
+        stream.write("\n")
+
+
+def strict(value: Any) -> Any:
+    """`value` with null for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def lock_of(root: Path) -> Lock:
@@ -236,7 +259,7 @@ def clear(folder: RunFolder) -> None:
         (root / name).unlink(missing_ok=True)
     for file in (*root.glob("train.node-*.log"), *root.glob("config.node-*.yaml")):
         file.unlink()
-    for file in folder.tensorboard.glob("events.out.tfevents.*"):
+    for file in (*folder.tensorboard.glob("events.out.tfevents.*"), *folder.tensorboard.glob(FACTS)):
         file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():
         shutil.rmtree(folder.checkpoints)

@@ -22,8 +22,8 @@ from typing import Any
 from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import STATUS_FILE
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-from megatron_muon.megatron.launch import STATUS_FILE
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.node import FIRST_START_ONLY
 from megatron_muon.runs.processes import (
@@ -39,7 +39,6 @@ from megatron_muon.runs.provenance import checkout, machine, package_versions
 from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Flag, Request, Resolved, resolve
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.runs.run_summary import summary_of
-from megatron_muon.runs.summary import strict
 
 GRACE_SECONDS = 600
 """How long ranks may take to finish their step and save, once they have been asked to end."""
@@ -252,7 +251,6 @@ def _run(
         "ended": now.isoformat(timespec="seconds"),
         "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
     }
-    summary = strict(summary)
     run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
     return Outcome(status, summary)
 

@@ -19,7 +19,6 @@ from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.comparable import MEASURE
 from megatron_muon.runs.records import read_record
-from megatron_muon.runs.summary import strict
 from megatron_muon.sweep.grid import Point, Task
 
 CSV, JSON = "results.csv", "results.json"
@@ -130,7 +129,7 @@ def row(task: Task, folder: Path | None = None) -> dict[str, Any]:
         "state_bytes": record.all_state_bytes,
         "peak_bytes": record.peak_bytes,
     }
-    return strict({**head, **figures, "folder": str(folder)})  # type: ignore[no-any-return]
+    return run_folder.strict({**head, **figures, "folder": str(folder)})  # type: ignore[no-any-return]
 
 
 def final_column(rows: Sequence[Mapping[str, Any]]) -> str:

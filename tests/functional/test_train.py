@@ -20,7 +20,8 @@ from megatron_muon.cli import main
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.runs import processes
 from megatron_muon.runs.events import read_events
-from megatron_muon.runs.summary import summarize
+from megatron_muon.runs.records import read_record
+from megatron_muon.runs.summary import next_commands
 from tests.functional import cli
 
 pytestmark = pytest.mark.timeout(450)
@@ -136,7 +137,9 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     assert json.loads((folder / "summary.json").read_text()) == summary
 
     monkeypatch.chdir(tmp_path)
-    (line,) = (line for _, line in summarize(Path("runs/one")).next_commands if line.startswith("megatron-muon train"))
+    (line,) = (
+        line for _, line in next_commands(read_record(Path("runs/one"))) if line.startswith("megatron-muon train")
+    )
     assert main([*shlex.split(line)[1:], "--dry-run"]) == 0
 
 

@@ -9,12 +9,7 @@ from pathlib import Path
 
 SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
-STATE = (
-    "optimizer state: momentum fp32: device 3.00 MB, host 0.00 MB, disk 0.00 MB on the fullest rank; on all 2 ranks "
-    "device 5.00 MB, host 0.00 MB, disk 0.00 MB\n"
-    "optimizer state: all else: device 1.00 MB, host 0.00 MB, disk 0.00 MB on the fullest rank; on all 2 ranks device "
-    "1.50 MB, host 0.00 MB, disk 0.00 MB\n"
-)
+FACTS = {"muon_parameters": 1000, "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000}}
 PEAK = "[Rank 0] (after 1 iterations) memory (MB) | allocated: 70.0 | max allocated: 90.5 | reserved: 1.0\n"
 
 
@@ -54,6 +49,7 @@ def make_run(
             now = began + step * STEP_S
             writer.add_scalar("lm loss", loss(step), step, walltime=now)
             writer.add_scalar("lm loss vs samples", loss(step), step * BATCH, walltime=now)
+            writer.add_scalar("batch-size", BATCH, step, walltime=now)
             writer.add_scalar("iteration-time", STEP_S, step, walltime=now)
             writer.add_scalar("optimizer-time", 0.04, step, walltime=now)
             if step % every == 0 and optimizer == "muon":
@@ -65,15 +61,16 @@ def make_run(
                 writer.add_scalar("lm loss validation vs samples", loss(step) + 0.1, step * BATCH, walltime=now)
         if validation:  # the test set, under the same tag
             writer.add_scalar("lm loss validation", 9.0, steps, walltime=now)
-    (folder / "train.log").write_text(STATE + PEAK)
+    (folder / "train.log").write_text(PEAK)
+    (folder / "tensorboard" / "facts.json").write_text(json.dumps(FACTS))
     given = {"--optimizer": optimizer, "--lr": lr, "--seed": str(seed), "--train-iters": str(steps), **(flags or {})}
     lines = [f"  {name}: {value}" for name, value in given.items()]
     (folder / "config.yaml").write_text("\n".join(["MODEL_ARGS:", *lines, ""]))
     if summary:
         last = loss(steps)
         diverged = not math.isfinite(last)
-        text = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
-        (folder / "summary.json").write_text(json.dumps({**text, "tokens_per_second": 5120.0}))
+        found = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
+        (folder / "summary.json").write_text(json.dumps(found))
         machine = {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load}
         record: dict[str, object] = {
             "command": "megatron-muon sweep ...",

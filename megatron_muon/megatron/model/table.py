@@ -46,6 +46,11 @@ def parameter_table(
     return "\n".join(lines)
 
 
+def muon_parameters(groups: Sequence[Mapping[str, Any]]) -> int:
+    """How many parameters Muon takes, counted as in the table."""
+    return sum(_numel(p) for group in groups if "optimizer" not in group for p in group["params"])
+
+
 def _left_out(by_optimizer: Mapping[str, Sequence[torch.Tensor]]) -> dict[str, list[torch.Tensor]]:
     """The 2D weights of the scalar optimizer, by the reason that `tag_for_muon` left."""
     found: dict[str, list[torch.Tensor]] = {}

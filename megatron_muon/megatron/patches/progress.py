@@ -129,19 +129,25 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
 
 
 def _report_state(optimizer: Any) -> None:
-    """Prints how much state an optimizer of megatron-core has, which begins with its first step. Collective.
+    """Writes `facts.json`, and prints the state of megatron-core's own optimizers after the first step. Collective.
 
-    This package's factory tells that of its own before.
+    The factory has printed that of Muon before.
     """
     import torch.distributed as dist
+    from megatron.training import get_args
 
     from megatron_muon.megatron.chained import MuonChainedOptimizer
-    from megatron_muon.megatron.state_report import adam_report
+    from megatron_muon.megatron.state_report import adam_report, write_facts
 
-    if not isinstance(optimizer, MuonChainedOptimizer):
-        report = adam_report(optimizer)
+    if isinstance(optimizer, MuonChainedOptimizer):
+        facts = optimizer.facts
+    else:
+        report, state_bytes = adam_report(optimizer)
+        facts = {"state_bytes": state_bytes}
         if dist.get_rank() == 0:
             print(report, flush=True)
+    if dist.get_rank() == 0:
+        write_facts(get_args().tensorboard_dir, facts)
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
