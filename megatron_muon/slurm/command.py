@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import Reasons, RunFailedError, UserError
-from megatron_muon.runs.processes import ROOT
+from megatron_muon.runs.processes import ROOT, Nodes
 
 SCRIPT = Path("scripts/slurm/pretrain.sbatch")
 LOGS = Path("logs")
@@ -251,7 +251,7 @@ def check_as_run(args: argparse.Namespace) -> None:
     tasks = [()] if args.array is None else read_tasks(args.array)
     device = (("device", "cuda"),) if args.gpus_per_node else ()
     requests = [
-        Request(str(args.config), device, (*args.flags, *flags), ranks=ranks, nodes=args.nodes, writes=False)
+        Request(str(args.config), device, (*args.flags, *flags), ranks=ranks, nodes=Nodes(args.nodes), writes=False)
         for flags in tasks
     ]
     reasons = Reasons()

@@ -9,9 +9,7 @@ them train. What needs a cluster, another machine or minutes is listed with the 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import json
 import os
 import re
 import shlex
@@ -21,11 +19,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron_muon import cli as ours
+from megatron_muon.errors import UserError
 from megatron_muon.runs import processes, resolve, train
 from megatron_muon.sweep import trials as sweep
 from tests.functional.cli import ROOT, make_corpus
@@ -241,7 +239,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
     """In a worker: what a rank does before it trains; what is wrong with the flags."""
-    from megatron_muon.errors import UserError
     from megatron_muon.megatron import launch
 
     sys.modules["__main__"].installed.undo()
@@ -254,16 +251,11 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
     return ""
 
 
-def settle(rank: int, world_size: int, *, request: dict[str, Any], folder: str) -> dict[str, Any]:
+def settle(rank: int, world_size: int, *, request: resolve.Request, folder: str) -> resolve.Resolved | UserError:
     """In a worker: the work of the process that `resolve` starts."""
-    from megatron_muon.errors import UserError
-
     sys.modules["__main__"].installed.undo()
     os.chdir(folder)
-    try:
-        return json.loads(json.dumps(resolve._main(resolve.Request(**request)), default=str))
-    except UserError as error:
-        return {"error": str(error)}
+    return resolve._answer(request)
 
 
 @pytest.fixture(scope="module")
@@ -292,10 +284,10 @@ def reader(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
-    def settled(request: resolve.Request, **_: object) -> resolve.Resolved:
-        (said,) = ranks(1, settle, request=dataclasses.asdict(request), folder=str(tmp_path))
-        assert "error" not in said, said
-        return resolve._from_json(said)
+    def settled(request: resolve.Request) -> resolve.Resolved:
+        (answer,) = ranks(1, settle, request=request, folder=str(tmp_path))
+        assert isinstance(answer, resolve.Resolved), answer
+        return answer
 
     def watch(command: Sequence[str], log: Path, *, append: bool, **_: object) -> processes.Ended:
         count = int(command[command.index("--nproc-per-node") + 1])
@@ -306,7 +298,7 @@ def reader(
         return processes.Ended(run.returncode, None)
 
     monkeypatch.setattr(train, "resolve", settled)
-    monkeypatch.setattr(sweep, "resolve_each", lambda requests, **_: [settled(request) for request in requests])
+    monkeypatch.setattr(sweep, "resolve_each", lambda requests: [settled(request) for request in requests])
     monkeypatch.setattr(train, "watch", watch)
     with environment({}):
         yield lambda trains: Reader(tmp_path, ranks, trains)

@@ -174,8 +174,7 @@ def test_changed_settings_are_named(tmp_path):
     leave(tmp_path / "run", summary={"outcome": "finished"}, lr="0.02")
     plan = plan_of(tmp_path / "run", more=(Flag("--bf16", (), FROM_SET),))
     with pytest.raises(UserError, match=r"--lr was 0.02, now 0.01; --bf16 was not given, now true.*--out.*--overwrite"):
-        sweep.refuse_changed([plan], overwrite=False)
-    sweep.refuse_changed([plan], overwrite=True)
+        sweep.refuse_changed([plan])
 
 
 def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
@@ -199,24 +198,19 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
         sweep.check_devices([plan], 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    from megatron_muon.runs.train import Experiment
-
-    experiment = Experiment(plan.resolved)
-    assert sweep._share(experiment, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert sweep._share(plan.resolved, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
-    assert sweep._share(experiment, 0, 2) == {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
-    assert sweep._share(experiment, 0, 1) == {}
+    assert sweep._share(plan.resolved, 0, 2) == {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
+    assert sweep._share(plan.resolved, 0, 1) == {}
 
 
 def test_cores_are_shared_where_nobody_has_chosen(tmp_path, monkeypatch):
-    from megatron_muon.runs.train import Experiment
-
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep.processes, "cores", lambda: 16)
     plan = plan_of(tmp_path / "run", ranks=2)
-    assert sweep._share(Experiment(plan.resolved), 0, 2) == {"OMP_NUM_THREADS": "4"}
+    assert sweep._share(plan.resolved, 0, 2) == {"OMP_NUM_THREADS": "4"}
     chosen = plan_of(tmp_path / "run", env={"OMP_NUM_THREADS": "1"})
-    assert sweep._share(Experiment(chosen.resolved), 0, 2) == {}
+    assert sweep._share(chosen.resolved, 0, 2) == {}
 
 
 def test_runs_that_may_share_an_index_of_their_data():

@@ -17,7 +17,7 @@ from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.runs import processes, run_folder, run_summary
-from megatron_muon.runs.processes import Ended, Nodes, torchrun_on_nodes
+from megatron_muon.runs.processes import Ended, Nodes, torchrun
 from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
 from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
 from megatron_muon.runs.run_summary import summary_of
@@ -184,7 +184,7 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
 
 def test_starts_in_the_same_second_have_folders_of_their_own():
     parser, modules = cli._build_parser(["train", "--config", "x.yaml"])
-    requests = [modules["train"].request_of(parser.parse_args(["train", "--config", "x.yaml"]))[0] for _ in range(3)]
+    requests = [modules["train"].request_of(parser.parse_args(["train", "--config", "x.yaml"])) for _ in range(3)]
     assert len({request.default_out for request in requests}) == 3
 
 
@@ -402,8 +402,7 @@ def experiment_of(folder, *flags, resume=True):
         flags=flags, filled_in=(), env={}, notes=(), device="cpu", ranks=1, gpus=0, folder=folder,
         settings={"train_iters": 20}, files=(), can_wait=False,
     )  # fmt: skip
-    request = Request(config="x.yaml", default_out=str(folder.root))
-    return prepare(request, resume=resume, resolved=resolved)
+    return prepare(Request("x.yaml", default_out=str(folder.root), resume=resume), resolved)
 
 
 def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
@@ -462,7 +461,7 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
 
 
 def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
-    command = torchrun_on_nodes(8, Nodes(4, 2, "node0:29500", "job7"), "pretrain_gpt.py", more=("--max-restarts", "0"))
+    command = torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"), more=("--max-restarts", "0"))
     line = " ".join(command[command.index("torch.distributed.run") + 1 :])
     assert line == (
         "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
