@@ -345,21 +345,17 @@ def _gpus() -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _answer(request: Request) -> Resolved | UserError:
-    try:
-        return settle(request)
-    except UserError as error:
-        return error
-
-
 def _answer_in_child(request: Request) -> Resolved | UserError:
-    """`_answer` in a fork of this process."""
+    """What is settled, or what the user got wrong, from a fork of this process."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
     def send_answer() -> None:
         os.environ.pop(_NVML_CHECK, None)  # NVML counts a GPU that its driver cannot use, and this child may ask CUDA
-        sender.send(_answer(request))
+        try:
+            sender.send(settle(request))
+        except UserError as error:
+            sender.send(error)
 
     child = context.Process(target=send_answer)
     child.start()
@@ -387,11 +383,8 @@ def _import_once() -> None:
 
 def main(asked: Path, answers: Path) -> None:
     """The process that settles: reads requests and writes an answer for each."""
-    requests: list[Request] = pickle.loads(asked.read_bytes())
-    if len(requests) > 1:
-        _import_once()
-    settled = [(_answer if len(requests) == 1 else _answer_in_child)(request) for request in requests]
-    answers.write_bytes(pickle.dumps(settled))
+    _import_once()
+    answers.write_bytes(pickle.dumps([_answer_in_child(request) for request in pickle.loads(asked.read_bytes())]))
 
 
 if __name__ == "__main__":

@@ -255,7 +255,10 @@ def settle(rank: int, world_size: int, *, request: resolve.Request, folder: str)
     """In a worker: the work of the process that `resolve` starts."""
     sys.modules["__main__"].installed.undo()
     os.chdir(folder)
-    return resolve._answer(request)
+    try:
+        return resolve.settle(request)
+    except UserError as error:
+        return error
 
 
 @pytest.fixture(scope="module")
