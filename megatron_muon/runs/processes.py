@@ -94,14 +94,7 @@ THIS_MACHINE = Nodes()
 
 
 def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE, more: Sequence[str] = ()) -> list[str]:
-    """The command that runs `program` with `ranks` processes on each machine.
-
-    Args:
-        ranks: processes.
-        program: a script or `-m MODULE`, and its arguments.
-        nodes: the machines.
-        more: further flags for torchrun.
-    """
+    """The command that runs `program`, a script or `-m MODULE` with its arguments, on `ranks` processes per machine."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
     if nodes.count == 1:
         meet += ["--local-addr", "127.0.0.1"]
@@ -233,11 +226,7 @@ def _without_traceback_of_signals(show: Callable[[str], object]) -> Callable[[st
 
 @contextlib.contextmanager
 def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has the signals that end a program handled so; in the main thread only, as Python wants it.
-
-    Args:
-        handler: gets the number of SIGINT, SIGTERM or SIGHUP; a signal that is ignored stays so.
-    """
+    """Has SIGINT, SIGTERM and SIGHUP handled so; in the main thread only, as Python wants it. Ignored ones stay so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

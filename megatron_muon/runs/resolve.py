@@ -85,7 +85,7 @@ class Flag:
     """One setting of a run.
 
     Attributes:
-        name: the flag.
+        name: with its dashes.
         values: none for a bare flag.
         source: the file it stands in, or one of the names above.
     """
@@ -136,19 +136,6 @@ class Resolved:
         return config_hash(self.flag_values, self.env)
 
 
-def resolve(request: Request) -> Resolved:
-    """Settles an experiment in a process of its own.
-
-    Raises:
-        UserError: what the user got wrong, as pretrain_gpt.py would say it.
-        RunFailedError: the process failed; what it printed has been shown.
-    """
-    (answer,) = resolve_each([request])
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
-
-
 def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """Settles several experiments, each in a process of its own that need not import torch anew.
 
@@ -193,15 +180,9 @@ def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
 
 
 def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Collection[str]) -> list[str]:
-    """The command line that a `--set KEY=VALUE` stands for.
+    """The command line that a `--set KEY=VALUE` stands for, given the parser's actions and the file's flags.
 
     `true` gives a bare flag; `false` and `null` take a flag of the file away, or give its `--no-` twin.
-
-    Args:
-        key: see `flag_named`.
-        value: as typed.
-        actions: the parser's actions by flag.
-        in_file: flags of the experiment file.
 
     Raises:
         UserError: no such flag, or a value that cannot be.
@@ -247,11 +228,8 @@ class _Amendment:
     """Puts `--set` before the typed flags and the run folder's behind them; remembers where each comes from.
 
     Attributes:
-        request: what is asked for.
-        sets: its `--set`, without the device.
+        sets: the request's, without the device.
         sources: where a flag that no file holds comes from.
-        notes: what a user should be told.
-        folder: where the run's files go.
     """
 
     request: Request
@@ -293,7 +271,11 @@ class _Amendment:
 
 
 def settle(request: Request) -> Resolved:
-    """Settles an experiment in this process: sets the environment, replaces sys.argv, patches megatron-core."""
+    """Settles an experiment in this process: sets the environment, replaces sys.argv, patches megatron-core.
+
+    Raises:
+        UserError: what the user got wrong, as pretrain_gpt.py would say it.
+    """
     from torch.distributed.run import get_args_parser
 
     from megatron_muon.megatron import launch

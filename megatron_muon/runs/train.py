@@ -25,10 +25,10 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron import STATUS_FILE
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.node import FIRST_START_ONLY
+from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
 from megatron_muon.runs.processes import Ended, environment, pretrain_program, torchrun, watch
 from megatron_muon.runs.provenance import origin
-from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve
+from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.runs.run_summary import summary_of
 
@@ -69,9 +69,8 @@ class Experiment:
         One of an experiment file, or beside a --load of other checkpoints, says how the first start began.
         """
         typed = {flag.name: flag.values for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
-        step = typed.get("--ckpt-step")
-        is_own = self.request.resume and self.folder.checkpoint and "--load" not in typed
-        return int(step[0]) if step and is_own else None
+        is_own = self.request.resume and self.folder.checkpoint and names_own_step(typed)
+        return int(typed["--ckpt-step"][0]) if is_own else None
 
     @property
     def checkpoint(self) -> Path | None:
@@ -117,20 +116,20 @@ class Outcome:
     started: bool = True
 
 
-def prepare(request: Request, resolved: Resolved | None = None) -> Experiment:
-    """Settles an experiment; writes nothing but what `request.writes` allows.
-
-    Args:
-        request: what is asked for.
-        resolved: what `resolve_each` returned for this request, where it was called.
+def prepare(request: Request, resolved: Resolved | UserError | None = None) -> Experiment:
+    """Settles an experiment, unless it is `resolved` already; writes nothing but what `request.writes` allows.
 
     Raises:
         UserError: what the user got wrong, a folder that is taken included.
+        RunFailedError: the process that settles failed; what it printed has been shown.
     """
     nodes = request.nodes
     if request.out is not None and nodes.rank == 0:  # told at once, where the flags have no say
         _refuse_taken(run_folder.locate({}, {}, out=request.out, default="")[0], request)
-    resolved = resolve(request) if resolved is None else resolved
+    if resolved is None:
+        (resolved,) = resolve_each([request])
+    if isinstance(resolved, UserError):
+        raise resolved
     experiment = Experiment(request, resolved)
     if nodes.count > 1 and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
@@ -157,10 +156,10 @@ def execute(
     stop: threading.Event | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Runs an experiment to its end and writes its folder.
+    """Runs what `prepare` returned to its end and writes its folder.
 
     Args:
-        experiment: what `prepare` returned.
+        experiment: what to run.
         on_line: gets every line of the output as it comes.
         stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
         env: variables for the ranks, which win over all others.

@@ -73,10 +73,7 @@ class Task:
 
 
 def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
-    """The points of all `--grid`s, in their order, none of them twice.
-
-    Args:
-        grids: of each `--grid` its words: KEY=VALUE,VALUE,...; further KEY=VALUES may follow in the same word.
+    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice.
 
     Raises:
         UserError: what cannot be read, a key that is given twice, or alternatives that have nothing in common.

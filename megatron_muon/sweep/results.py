@@ -48,15 +48,7 @@ FIGURES: dict[str, Callable[[Record], Any]] = {
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over seeds.
-
-    Attributes:
-        mean: over the seeds that have it.
-        std: sample standard deviation; None with one seed.
-        low: the least.
-        high: the most.
-        count: seeds that have it.
-    """
+    """A figure over the seeds that have it, `count` of them; `std` is the sample standard deviation, None with one."""
 
     mean: float
     std: float | None
@@ -83,10 +75,7 @@ class PointResult:
     """A point over its seeds.
 
     Attributes:
-        point: which.
-        seeds: how many were asked for.
-        finished: how many have finished.
-        diverged: how many have diverged.
+        seeds: how many were asked for; of these, `finished` and `diverged`.
         final: what points are compared by.
         figures: spreads by name of the column.
         best: whether it is the best of its optimizer, on its data.
@@ -177,14 +166,7 @@ def at_the_edge(results: Sequence[PointResult]) -> list[str]:
 
 
 def write(out: Path, points: Sequence[Point], rows: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> None:
-    """Writes results.csv and results.json, each whole or not at all.
-
-    Args:
-        out: the sweep's folder.
-        points: all points.
-        rows: all runs.
-        head: what results.json begins with.
-    """
+    """Writes results.csv and results.json, which begins with `head`, each whole or not at all."""
     results = by_point(points, rows)
     keys = dict.fromkeys(key for point in points for key, _ in point.settings)
     with files.written_at_once(out / CSV) as stream:

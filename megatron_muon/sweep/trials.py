@@ -44,9 +44,6 @@ class Plan:
     """A settled run of a sweep.
 
     Attributes:
-        task: which.
-        request: what was asked for.
-        resolved: its settings.
         state: one of the states above.
         changes: settings that differ from those it was trained with, in words.
     """
@@ -73,11 +70,7 @@ class Plan:
 
 
 def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
-    """Settles all runs, so that a mistake is told before hours of training.
-
-    Args:
-        tasks: the runs.
-        every: what is asked for of all runs alike.
+    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike.
 
     Raises:
         UserError: what the user got wrong, with the point.
@@ -100,11 +93,7 @@ def settled_now(plans: Sequence[Plan]) -> list[Plan]:
 
 
 def refuse_changed(plans: Sequence[Plan]) -> None:
-    """Refuses runs that were trained with other settings.
-
-    Raises:
-        UserError: says which, what differs, and what to type.
-    """
+    """Raises a UserError for runs that were trained with other settings: which, what differs, and what to type."""
     changed = [plan for plan in plans if plan.state == CHANGED]
     if changed:
         first = changed[0]
@@ -116,11 +105,7 @@ def refuse_changed(plans: Sequence[Plan]) -> None:
 
 
 def check_devices(plans: Sequence[Plan], jobs: int) -> None:
-    """Refuses more runs at once than there are GPUs for.
-
-    Raises:
-        UserError: says how many there are.
-    """
+    """Raises a UserError for more runs at once than there are GPUs for."""
     ranks, gpus = plans[0].resolved.ranks, plans[0].resolved.gpus
     if plans[0].resolved.device == "cuda" and jobs * ranks > gpus:
         raise UserError(
@@ -130,11 +115,7 @@ def check_devices(plans: Sequence[Plan], jobs: int) -> None:
 
 
 def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
-    """Keeps a second sweep away from the folder.
-
-    Raises:
-        UserError: another one is at work there.
-    """
+    """Keeps a second sweep away from the folder: that one gets a UserError."""
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
@@ -152,13 +133,7 @@ class Progress(Protocol):
 
 
 class Sweep:
-    """Runs under way, at most `jobs` at once.
-
-    Args:
-        plans: what is to be run, in this order.
-        jobs: how many at once.
-        progress: whom to tell.
-    """
+    """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
 
     def __init__(self, plans: Sequence[Plan], jobs: int, progress: Progress) -> None:
         self.signal: int | None = None
@@ -168,10 +143,9 @@ class Sweep:
         self._indexed: set[tuple[Any, ...]] = set()
 
     def run(self, ended: Callable[[Plan, Outcome], object]) -> None:
-        """Runs all, to their end or the first signal; raises what a thread raised.
+        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started.
 
-        Args:
-            ended: called in this thread for each run that was started and has ended.
+        Raises what a thread raised.
         """
         slots = list(range(self._jobs))
         waiting = list(self._plans)

@@ -300,8 +300,8 @@ def reader(
             stream.write(run.output)
         return processes.Ended(run.returncode, None)
 
-    monkeypatch.setattr(train, "resolve", settled)
-    monkeypatch.setattr(sweep, "resolve_each", lambda requests: [settled(request) for request in requests])
+    for module in (train, sweep):
+        monkeypatch.setattr(module, "resolve_each", lambda requests: [settled(request) for request in requests])
     monkeypatch.setattr(train, "watch", watch)
     with environment({}):
         yield lambda trains: Reader(tmp_path, ranks, trains)
