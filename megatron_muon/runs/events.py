@@ -37,14 +37,17 @@ class RunEvents:
     """The events of a run.
 
     Attributes:
-        scalars: points by tag, in the order written. Tags "... vs samples" count samples, not iterations.
+        scalars: points by tag, in the order written. Tags "... vs samples" count samples, not iterations; those of
+            abandoned iterations are among them.
         args: Megatron's arguments as strings, by their name in its namespace (`seq_length`).
+        samples: samples consumed, all starts together, by logged iteration.
         starts: of each start, when its training loop began and when it logged the last loss that no later start took
             back, in seconds since the epoch.
     """
 
     scalars: dict[str, list[Point]] = field(default_factory=dict)
     args: dict[str, str] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     starts: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -103,20 +106,24 @@ def read_events(directory: Path) -> RunEvents:
     starts = sorted((start for file in files if (start := _read_start(file))), key=lambda start: start.began)
     scalars: dict[str, list[Point]] = {}
     args: dict[str, str] = {}
+    samples: dict[int, int] = {}
     for start in starts:
+        samples = {step: count for step, count in samples.items() if step <= start.step}
         for tag, points in scalars.items():
             if not tag.endswith(" vs samples"):
                 scalars[tag] = [point for point in points if point.step <= start.step]
         for tag, points in start.scalars.items():
             scalars.setdefault(tag, []).extend(points)
         args |= start.args
+        written = zip(start.scalars.get(LOSS_TAG, []), start.scalars.get(f"{LOSS_TAG} vs samples", []), strict=False)
+        samples |= {loss.step: count.step for loss, count in written}
     times = [point.wall_time for point in scalars.get(LOSS_TAG, [])]
     began = [start.began for start in starts]
     lasts = [
         max((time for time in times if first <= time < following), default=first)
         for first, following in itertools.pairwise([*began, math.inf])
     ]
-    return RunEvents(scalars, args, tuple(zip(began, lasts, strict=True)))
+    return RunEvents(scalars, args, samples, tuple(zip(began, lasts, strict=True)))
 
 
 @dataclass(frozen=True)

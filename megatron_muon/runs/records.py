@@ -7,7 +7,6 @@ without a summary, such as an array task's, has what its events say. Needs neith
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 import re
@@ -154,8 +153,7 @@ class Record:
     @property
     def tokens(self) -> int | None:
         """Trained on, all starts together."""
-        samples, length = self.events.points(f"{LOSS_TAG} vs samples"), self.whole_number("seq_length")
-        return samples[-1].step * length if samples and length is not None else None
+        return self.train[-1].tokens if self.train else None
 
     @property
     def train_seconds(self) -> float:
@@ -263,18 +261,17 @@ class Record:
         return round(max(peaks)) if peaks else None
 
     def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
-        samples = sorted(self.events.points(f"{LOSS_TAG} vs samples"), key=lambda point: point.wall_time)
-        times = [point.wall_time for point in samples]
-        by_step = {point.step: _nearest(samples, times, point.wall_time) for point in self.events.points(LOSS_TAG)}
-        length, last = self.whole_number("seq_length"), max(by_step, default=0)
-        found = []
-        for point in points:
-            count = by_step.get(point.step)
-            if count is None and last:  # a step between two logged ones
-                count = round(by_step[last] * point.step / last)
-            tokens = count * length if count and length is not None else None
-            found.append(LossPoint(point.step, tokens, self.events.seconds_at(point), point.value))
-        return tuple(found)
+        samples, length = self.events.samples, self.whole_number("seq_length")
+        last = max(samples, default=0)
+
+        def tokens(step: int) -> int | None:
+            if not last or length is None:
+                return None
+            return length * samples.get(step, round(samples[last] * step / last))  # a step between two logged ones
+
+        return tuple(
+            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
+        )
 
 
 def is_run(folder: Path) -> bool:
@@ -308,14 +305,6 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
             f"the log in {str(places.tensorboard)!r} holds no {LOSS_TAG!r}; the run ended before its first step"
         )
     return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
-
-
-def _nearest(samples: Sequence[Point], times: Sequence[float], time: float) -> int:
-    """Samples consumed at a time; Megatron writes them as the step of points beside the losses'."""
-    if not samples:
-        return 0
-    at = bisect.bisect(times, time)
-    return min(samples[max(at - 1, 0) : at + 1], key=lambda point: abs(point.wall_time - time)).step
 
 
 def _by_step(points: Iterable[Point]) -> dict[int, float]:

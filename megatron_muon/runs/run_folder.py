@@ -153,15 +153,11 @@ def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
 
     A copy must neither go on from the original's checkpoints nor write into them.
 
-    Args:
-        path: as the run's files name it.
-        run: what run.json says.
-        root: the run's folder.
-
     Returns:
-        The same place within `root` where `path` was within another folder of this run; else `path`.
+        The same place within `root` where `path`, of the run's files, was within another folder of this run; else
+        `path`.
     """
-    if "folder" not in run:  # of an earlier version
+    if "folder" not in run:  # no run.json
         return path
     was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
     if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
@@ -205,11 +201,7 @@ def lock_of(root: Path) -> Lock:
 
 
 def refuse_living(folder: RunFolder) -> None:
-    """Refuses a folder where a run is under way, or whose ranks have outlived it.
-
-    Raises:
-        UserError: says whose.
-    """
+    """Raises a UserError for a folder where a run is under way, or whose ranks have outlived it."""
     lock_of(folder.root).refuse_if_held()
     if folder.checkpoints is not None:
         checkpoint_lock.lock_of(folder.checkpoints).refuse_if_held()
@@ -255,11 +247,13 @@ def clear(folder: RunFolder) -> None:
         raise UserError(
             f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
         )
-    for name in (CONFIG, RUN, LOG, SUMMARY):
-        (root / name).unlink(missing_ok=True)
-    for file in (*root.glob("train.node-*.log"), *root.glob("config.node-*.yaml")):
-        file.unlink()
-    for file in (*folder.tensorboard.glob("events.out.tfevents.*"), *folder.tensorboard.glob(FACTS)):
+    own = [
+        file
+        for name in (CONFIG, RUN, LOG, SUMMARY, "train.node-*.log", "config.node-*.yaml")
+        for file in root.glob(name)
+    ]
+    own += [file for name in ("events.out.tfevents.*", FACTS) for file in folder.tensorboard.glob(name)]
+    for file in own:
         file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():
         shutil.rmtree(folder.checkpoints)

@@ -97,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
     points = parse_grids(args.grid)
     sets = tuple(assignment(text) for text in args.sets)
     in_grid = [setting for point in points for setting in point.settings]
-    _check_places([*sets, *in_grid])
-    _check_flags(args.flags, {_flag(key) for key, _ in in_grid})
+    _check_flags(sets, args.flags, in_grid)
     out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
     tasks = tasks_of(points, args.seeds, out)
     every = Request(
@@ -184,28 +183,20 @@ def _show_plans(plans: Sequence[Plan]) -> None:
     print("dry run: nothing was started or written")
 
 
-def _check_places(settings: Sequence[tuple[str, str]]) -> None:
-    """Refuses one place for the files of all runs."""
-    for key, value in settings:
-        flag = _flag(key)
+def _check_flags(settings: Sequence[tuple[str, str]], typed: Sequence[str], in_grid: Sequence[tuple[str, str]]) -> None:
+    """Refuses what would make all runs one, or give them one place for their files; typed flags win over the grid."""
+    flags = [token.partition("=")[0] for token in typed]
+    if twice := next((flag for key, _ in in_grid if (flag := _flag(key)) in flags), None):
+        raise UserError(f"{twice} is in --grid and beside it, where it holds for all runs; give it once")
+    given = [(f"{key}={value}", _flag(key), value) for key, value in (*settings, *in_grid)]
+    for shown, flag, value in (*given, *((flag, flag, "") for flag in flags)):
+        if flag == "--seed":
+            raise UserError(f"{shown} is that of one run; seeds come from --seeds N, which takes 1 to N")
         if flag == "--tensorboard-dir" or (flag == "--save" and value.lower() not in ("null", "false")):
             raise UserError(
-                f"{key}={value}: every run of a sweep has its own folder below --out; with {flag} in the experiment "
-                f"file each writes there, and {flag[2:]}=null takes it away"
+                f"{shown}: every run of a sweep has its own folder below --out; with {flag} in the experiment file "
+                f"each writes there, and --set {flag[2:]}=null takes it away"
             )
-        if flag == "--seed":
-            raise UserError(f"--set {key}={value}: seeds come from --seeds N, which takes 1 to N")
-
-
-def _check_flags(typed: Sequence[str], in_grid: set[str]) -> None:
-    """Refuses flags of pretrain_gpt.py that would make runs of the sweep one: they win over the grid and the seeds."""
-    for flag in (token.partition("=")[0] for token in typed):
-        if flag in in_grid:
-            raise UserError(f"{flag} is in --grid and beside it, where it holds for all runs; give it once")
-        if flag == "--seed":
-            raise UserError("--seed is that of one run; seeds come from --seeds N, which takes 1 to N")
-        if flag in ("--save", "--tensorboard-dir"):
-            raise UserError(f"{flag}: every run of a sweep has its own folder below --out; leave {flag} out")
 
 
 def _flag(key: str) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -26,6 +26,9 @@ from megatron_muon.runs import processes, run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.train import Outcome, execute, prepare
 from megatron_muon.sweep.grid import Task
+
+if TYPE_CHECKING:
+    from megatron_muon.sweep.show import Display
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
@@ -119,25 +122,12 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
-class Progress(Protocol):
-    """What a sweep tells of its runs while they run; `started` and `line` are called from the runs' threads."""
-
-    def started(self, plan: Plan) -> None:
-        """A run begins."""
-
-    def line(self, plan: Plan, line: str) -> None:
-        """A line of a run's output."""
-
-    def refresh(self) -> None:
-        """Some time has passed."""
-
-
 class Sweep:
     """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
 
-    def __init__(self, plans: Sequence[Plan], jobs: int, progress: Progress) -> None:
+    def __init__(self, plans: Sequence[Plan], jobs: int, display: Display) -> None:
         self.signal: int | None = None
-        self._plans, self._jobs, self._progress = plans, jobs, progress
+        self._plans, self._jobs, self._display = plans, jobs, display
         self._stop = threading.Event()
         self._indexing = threading.Lock()
         self._indexed: set[tuple[Any, ...]] = set()
@@ -157,7 +147,7 @@ class Sweep:
                         plan, slot = waiting.pop(0), slots.pop(0)
                         running[pool.submit(self._one, plan, slot)] = plan, slot
                     done, _ = wait(running, timeout=_PAUSE_S, return_when=FIRST_COMPLETED)
-                    self._progress.refresh()
+                    self._display.refresh()
                     for future in done:
                         plan, slot = running.pop(future)
                         slots.append(slot)
@@ -186,9 +176,9 @@ class Sweep:
                 if data not in self._indexed and (_TRAINS in line or PROGRESS.search(line)):
                     self._indexed.add(data)
                     until_indexed.close()
-                self._progress.line(plan, line)
+                self._display.line(plan, line)
 
-            self._progress.started(plan)
+            self._display.started(plan)
             request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
             experiment = prepare(request, plan.resolved)
             return execute(experiment, on_line=on_line, stop=self._stop, env=_share(plan.resolved, slot, self._jobs))

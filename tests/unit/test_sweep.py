@@ -90,21 +90,15 @@ def test_all_points_get_the_first_seed_before_the_second():
     assert tasks[3].folder == Path("out/lr=2/seed=2")
 
 
-def test_one_place_for_all_runs_is_refused(capsys):
-    line = ["sweep", "--config", "c.yaml", "--grid", "lr=1,2"]
-    assert cli.main([*line, "--set", "save=x"]) == 2
-    assert "every run of a sweep has its own folder below --out" in capsys.readouterr().err
-    assert cli.main([*line, "--set", "seed=4"]) == 2
-    assert "--seeds N" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--lr", "3"], "--lr is in --grid and beside it"),
         (["--muon-lr=3"], "--muon-lr is in --grid and beside it"),
         (["--seed", "5"], "seeds come from --seeds N"),
-        (["--", "--save", "a"], "every run of a sweep has its own folder"),
+        (["--", "--save", "a"], "every run of a sweep has its own folder below --out"),
+        (["--set", "save=x"], "every run of a sweep has its own folder below --out"),
+        (["--set", "seed=4"], "seeds come from --seeds N"),
     ],
 )
 def test_flags_that_would_make_all_runs_one_are_refused(flags, says, capsys):
