@@ -19,18 +19,15 @@ from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 _PLACES = (DEVICE, HOST, DISK)
 
 
-def write_facts(tensorboard_dir: str | None, facts: Mapping[str, Any]) -> None:
-    """Writes what is known of a run's optimizer for tools: `muon_parameters`, `plan` (its digest), `state_bytes`.
-
-    Called on rank 0.
+def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Writes what is known of a run's optimizer for tools, beside the run's events.
 
     Args:
-        tensorboard_dir: None where the run writes no events; nothing is written then.
-        facts: JSON's values. `state_bytes` are of all ranks together, wherever they lie, by kind.
+        folder: --tensorboard-dir.
+        facts: `muon_parameters` and `plan`, its digest, of a Muon; `state_bytes` of all ranks together, by kind.
     """
-    if tensorboard_dir is not None:
-        Path(tensorboard_dir).mkdir(parents=True, exist_ok=True)
-        Path(tensorboard_dir, FACTS).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
 
 
 def state_report(chain: Any) -> tuple[str, dict[str, int]]:

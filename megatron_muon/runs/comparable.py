@@ -1,4 +1,4 @@
-"""Whether runs can be compared: whether they were trained on the same, with the same machine, and with rates searched.
+"""Whether runs can be compared: by data, batch and model for losses and steps, by machine and load for times.
 
 What cannot be compared is said where the conclusion would stand, see `report.page`.
 """
@@ -25,7 +25,7 @@ BUDGET = (_BATCH, *_MODEL)
 _ABSENT = "-"
 _NUMBER = re.compile(r"[\d.]+(e[+-]?\d+)?")
 _OTHER_LOAD_PART = 0.5
-"""Loads that differ by this part of the machine's cores are told."""
+"""Loads that differ by this fraction of the cores make times incomparable."""
 
 
 def differing(runs: Sequence[Record], keys: Iterable[str]) -> dict[str, list[str]]:

@@ -133,9 +133,9 @@ def watch(
         env: its environment.
         on_line: gets every line without its end, but for torchrun's own traceback after a signal.
         append: keep what the log holds.
-        keeps: descriptors that the command inherits, such as that of a lock; what it starts does not.
+        keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
-        stop: when it is set, all goes as after Ctrl-C; for callers in other threads than the main one.
+        stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
     """
     mark = uuid.uuid4().hex
     process: subprocess.Popen[bytes] | None = None

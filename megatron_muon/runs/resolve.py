@@ -39,7 +39,7 @@ _SETTINGS = (
     "exit_signal_handler",
     "data_parallel_sharding_strategy",
 )
-"""Megatron's arguments that are told apart, beside the flags."""
+"""Megatron's arguments in `Resolved.settings` and run.json."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Makes torch look for GPUs without CUDA, which a process that forks must not have touched."""

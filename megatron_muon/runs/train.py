@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -187,7 +187,19 @@ def execute(
             run_folder.write_json(folder.root / run_folder.RUN, run)
         append = experiment.checkpoint is not None
         began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
-        status = _launch(experiment, on_line=on_line, stop=stop, more_env=env or {}, append=append, keeps=keeps)
+        status_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="train-")), "status")
+        of_ranks = environment(experiment.resolved.ranks, nodes=request.nodes.count, settings=experiment.resolved.env)
+        ended = watch(
+            experiment.torchrun(),
+            experiment.log,
+            env={**of_ranks, **(env or {}), STATUS_FILE: str(status_file)},
+            on_line=on_line,
+            append=append,
+            keeps=keeps,
+            grace_s=request.grace_s,
+            stop=stop,
+        )
+        status = _exit_status(ended, status_file)
         if not experiment.is_first_node:
             return Outcome(status, {})
         now = datetime.now(UTC)
@@ -203,37 +215,11 @@ def execute(
         return Outcome(status, summary)
 
 
-def _launch(
-    experiment: Experiment,
-    *,
-    on_line: Callable[[str], object] | None,
-    stop: threading.Event | None,
-    more_env: Mapping[str, str],
-    append: bool,
-    keeps: Sequence[int],
-) -> int:
-    """Runs torchrun to its end; the run's status."""
-    resolved, request = experiment.resolved, experiment.request
-    env = environment(resolved.ranks, nodes=request.nodes.count, settings=resolved.env)
-    with tempfile.TemporaryDirectory(prefix="train-") as scratch:
-        file = Path(scratch, "status")
-        ended = watch(
-            experiment.torchrun(),
-            experiment.log,
-            env={**env, **more_env, STATUS_FILE: str(file)},
-            on_line=on_line,
-            append=append,
-            keeps=keeps,
-            grace_s=request.grace_s,
-            stop=stop,
-        )
-        with contextlib.suppress(OSError, ValueError):
-            return _exit_status(ended, int(file.read_text("utf-8")))
-    return _exit_status(ended, None)
-
-
-def _exit_status(ended: Ended, rank: int | None) -> int:
-    """The run's status: what a rank said counts for more than torchrun's, which is 1 for anything but 0."""
+def _exit_status(ended: Ended, of_rank: Path) -> int:
+    """The run's status: what a rank left in a file counts for more than torchrun's, which is 1 for anything but 0."""
+    rank = None
+    with contextlib.suppress(OSError, ValueError):
+        rank = int(of_rank.read_text("utf-8"))
     if ended.signal == signal.SIGINT:
         return 128 + signal.SIGINT
     if ended.signal is not None:

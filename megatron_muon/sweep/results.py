@@ -91,7 +91,7 @@ class PointResult:
 
     @property
     def counts(self) -> bool:
-        """Whether it may be the best."""
+        """Whether it is a candidate for the best: all seeds finished, none diverged."""
         return self.final is not None and self.finished == self.seeds and self.diverged == 0
 
     @property

@@ -41,13 +41,13 @@ def write_start(writer_class, directory, steps, *, began=1000.0, timers=True, lo
             writer.add_text(name, str(value), global_step=steps[0] - 1, walltime=began)
         for step in steps:
             now = began + 30 + (step - steps[0] + 1) * STEP_SECONDS
-            writer.add_scalar("lm loss", loss(step), step, walltime=now)
-            writer.add_scalar("lm loss vs samples", loss(step), step * BATCH_SIZE, walltime=now)
-            writer.add_scalar("batch-size", BATCH_SIZE, step, walltime=now)
+            scalars = {"lm loss": loss(step), "batch-size": BATCH_SIZE}
             if timers:  # the first steps are slow; the summary is about the others
                 slow = 40 if step <= 10 else 1
-                writer.add_scalar("iteration-time", STEP_SECONDS * slow, step, walltime=now)
-                writer.add_scalar("optimizer-time", OPTIMIZER_SECONDS, step, walltime=now)
+                scalars |= {"iteration-time": STEP_SECONDS * slow, "optimizer-time": OPTIMIZER_SECONDS}
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, step, walltime=now)
+            writer.add_scalar("lm loss vs samples", loss(step), step * BATCH_SIZE, walltime=now)
 
 
 @pytest.fixture

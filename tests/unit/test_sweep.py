@@ -67,7 +67,7 @@ def test_a_value_with_a_comma_is_quoted():
         ("seed=1,2", r"--seeds N"),
     ],
 )
-def test_what_is_no_grid_is_refused(words, says):
+def test_a_malformed_grid_is_refused(words, says):
     with pytest.raises(UserError, match=says):
         names(words)
 
@@ -101,7 +101,7 @@ def test_all_points_get_the_first_seed_before_the_second():
         (["--set", "seed=4"], "seeds come from --seeds N"),
     ],
 )
-def test_flags_that_would_make_all_runs_one_are_refused(flags, says, capsys):
+def test_flags_that_would_make_all_runs_the_same_are_refused(flags, says, capsys):
     """They win over the grid and over the seeds, so that every run would be the same."""
     argv = ["sweep", "--config", "configs/quickstart.yaml", "--grid", "lr=1,2", "muon_lr=1", "--dry-run", *flags]
     assert cli.main(argv) == exit_codes.USAGE
@@ -153,7 +153,7 @@ def test_the_state_of_a_run(tmp_path, left, save, state):
     assert sweep._state(resolved_of(tmp_path / "run", save=save))[0] == state
 
 
-def test_events_that_no_sweep_wrote_are_nobodys_to_delete(tmp_path):
+def test_events_of_other_runs_are_not_deleted(tmp_path):
     make_run(tmp_path / "run", falling(0.1), summary=False)
     assert sweep._state(resolved_of(tmp_path / "run"))[0] == sweep.CHANGED
 
@@ -198,7 +198,7 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
     assert sweep._share(plan.resolved, 0, 1) == {}
 
 
-def test_cores_are_shared_where_nobody_has_chosen(tmp_path, monkeypatch):
+def test_cores_are_shared_unless_omp_num_threads_is_set(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep.processes, "cores", lambda: 16)
     plan = plan_of(tmp_path / "run", ranks=2)
@@ -335,7 +335,7 @@ def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
     assert [note.partition(": ")[2][:12] for note in at_the_edge(results)] == ["lr=2e-3 is t", "lr=2e-3 is t"]
 
 
-def test_a_spread_leaves_out_what_is_no_number():
+def test_a_spread_leaves_out_non_finite_values():
     assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
     assert Spread.of([2.0]).shown(".1f") == "2.0"
     assert Spread.of([None]) is None

@@ -151,7 +151,7 @@ def test_a_run_is_not_written_over(taken):
     check_free(taken, resume=False, overwrite=True)
 
 
-def test_what_is_no_summary_counts_too(taken):
+def test_a_folder_without_a_summary_is_not_written_over_either(taken):
     (taken.root / "summary.json").unlink()
     with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
         check_free(taken, resume=False, overwrite=False)
@@ -182,7 +182,7 @@ def test_starts_in_the_same_second_have_folders_of_their_own():
     assert len({request.default_out for request in requests}) == 3
 
 
-def test_a_start_that_came_to_nothing_is_in_nobodys_way(tmp_path):
+def test_a_start_without_a_step_may_be_overwritten(tmp_path):
     """Megatron writes its arguments to TensorBoard before it reads data: these events are no run's results."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -284,8 +284,10 @@ def test_equal_experiments_have_equal_hashes():
         (Ended(1, 1), None, 129),
     ],
 )
-def test_the_status_is_the_runs(ended, rank, status):
-    assert _exit_status(ended, rank) == status
+def test_the_status_is_the_runs(tmp_path, ended, rank, status):
+    if rank is not None:
+        (tmp_path / "status").write_text(f"{rank}\n")
+    assert _exit_status(ended, tmp_path / "status") == status
 
 
 NAN_LOG = """\
@@ -306,7 +308,7 @@ def summary_for(root, *, status, log=None, began_at=0):
     return summary_of(folder, status=status, log=root / "train.log", run=run, began_at=began_at)
 
 
-def test_a_loss_that_is_no_number_is_a_divergence(tmp_path):
+def test_a_non_finite_loss_is_a_divergence(tmp_path):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
     summary = summary_for(tmp_path, status=16, log=NAN_LOG)
     assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 1)

@@ -10,6 +10,7 @@ import datetime
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -78,6 +79,8 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
             optimizer = build(*args, **kwargs)
             optimizer.step = of_optimizer.timed(optimizer.step)
             made[:] = [optimizer]
+            if isinstance(optimizer, MuonChainedOptimizer):
+                _tell(optimizer.facts)
             return optimizer
 
         return get_megatron_optimizer
@@ -129,25 +132,28 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
 
 
 def _report_state(optimizer: Any) -> None:
-    """Writes `facts.json`, and prints the state of megatron-core's own optimizers after the first step. Collective.
+    """Prints how much state an optimizer of megatron-core has, which begins with its first step. Collective.
 
-    The factory has printed that of Muon before.
+    This package's factory tells that of its own before.
     """
-    import torch.distributed as dist
+    from megatron_muon.megatron.chained import MuonChainedOptimizer
+    from megatron_muon.megatron.state_report import adam_report
+
+    if not isinstance(optimizer, MuonChainedOptimizer):
+        report, state_bytes = adam_report(optimizer)
+        if torch.distributed.get_rank() == 0:
+            print(report, flush=True)
+        _tell({"state_bytes": state_bytes})
+
+
+def _tell(facts: Mapping[str, Any]) -> None:
+    """Writes what is known of the optimizer beside the run's events; the first rank does."""
     from megatron.training import get_args
 
-    from megatron_muon.megatron.chained import MuonChainedOptimizer
-    from megatron_muon.megatron.state_report import adam_report, write_facts
+    from megatron_muon.megatron.state_report import write_facts
 
-    if isinstance(optimizer, MuonChainedOptimizer):
-        facts = optimizer.facts
-    else:
-        report, state_bytes = adam_report(optimizer)
-        facts = {"state_bytes": state_bytes}
-        if dist.get_rank() == 0:
-            print(report, flush=True)
-    if dist.get_rank() == 0:
-        write_facts(get_args().tensorboard_dir, facts)
+    if (folder := get_args().tensorboard_dir) is not None and torch.distributed.get_rank() == 0:
+        write_facts(Path(folder), facts)
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
