@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError
-from megatron_muon.megatron.flags.config_file import ExperimentConfig, given_flags
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
 from megatron_muon.runs.processes import ROOT, THIS_MACHINE, Nodes
 from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
 from megatron_muon.suggest import did_you_mean
@@ -188,7 +188,7 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
         UserError: no such flag, or a value that cannot be.
     """
     if value.lower() == "null" and (known := [flag for flag in in_file if _plain(flag) == _plain(key)]):
-        return [token for flag in known for token in ("--unset", flag)]  # one that no parser knows, too
+        return [token for flag in known for token in (UNSET_FLAG, flag)]  # one that no parser knows, too
     flag = flag_named(key, actions)
     action = actions[flag]
     if value.lower() in ("false", "null"):
@@ -197,7 +197,7 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
         if value.lower() == "false" and action.nargs == 0 and twins:
             return [twins[0]]
         spellings = [spelling for spelling in action.option_strings if spelling in in_file]
-        return [token for spelling in spellings for token in ("--unset", spelling)]
+        return [token for spelling in spellings for token in (UNSET_FLAG, spelling)]
     if action.nargs == 0:
         if value.lower() != "true":
             raise UserError(f"--set {key}={value}: {flag} takes no value; type {key}=true or {key}=false")

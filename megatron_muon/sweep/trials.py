@@ -21,7 +21,7 @@ import psutil
 
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
-from megatron_muon.megatron.flags.config_file import load_config
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.runs import processes, run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.train import Outcome, execute, prepare
@@ -60,16 +60,13 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         """What its command line adds to the experiment file, for pretrain_gpt.py."""
-        tokens = []
-        for flag in self.resolved.flags:
-            if flag.source in (FROM_SET, FROM_LINE, FROM_FOLDER):
-                is_negative = len(flag.values) == 1 and flag.values[0].startswith("-")
-                tokens += [f"{flag.name}={flag.values[0]}"] if is_negative else [flag.name, *flag.values]
+        sources = (FROM_SET, FROM_LINE, FROM_FOLDER)
+        added = as_argv((flag.name, flag.values) for flag in self.resolved.flags if flag.source in sources)
         here = {flag.name for flag in self.resolved.flags}
         # Placeholders of flags that are given otherwise may be unset.
         file = load_config(self.request.config, overridden={"--save", "--tensorboard-dir", "--load", *here})
         in_file = {name for name, _ in file.flags} | file.overridden
-        return [*(token for name in sorted(in_file - here) for token in ("--unset", name)), *tokens]
+        return [*(token for name in sorted(in_file - here) for token in (UNSET_FLAG, name)), *added]
 
 
 def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:

@@ -93,7 +93,7 @@ class ExperimentConfig:
     @property
     def argv(self) -> tuple[str, ...]:
         """The flags as a command line."""
-        return tuple(_as_argv(self.flags))
+        return tuple(as_argv(self.flags))
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
         if flag not in known:
             raise UserError(f"{UNSET_FLAG} {name}: {config.path} does not set {flag}{did_you_mean(flag, known)}")
         unset.add(flag)
-    return [*_as_argv(item for item in config.flags if item[0] not in unset), *rest]
+    return [*as_argv(item for item in config.flags if item[0] not in unset), *rest]
 
 
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
@@ -376,7 +376,8 @@ def _is_null(node: yaml.ScalarNode) -> bool:
     return bool(node.tag == "tag:yaml.org,2002:null")
 
 
-def _as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """Flags with their values as a command line."""
     for flag, values in flags:
         if len(values) == 1 and values[0].startswith("-"):
             yield f"{flag}={values[0]}"  # by itself, argparse would take it for a flag
