@@ -236,7 +236,7 @@ def show(results: Mapping[str, Any]) -> None:
     machine = results["machine"]
     console.print(
         f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']} before; "
-        f"commit {results['commit']}",
+        f"commit {results['commit']}{'-dirty' if results.get('dirty') else ''}",
         style="dim",
     )
 

@@ -2,13 +2,12 @@
 
 Each run is `torchrun pretrain_gpt.py` with the config and flags that choose the optimizer, the number of steps and the
 log, in a temporary directory. Times come from TensorBoard (Megatron's `iteration-time`), the count of Muon's parameters
-from the table that a Muon run prints.
+from the facts that a Muon run leaves beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
@@ -17,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import FACTS
 from megatron_muon.runs.events import read_events
 from megatron_muon.runs.processes import environment, pretrain_program, run_logged, torchrun
+from megatron_muon.runs.run_folder import read_json
 
 OPTIMIZERS = ("muon", "adam")
 
@@ -27,8 +28,6 @@ MOMENTUM_BYTES, ADAM_BYTES = 4, 8
 
 _NOT_MEASURED = ("--save", "--load", "--save-interval", "--timing-log-level", "--wandb-project")
 """Flags of a config that write, read, or put barriers around parts of a step."""
-
-_TABLE_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
                 flags = (*args.flags, *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard))
                 command = torchrun(args.ranks, *pretrain_program(), "--config", str(args.config), *flags)
                 run_logged(command, log, env=environment(args.ranks), what=what)
-                runs[optimizer].append(_read_run(tensorboard, log, warmup=args.warmup))
+                runs[optimizer].append(_read_run(tensorboard, warmup=args.warmup))
     return figures(runs)
 
 
@@ -78,17 +77,16 @@ def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboa
     ]
 
 
-def _read_run(tensorboard: Path, log: Path, *, warmup: int) -> TrainRun:
+def _read_run(tensorboard: Path, *, warmup: int) -> TrainRun:
     events = read_events(tensorboard)
     step_ms = tuple(point.value * 1e3 for point in events.points("iteration-time") if point.step > warmup)
     if not step_ms:
         raise UserError(f"the run logged no step after the first {warmup}; raise --steps or lower --warmup")
     batch_size = events.points("batch-size")[-1].value
-    found = _TABLE_ROW.search(log.read_text("utf-8", errors="replace"))
     return TrainRun(
         step_ms=step_ms,
         tokens_per_step=round(batch_size) * int(events.args["seq_length"]),
-        muon_parameters=int(found[1].replace(",", "")) if found else None,
+        muon_parameters=read_json(tensorboard / FACTS).get("muon_parameters"),
     )
 
 
@@ -97,7 +95,7 @@ def figures(runs: dict[str, list[TrainRun]]) -> dict[str, Any]:
     medians = {name: statistics.median(ms for one in of for ms in one.step_ms) for name, of in runs.items()}
     parameters = runs["muon"][0].muon_parameters
     if parameters is None:
-        raise UserError("the Muon run printed no table of its parameters; does the config set --muon-* off?")
+        raise UserError("the Muon run told nothing of its parameters; does the config set --muon-* off?")
     return {
         "muon_step_ms": medians["muon"],
         "adam_step_ms": medians["adam"],
@@ -105,7 +103,7 @@ def figures(runs: dict[str, list[TrainRun]]) -> dict[str, Any]:
         "tokens_per_step": runs["muon"][0].tokens_per_step,
         "optimizer_state_bytes": {"muon": MOMENTUM_BYTES * parameters, "adam": ADAM_BYTES * parameters},
         "optimizer_state_source": (
-            f"{parameters} parameters that Muon takes (table printed by the run), all ranks together: fp32 momentum "
+            f"{parameters} parameters that Muon takes (as the run told), all ranks together: fp32 momentum "
             f"{MOMENTUM_BYTES} bytes, Adam's two fp32 moments {ADAM_BYTES} bytes"
         ),
         "rounds_ms": [

@@ -25,8 +25,7 @@ from megatron_muon.report.markdown import code, indented, plain, printable, tabl
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.comparable import load_of
 from megatron_muon.runs.events import WARMUP_STEPS
-from megatron_muon.runs.records import Record
-from megatron_muon.runs.summary import LAST_STEPS
+from megatron_muon.runs.records import LAST_STEPS, Record
 from megatron_muon.sweep.results import JSON, Spread
 
 PAGE = "report.md"
@@ -288,7 +287,7 @@ _ABOUT_TIMES = (
 
 
 def _about_memory(runs: Sequence[Record]) -> str:
-    words = "Optimizer state from the log's lines `optimizer state:`, on device, host and disk together."
+    words = "Optimizer state of all ranks, on device, host and disk together."
     if any(run.run.get("device") == "cpu" for run in runs):
         words += " Peak memory on a CPU is a process's resident set, Python and libraries included."
     return words

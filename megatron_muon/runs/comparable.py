@@ -1,6 +1,6 @@
-"""Whether runs can be compared: whether they were trained on the same, with the same machine, and with rates searched.
+"""Whether runs can be compared: by data, batch and model for losses and steps, by machine and load for times.
 
-What cannot be compared is said where the conclusion would stand, see `report_page`.
+What cannot be compared is said where the conclusion would stand, see `report.page`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ BUDGET = (_BATCH, *_MODEL)
 """Where these differ, steps differ in what they cost."""
 
 _ABSENT = "-"
+_NUMBER = re.compile(r"[\d.]+(e[+-]?\d+)?")
 _OTHER_LOAD_PART = 0.5
-"""Loads that differ by this part of the machine's cores are told."""
+"""Loads that differ by this fraction of the cores make times incomparable."""
 
 
 def differing(runs: Sequence[Record], keys: Iterable[str]) -> dict[str, list[str]]:
     """Which of the keys are not the same in all runs, and each run's value."""
-    found = {}
-    for key in keys:
-        values = [_value(run, key) for run in runs]
-        if len(set(values)) > 1 and (key not in _DATA or len({_resolved(run, key) for run in runs}) > 1):
-            found[key] = values
-    return found
+    values = {key: [_value(run, key) for run in runs] for key in keys}
+    return {
+        key: each
+        for key, each in values.items()
+        if len(set(each)) > 1 and (key not in _DATA or len({_resolved(run, key) for run in runs}) > 1)
+    }
 
 
 def load_of(runs: Iterable[Record]) -> list[float]:
@@ -71,11 +72,7 @@ def _resolved(run: Record, key: str) -> str:
     """A data path from the root: relative ones start from the folder that the run was started in."""
     words = _value(run, key).split(" ")
     folder = run.run.get("directory", "")
-    return " ".join(word if _is_number(word) else os.path.normpath(PurePath(folder, word)) for word in words)
-
-
-def _is_number(word: str) -> bool:
-    return re.fullmatch(r"[\d.]+(e[+-]?\d+)?", word) is not None
+    return " ".join(word if _NUMBER.fullmatch(word) else os.path.normpath(PurePath(folder, word)) for word in words)
 
 
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:

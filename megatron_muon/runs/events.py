@@ -4,14 +4,21 @@ A directory may hold several event files, one for each start of the training. A 
 its first iteration on: what an earlier one wrote beyond that belongs to a history that was abandoned.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
 
 LOSS_TAG = "lm loss"
+
+WARMUP_STEPS = 10
+"""Speed is measured after these: the first steps pay for caches and allocations."""
 
 _TEXT_SUFFIX = "/text_summary"  # torch's SummaryWriter.add_text appends it to the tag
 
@@ -30,28 +37,30 @@ class RunEvents:
     """The events of a run.
 
     Attributes:
-        scalars: Points by tag, in the order written. Tags "... vs samples" count samples, not iterations.
+        scalars: points by tag, in the order written. Tags "... vs samples" count samples, not iterations; those of
+            abandoned iterations are among them.
         args: Megatron's arguments as strings, by their name in its namespace (`seq_length`).
-        train_seconds: Wall time from the start of the training loop to the last logged loss, summed over
-            starts.
-        starts: Of each start, when its training loop began and when it logged the last loss that no later start
-            took back, in seconds since the epoch.
+        samples: samples consumed, all starts together, by logged iteration.
+        starts: of each start, when its training loop began and when it logged the last loss that no later start took
+            back, in seconds since the epoch.
     """
 
-    scalars: dict[str, list[Point]]
-    args: dict[str, str]
-    train_seconds: float
+    scalars: dict[str, list[Point]] = field(default_factory=dict)
+    args: dict[str, str] = field(default_factory=dict)
+    samples: dict[int, int] = field(default_factory=dict)
     starts: tuple[tuple[float, float], ...] = ()
 
+    @property
+    def train_seconds(self) -> float:
+        """Wall time from the start of the training loop to the last logged loss, summed over starts."""
+        return sum((end - began for began, end in self.starts), start=0.0)
+
     def points(self, tag: str) -> list[Point]:
-        """Returns the points of a tag, none where it was never written."""
+        """The points of a tag; none where it was never written."""
         return self.scalars.get(tag, [])
 
     def seconds_at(self, point: Point) -> float:
-        """Returns the seconds that all starts together had trained when a point was written.
-
-        As in `train_seconds`, what a later start trained again is not counted.
-        """
+        """Seconds that all starts together had trained when a point was written; steps trained again count once."""
         seconds = 0.0
         for began, end in self.starts:
             if point.wall_time < began:
@@ -59,10 +68,6 @@ class RunEvents:
             latest = not any(began < other <= point.wall_time for other, _ in self.starts)
             seconds += (point.wall_time if latest else end) - began
         return seconds
-
-
-WARMUP_STEPS = 10
-"""Speed is measured after these: the first steps pay for caches and allocations."""
 
 
 def validations(events: RunEvents) -> dict[str, list[Point]]:
@@ -91,73 +96,64 @@ def read_events(directory: Path) -> RunEvents:
     """Reads all event files of a TensorBoard directory.
 
     Raises:
-        UserError: The directory is missing or holds no event file.
+        UserError: the directory is missing or holds no event file.
     """
     if not directory.is_dir():
         raise UserError(f"no TensorBoard log at {str(directory)!r}; train with --tensorboard-dir {directory}")
     files = sorted(directory.glob("events.out.tfevents.*"))
     if not files:
         raise UserError(f"no event file in {str(directory)!r}; did the training start, on the last rank?")
-
+    starts = sorted((start for file in files if (start := _read_start(file))), key=lambda start: start.began)
     scalars: dict[str, list[Point]] = {}
     args: dict[str, str] = {}
-    starts: list[tuple[float, float]] = []  # (began, next start began)
-    loaded = [_load(file) for file in files]
-    for events in sorted(loaded, key=lambda events: _first_time(events) or 0.0):
-        began = _first_time(events)
-        start = _start_step(events)
+    samples: dict[int, int] = {}
+    for start in starts:
+        samples = {step: count for step, count in samples.items() if step <= start.step}
         for tag, points in scalars.items():
             if not tag.endswith(" vs samples"):
-                scalars[tag] = [point for point in points if point.step <= start]
-        for tag in events.Tags()["scalars"]:
-            scalars.setdefault(tag, []).extend(Point(e.step, e.value, e.wall_time) for e in events.Scalars(tag))
-        args.update(_texts(events))
-        if began is not None:
-            starts.append((began, float("inf")))
-            if len(starts) > 1:
-                starts[-2] = (starts[-2][0], began)
-
-    losses = scalars.get(LOSS_TAG, [])
-    trained = []
-    for began, end in starts:
-        times = [point.wall_time for point in losses if began <= point.wall_time < end]
-        trained.append((began, max(times, default=began)))
-    seconds = sum((end - began for began, end in trained), start=0.0)
-    return RunEvents(scalars=scalars, args=args, train_seconds=seconds, starts=tuple(trained))
+                scalars[tag] = [point for point in points if point.step <= start.step]
+        for tag, points in start.scalars.items():
+            scalars.setdefault(tag, []).extend(points)
+        args |= start.args
+        written = zip(start.scalars.get(LOSS_TAG, []), start.scalars.get(f"{LOSS_TAG} vs samples", []), strict=False)
+        samples |= {loss.step: count.step for loss, count in written}
+    times = [point.wall_time for point in scalars.get(LOSS_TAG, [])]
+    began = [start.began for start in starts]
+    lasts = [
+        max((time for time in times if first <= time < following), default=first)
+        for first, following in itertools.pairwise([*began, math.inf])
+    ]
+    return RunEvents(scalars, args, samples, tuple(zip(began, lasts, strict=True)))
 
 
-def _load(file: Path) -> Any:
+@dataclass(frozen=True)
+class _Start:
+    """An event file: when Megatron wrote its arguments, just before the loop, and the iteration it continued from."""
+
+    began: float
+    step: int
+    scalars: dict[str, list[Point]]
+    args: dict[str, str]
+
+
+def _read_start(file: Path) -> _Start | None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
+    events: Any = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
     events.Reload()
-    return events
-
-
-def _first_time(events: Any) -> float | None:
-    """Returns when Megatron wrote its arguments, just before the loop; else the time of the first scalar."""
-    for kind, read in _readers(events):
-        times = [read(tag)[0].wall_time for tag in events.Tags()[kind]]
-        if times:
-            return float(min(times))
-    return None
-
-
-def _readers(events: Any) -> tuple[tuple[str, Callable[[str], Any]], ...]:
-    return ("tensors", events.Tensors), ("scalars", events.Scalars)
-
-
-def _start_step(events: Any) -> int:
-    """Returns the iteration that this start continued from; 0 for a fresh one."""
-    steps = [events.Tensors(tag)[0].step for tag in events.Tags()["tensors"]]
-    if not steps and LOSS_TAG in events.Tags()["scalars"]:
-        steps = [events.Scalars(LOSS_TAG)[0].step - 1]
-    return int(min(steps, default=0))
-
-
-def _texts(events: Any) -> dict[str, str]:
-    return {
-        tag.removesuffix(_TEXT_SUFFIX): events.Tensors(tag)[-1].tensor_proto.string_val[0].decode("utf-8", "replace")
-        for tag in events.Tags()["tensors"]
+    tags = events.Tags()
+    scalars = {
+        tag: [Point(event.step, event.value, event.wall_time) for event in events.Scalars(tag)]
+        for tag in tags["scalars"]
+    }
+    texts = {tag: events.Tensors(tag) for tag in tags["tensors"]}
+    times = [found[0].wall_time for found in (texts or scalars).values()]
+    if not times:
+        return None
+    steps = [found[0].step for found in texts.values()] or [point.step - 1 for point in scalars.get(LOSS_TAG, [])]
+    args = {
+        tag.removesuffix(_TEXT_SUFFIX): found[-1].tensor_proto.string_val[0].decode("utf-8", "replace")
+        for tag, found in texts.items()
         if tag.endswith(_TEXT_SUFFIX)
     }
+    return _Start(min(times), min(steps, default=0), scalars, args)

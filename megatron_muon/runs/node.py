@@ -17,7 +17,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -32,11 +32,8 @@ from megatron_muon.megatron.flags import config_file
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-FIRST_START_ONLY = {"--finetune": 0, "--no-load-optim": 0, "--no-load-rng": 0, "--ckpt-step": 1}
-"""Flags, and how many values they take, that say how to begin: not for going on from the run's own checkpoint.
-
-A --ckpt-step that is typed without a --load means one of the run's own checkpoints, and holds for that start.
-"""
+FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+"""Flags that say how to begin: not for going on from the run's own checkpoint, but for `names_own_step`."""
 
 _asked_to_end = False
 
@@ -51,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(list(sys.argv[1:] if argv is None else argv))
     try:
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        args.training_script_args = list(requeueable(args.training_script_args, restarts=restarts))
+        args.training_script_args = requeueable(args.training_script_args, restarts=restarts)
     except UserError as error:
         print(f"node: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -69,7 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def requeueable(flags: Sequence[str], *, restarts: int = 0) -> Iterable[str]:
+def names_own_step(typed: Collection[str]) -> bool:
+    """Whether the flags typed have a --ckpt-step that means one of the run's own checkpoints, for one start."""
+    return "--ckpt-step" in typed and "--load" not in typed
+
+
+def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
     """The flags of a run that can be ended by SIGTERM and started again.
 
     Args:
@@ -83,46 +85,36 @@ def requeueable(flags: Sequence[str], *, restarts: int = 0) -> Iterable[str]:
     Raises:
         UserError: no `--save`, or a configuration that cannot be read.
     """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config")
-    given, rest = parser.parse_known_args(list(flags))
-    in_file: list[str] = []
-    merged = rest
+    given, rest = _split(flags, "--config")
+    start, in_file, merged = [], set(), rest
+    typed = config_file.given_flags(rest)
     if given.config is not None:
-        config = config_file.load_config(given.config, overridden=config_file.given_flags(rest))
-        in_file = [flag for flag, _ in config.flags]
+        config = config_file.load_config(given.config, overridden=typed)
+        start, in_file = ["--config", given.config], {flag for flag, _ in config.flags}
         merged = config_file.merge(config, rest)
-    parser.add_argument("--save")
-    save = parser.parse_known_args(merged)[0].save
+    save = _split(merged, "--save")[0].save
     if save is None:
         raise UserError("no --save, so the run could not be resumed; add --save DIR, on a disk that all nodes share")
-    start = [] if given.config is None else ["--config", given.config]
     found = files.latest(Path(save))
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
-    left_out = dict(FIRST_START_ONLY)
-    typed = config_file.given_flags(rest)
-    if restarts == 0 and "--ckpt-step" in typed and "--load" not in typed:
-        del left_out["--ckpt-step"]
+    left_out = list(FIRST_START_ONLY)
+    if restarts == 0 and names_own_step(typed):
+        left_out.remove("--ckpt-step")
         print(f"node: going on from {save}, the iteration of --ckpt-step", flush=True)
     else:
         print(f"node: going on from {save}, iteration {found}", flush=True)
     unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
-    return [*start, *_without(rest, left_out), *unset, "--load", save, "--exit-signal-handler"]
+    return [*start, *_split(rest, *left_out)[1], *unset, "--load", save, "--exit-signal-handler"]
 
 
-def _without(flags: Sequence[str], left_out: Mapping[str, int]) -> Iterable[str]:
-    """`flags` but for some, which take so many values."""
-    skip = 0
-    for token in flags:
-        name, equals, _ = token.partition("=")
-        if skip:
-            skip -= 1
-        elif name in left_out:
-            skip = 0 if equals else left_out[name]
-        else:
-            yield token
+def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[str]]:
+    """The values of some flags, and the command line without them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in flags:
+        parser.add_argument(flag, action="store" if flag in ("--config", "--save", "--ckpt-step") else "store_true")
+    return parser.parse_known_args(list(argv))
 
 
 def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:

@@ -11,7 +11,6 @@ parents and by a mark in their environment, so that ranks whose torchrun was kil
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import os
 import signal
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import IO, NoReturn
 
 import psutil
 
@@ -73,18 +73,6 @@ def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | Non
     return env
 
 
-def torchrun(ranks: int, *program: str, more: Sequence[str] = ()) -> list[str]:
-    """The command that runs `program` on `ranks` processes that meet on 127.0.0.1, at a free port.
-
-    Args:
-        ranks: processes.
-        program: a script or `-m MODULE`, and its arguments.
-        more: further flags for torchrun.
-    """
-    meet = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1")
-    return [*_launcher("1", ranks), *meet, *more, *program]
-
-
 @dataclass(frozen=True)
 class Nodes:
     """The machines of a run, in torchrun's words.
@@ -92,24 +80,28 @@ class Nodes:
     Attributes:
         count: --nnodes.
         rank: --node-rank, this machine's.
-        endpoint: --rdzv-endpoint, HOST:PORT of one of them.
+        endpoint: --rdzv-endpoint, HOST:PORT of one of them; of a single machine a free port.
         run_id: --rdzv-id, the same on all of them.
     """
 
-    count: int
-    rank: int
-    endpoint: str
+    count: int = 1
+    rank: int = 0
+    endpoint: str = "127.0.0.1:0"
     run_id: str = "none"
 
 
-def torchrun_on_nodes(ranks: int, nodes: Nodes, *program: str, more: Sequence[str] = ()) -> list[str]:
-    """The command of one of several machines, with `ranks` processes on each."""
-    meet = ("--node-rank", str(nodes.rank), "--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint)
-    return [*_launcher(str(nodes.count), ranks), *meet, "--rdzv-id", nodes.run_id, *more, *program]
+THIS_MACHINE = Nodes()
 
 
-def _launcher(nodes: str, ranks: int) -> tuple[str, ...]:
-    return (sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", str(ranks))
+def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE, more: Sequence[str] = ()) -> list[str]:
+    """The command that runs `program`, a script or `-m MODULE` with its arguments, on `ranks` processes per machine."""
+    meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
+    if nodes.count == 1:
+        meet += ["--local-addr", "127.0.0.1"]
+    else:
+        meet = ["--node-rank", str(nodes.rank), *meet, "--rdzv-id", nodes.run_id]
+    size = ("--nnodes", str(nodes.count), "--nproc-per-node", str(ranks))
+    return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *more, *program]
 
 
 def pretrain_program() -> tuple[str, ...]:
@@ -122,143 +114,11 @@ def pretrain_program() -> tuple[str, ...]:
     return ("-m", "megatron_muon.pretrain_gpt")
 
 
-class Job:
-    """A started command with its output in a log, and on the way shown to whoever asks.
-
-    Not tied to signals or to the main thread, so several can be under way at once: see `watch` for the usual case.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path,
-        *,
-        env: Mapping[str, str],
-        show: Callable[[str], object] | None = None,
-        on_line: Callable[[str], object] | None = None,
-        append: bool = False,
-        keeps: Sequence[int] = (),
-    ) -> None:
-        """Starts it.
-
-        Args:
-            command: what to run.
-            log: where stdout and stderr go.
-            env: its environment.
-            show: gets all text as it comes, in pieces.
-            on_line: gets every line, without its end.
-            append: keep what the log holds.
-            keeps: descriptors that the command inherits, such as that of a lock; what it starts does not.
-        """
-        self._mark = (_MARK, uuid.uuid4().hex)
-        self._log = log.open("ab" if append else "wb", buffering=0)
-        self._show, self._on_line = show, on_line
-        self.process = subprocess.Popen(
-            command,
-            env={**env, **dict([self._mark])},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            pass_fds=keeps,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def ask_to_end(self) -> None:
-        """Sends SIGTERM; torchrun passes it on to the ranks."""
-        if self.process.poll() is None:
-            self.process.terminate()
-
-    def kill(self) -> None:
-        """Ends all processes at once."""
-        family = self._family()
-        if self.process.poll() is None:
-            self.process.kill()
-        for one in family:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-
-    def finish(self) -> int:
-        """Waits for the command, ends what it left behind, closes the log; the exit status.
-
-        A process that asked to end in vain is killed by a later call of `kill`, from a signal handler for instance.
-        """
-        status = self.process.wait()
-        self.kill()
-        self._reader.join(timeout=SECONDS_TO_END)
-        self._log.close()
-        return status if status >= 0 else 128 - status
-
-    def _family(self) -> set[psutil.Process]:
-        below = descendants(self.process.pid) if self.process.poll() is None else []
-        return {*below, *_marked(*self._mark)}
-
-    def _read(self) -> None:
-        decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-        rest, show = "", self._show
-        assert self.process.stdout is not None
-        descriptor = self.process.stdout.fileno()
-        while piece := os.read(descriptor, 1 << 16):
-            with contextlib.suppress(ValueError):  # closed: what comes after the end of all processes
-                self._log.write(piece)
-            text = decode(piece)
-            if show is not None:
-                try:
-                    show(text)
-                except OSError:  # whoever read along has read enough; the log goes on
-                    show = None
-            *lines, rest = (rest + text).split("\n")
-            self._tell(lines)
-        self._tell([rest] if rest else [])
-
-    def _tell(self, lines: Sequence[str]) -> None:
-        if self._on_line is not None:
-            for line in lines:
-                self._on_line(line)
-
-
-class _Screen:
-    """Shows a launch's output without the traceback with which torchrun ends after a signal; the log keeps it."""
-
-    def __init__(self, show: Callable[[str], object]) -> None:
-        self._show = show
-        self._rest = ""
-        self._traceback: list[str] | None = None
-        self.ending = False
-
-    def __call__(self, text: str) -> None:
-        if not self.ending and not self._rest:
-            self._show(text)
-            return
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._line(f"{line}\n")
-
-    def _line(self, line: str) -> None:
-        if self._traceback is None and line.startswith("Traceback (most recent call last)"):
-            self._traceback = []
-        if self._traceback is None:
-            self._show(line)
-            return
-        self._traceback.append(line)
-        if not line.startswith((" ", "Traceback", "\n")):  # the exception: the last line
-            if ".SignalException: " not in line:
-                self._show("".join(self._traceback))
-            self._traceback = None
-
-    def close(self) -> None:
-        """Shows what has not come to its end."""
-        if rest := "".join(self._traceback or []) + self._rest:
-            self._show(rest)
-
-
 def watch(
     command: Sequence[str],
     log: Path,
     *,
     env: Mapping[str, str],
-    show: Callable[[str], object] | None = None,
     on_line: Callable[[str], object] | None = None,
     append: bool = False,
     keeps: Sequence[int] = (),
@@ -269,68 +129,104 @@ def watch(
 
     Args:
         command: what to run.
-        log: where its output goes.
+        log: where stdout and stderr go.
         env: its environment.
-        show: see `Job`; torchrun's own traceback after a signal is left out.
-        on_line: see `Job`.
-        append: see `Job`.
-        keeps: see `Job`.
+        on_line: gets every line without its end, but for torchrun's own traceback after a signal.
+        append: keep what the log holds.
+        keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
-        stop: when it is set, all goes as after Ctrl-C; for callers in other threads than the main one.
+        stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
     """
+    mark = uuid.uuid4().hex
+    process: subprocess.Popen[bytes] | None = None
     got: list[int] = []
-    killer: list[threading.Timer] = []
-    launched: list[Job] = []
     done = threading.Event()
-    screen = _Screen(show) if show is not None else None
+    killer = threading.Timer(grace_s, lambda: kill())
+    killer.daemon = True
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def kill() -> None:
+        assert process is not None
+        below = descendants(process.pid) if process.poll() is None else []
+        for one in {*below, *_marked(mark)}:
+            with contextlib.suppress(psutil.Error):
+                one.kill()
+
+    def ask_to_end() -> None:
+        assert process is not None
+        process.terminate()  # torchrun passes it on to the ranks
+        if not killer.is_alive():
+            killer.start()
+
+    def pass_on(number: int, _: FrameType | None = None) -> None:
         got.append(number)
-        if screen is not None:
-            screen.ending = True
-        for job in launched:
-            if len(got) == 1:
-                job.ask_to_end()
-                killer.append(threading.Timer(grace_s, job.kill))
-                killer[0].daemon = True
-                killer[0].start()
-            else:
-                job.kill()
+        if process is not None:
+            ask_to_end() if len(got) == 1 else kill()
 
-    def pass_on_when(stop: threading.Event) -> None:
+    def pass_on_stop(stop: threading.Event) -> None:
         while not done.is_set():
             if stop.wait(0.2):
-                pass_on(signal.SIGINT, None)
+                pass_on(signal.SIGINT)
                 return
 
-    with signals_handled(pass_on):
+    with signals_handled(pass_on), log.open("ab" if append else "wb", buffering=0) as output:
         try:
-            job = Job(command, log, env=env, show=screen, on_line=on_line, append=append, keeps=keeps)
-            launched.append(job)
+            process = subprocess.Popen(
+                command,
+                env={**env, _MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=keeps,
+            )
             if got:  # it came while the process was being started
-                job.ask_to_end()
+                ask_to_end()
+            reader = threading.Thread(target=_copy_lines, args=(process.stdout, output, on_line), daemon=True)
+            reader.start()
             if stop is not None:
-                threading.Thread(target=pass_on_when, args=(stop,), daemon=True).start()
-            status = job.finish()
+                threading.Thread(target=pass_on_stop, args=(stop,), daemon=True).start()
+            status = process.wait()
+            kill()  # what it left behind
+            reader.join(timeout=SECONDS_TO_END)
         finally:
             done.set()
-            for timer in killer:
-                timer.cancel()
-            for job in launched:
-                job.kill()
-            if screen is not None:
-                with contextlib.suppress(OSError):
-                    screen.close()
-    return Ended(status, got[0] if got else None)
+            killer.cancel()
+            if process is not None:
+                kill()
+    return Ended(status if status >= 0 else 128 - status, got[0] if got else None)
+
+
+def _copy_lines(stream: IO[bytes], log: IO[bytes], on_line: Callable[[str], object] | None) -> None:
+    tell = on_line and _without_traceback_of_signals(on_line)
+    for line in stream:
+        with contextlib.suppress(ValueError):  # closed: what comes after the end of all processes
+            log.write(line)
+        if tell is not None:
+            try:
+                tell(line.decode("utf-8", "replace").removesuffix("\n"))
+            except OSError:  # whoever read along has read enough; the log goes on
+                tell = None
+
+
+def _without_traceback_of_signals(show: Callable[[str], object]) -> Callable[[str], None]:
+    """`show`, but for the traceback with which torchrun ends after a signal; the log keeps it."""
+    held: list[str] = []
+
+    def line(text: str) -> None:
+        held.append(text)
+        if not held[0].startswith("Traceback (most recent call last)"):
+            show(held.pop())
+        elif text and not text.startswith((" ", "Traceback")):  # the exception: the last line
+            for each in held if ".SignalException: " not in text else ():
+                show(each)
+            held.clear()
+
+    return line
 
 
 @contextlib.contextmanager
 def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has the signals that end a program handled so; in the main thread only, as Python wants it.
-
-    Args:
-        handler: gets the number of SIGINT, SIGTERM or SIGHUP; a signal that is ignored stays so.
-    """
+    """Has SIGINT, SIGTERM and SIGHUP handled so; in the main thread only, as Python wants it. Ignored ones stay so."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -346,17 +242,16 @@ def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterato
             signal.signal(number, old)
 
 
-@contextlib.contextmanager
-def sigterm_unwinds() -> Iterator[None]:
+def unwind(number: int, _: FrameType | None = None) -> NoReturn:
+    """Ends this program as the signal would, `finally` and `with` included."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def sigterm_unwinds() -> contextlib.AbstractContextManager[None]:
     """Lets SIGTERM and SIGHUP unwind the stack, as Ctrl-C does, where no ranks are under way: helpers end with it."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
-
-    with signals_handled(end):
-        yield
+    return signals_handled(unwind)
 
 
 def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
@@ -374,10 +269,8 @@ def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], wha
         SystemExit: another signal ended it.
     """
     ended = watch(command, log, env=env)
-    if ended.signal == signal.SIGINT:
-        raise KeyboardInterrupt
     if ended.signal is not None:
-        raise SystemExit(128 + ended.signal)
+        unwind(ended.signal)
     if ended.status:
         lines = log.read_text("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
         print("\n".join(lines), file=sys.stderr)
@@ -394,11 +287,11 @@ def descendants(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _marked(name: str, value: str) -> list[psutil.Process]:
-    """Processes with a variable of this value in their environment."""
+def _marked(mark: str) -> list[psutil.Process]:
+    """Processes of a launch, by the mark in their environment."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.environ().get(name) == value:
+            if process.environ().get(_MARK) == mark:
                 found.append(process)
     return found

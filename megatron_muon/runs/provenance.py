@@ -27,48 +27,38 @@ _PACKAGES = (
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Where figures come from: `machine`, `versions`, `commit`, `command`, `time`.
+    """Where figures come from: `origin`, `command`, `time`.
 
     Args:
         argv: the command line without the program's name.
     """
-    return {
-        "machine": machine(),
-        "versions": package_versions(),
-        "commit": commit(),
-        "command": shlex.join(("megatron-muon", *argv)),
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    command = shlex.join(("megatron-muon", *argv))
+    return {**origin(), "command": command, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
-def machine() -> dict[str, Any]:
-    """The processor's name, cores that may be used, the load now, and the system."""
-    return {
+def origin() -> dict[str, Any]:
+    """`machine`, `versions`, `commit`, and `dirty`: whether tracked files differ from it.
+
+    The commit is that of the checkout that the package runs from, else of the working folder's, or None.
+    """
+    versions = {"python": platform.python_version(), "megatron-muon": __version__}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    machine = {
         "processor": _processor(),
         "cores": cores(),
         "load_average_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def package_versions() -> dict[str, str]:
-    """The versions of Python and of the installed packages that matter, by name."""
-    versions = {"python": platform.python_version(), "megatron-muon": __version__}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
-
-
-def commit() -> str | None:
-    """The checkout's commit, with "-dirty" where tracked files differ from it; None outside a checkout."""
-    return _described(ROOT)
-
-
-def checkout() -> tuple[str | None, bool | None]:
-    """The commit of the checkout that the package runs from, else of the working folder's, and whether files differ."""
-    described = _described(ROOT if (ROOT / "pretrain_gpt.py").is_file() else Path.cwd())
-    return (None, None) if described is None else (described.removesuffix("-dirty"), described.endswith("-dirty"))
+    commit = _described(ROOT if (ROOT / "pretrain_gpt.py").is_file() else Path.cwd())
+    dirty = None if commit is None else commit.endswith("-dirty")
+    return {
+        "machine": machine,
+        "versions": versions,
+        "commit": commit and commit.removesuffix("-dirty"),
+        "dirty": dirty,
+    }
 
 
 def _described(folder: Path) -> str | None:

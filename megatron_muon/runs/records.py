@@ -1,30 +1,36 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-For sweeps and reports, which compare runs. Figures come from Megatron's events, the log and summary.json; a run
+The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from Megatron's
+events; from `facts.json` beside them, which the training writes; and, of what Megatron only prints, from the log. A run
 without a summary, such as an array task's, has what its events say. Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import math
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import FACTS
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.events import LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
-from megatron_muon.runs.summary import LAST_STEPS, has_risen
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `muon/PHASE_ms` in the events, in their order."""
 
-_STATE = re.compile(r"optimizer state: (.*?): (device [\d,.]+ MB.*)$", re.MULTILINE)
-_PLACES = re.compile(r"device ([\d,.]+) MB, host ([\d,.]+) MB, disk ([\d,.]+) MB")
+LAST_STEPS = 10
+"""The final loss is the mean of this many logged steps."""
+
+ONLY_SET = "validation"
+"""The name of a run's validation set where it has one; several have names of their own."""
+
 _PEAK = re.compile(r"\[Rank \d+\].*?memory \(MB\).*?max allocated: ([\d.]+)")
 
 
@@ -38,40 +44,39 @@ class LossPoint:
     loss: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Record:
-    """A run. None stands for what its folder does not tell.
+    """A run. None stands for what its folder does not tell; a loss may be NaN.
 
     Attributes:
         folder: its folder.
-        settings: the resolved flags without dashes and with underscores, values joined by blanks.
-        args: Megatron's arguments as strings, by name.
-        summary: contents of summary.json; empty where there is none.
-        run: contents of run.json; empty where there is none.
-        train: training losses that were logged.
-        validation: validation losses; the mean of the sets where there are several.
-        step_ms: median of an iteration after the warm-up.
-        optimizer_ms: median of the optimizer's step.
-        phases_ms: medians of the measured steps of Muon, by phase; empty without them.
-        tokens_per_second: median, all ranks together.
-        state_bytes: optimizer state of all ranks together, wherever it lies; by kind.
-        peak_bytes: the most that a rank's memory held. On a CPU a process's resident set.
+        places: where its events and checkpoints lie now.
+        run: contents of run.json; empty where there is none, as the following.
+        summary: contents of summary.json.
+        facts: contents of facts.json.
+        events: Megatron's events.
     """
 
     folder: Path
-    settings: Mapping[str, str]
-    args: Mapping[str, str]
-    summary: Mapping[str, Any]
+    places: run_folder.RunFolder
     run: Mapping[str, Any]
-    train: tuple[LossPoint, ...]
-    validation: tuple[LossPoint, ...]
-    step_ms: float | None
-    optimizer_ms: float | None
-    phases_ms: Mapping[str, float]
-    tokens_per_second: float | None
-    train_seconds: float
-    state_bytes: Mapping[str, int]
-    peak_bytes: int | None
+    summary: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    events: RunEvents
+
+    @property
+    def args(self) -> Mapping[str, str]:
+        """Megatron's arguments as strings, by name."""
+        return self.events.args
+
+    @cached_property
+    def settings(self) -> Mapping[str, str]:
+        """The flags of config.yaml without dashes and with underscores, values joined by blanks."""
+        from megatron_muon.megatron.flags.config_file import load_config
+
+        file = self.folder / run_folder.CONFIG
+        flags = load_config(file).flags if file.is_file() else ()
+        return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
 
     @property
     def optimizer(self) -> str:
@@ -81,16 +86,64 @@ class Record:
     @property
     def seed(self) -> int | None:
         """Its --seed."""
-        text = self.args.get("seed", "")
+        return self.whole_number("seed")
+
+    def whole_number(self, name: str) -> int | None:
+        """One of Megatron's arguments as a number."""
+        text = self.args.get(name, "")
         return int(text) if text.isdigit() else None
 
+    # Losses
+
+    @cached_property
+    def train(self) -> tuple[LossPoint, ...]:
+        """Training losses that were logged."""
+        return self._losses(self.events.points(LOSS_TAG))
+
+    @cached_property
+    def validation(self) -> tuple[LossPoint, ...]:
+        """Validation losses; the mean of the sets where there are several."""
+        by_step: dict[int, list[Point]] = {}
+        for points in validations(self.events).values():
+            for point in points:
+                by_step.setdefault(point.step, []).append(point)
+        return self._losses(
+            [
+                Point(step, statistics.fmean(point.value for point in points), points[-1].wall_time)
+                for step, points in sorted(by_step.items())
+            ]
+        )
+
     @property
-    def outcome(self) -> str:
-        """That of summary.json; else "finished" or "unfinished", by the iterations."""
-        if self.summary:
-            return str(self.summary["outcome"])
-        asked = self.args.get("train_iters", "")
-        return "finished" if asked.isdigit() and self.iterations >= int(asked) else "unfinished"
+    def validation_by_set(self) -> dict[str, float]:
+        """The last validation loss by name of the set.
+
+        The log does not tell the test set from the validation set; the validation set is evaluated first.
+        """
+        return {name or ONLY_SET: points[-1].value for name, points in validations(self.events).items()}
+
+    @property
+    def losses(self) -> list[float]:
+        """Training losses in their order."""
+        return [point.loss for point in self.train]
+
+    @property
+    def loss_last(self) -> float | None:
+        """Mean training loss of the last `LAST_STEPS` logged iterations, or of all where there are fewer."""
+        return statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
+
+    @property
+    def validation_last(self) -> float | None:
+        """The last validation loss."""
+        return self.validation[-1].loss if self.validation else None
+
+    @property
+    def validation_best(self) -> LossPoint | None:
+        """Where the validation loss was lowest."""
+        numbers = (point for point in self.validation if math.isfinite(point.loss))
+        return min(numbers, key=lambda point: point.loss, default=None)
+
+    # How far, and how it ended
 
     @property
     def iterations(self) -> int:
@@ -98,39 +151,127 @@ class Record:
         return self.train[-1].step if self.train else 0
 
     @property
-    def diverged(self) -> bool:
-        """Whether its loss became no number, or ended above where it began by more than noise."""
-        if self.summary:
-            return bool(self.summary["diverged"])
-        losses = [point.loss for point in self.train]
-        return not all(map(math.isfinite, losses)) or has_risen(losses)
-
-    @property
     def tokens(self) -> int | None:
-        """Trained on."""
+        """Trained on, all starts together."""
         return self.train[-1].tokens if self.train else None
 
     @property
-    def loss_last(self) -> float | None:
-        """Mean training loss of the last logged iterations."""
-        losses = [point.loss for point in self.train[-LAST_STEPS:]]
-        return _finite(statistics.fmean(losses)) if losses else None
+    def train_seconds(self) -> float:
+        """In Megatron's training loop, all starts together, validation included."""
+        return self.events.train_seconds
 
     @property
-    def validation_last(self) -> float | None:
-        """The last validation loss."""
-        return _finite(self.validation[-1].loss) if self.validation else None
+    def outcome(self) -> str:
+        """That of summary.json; else "finished" or "unfinished", by the iterations."""
+        if self.summary:
+            return str(self.summary["outcome"])
+        asked = self.whole_number("train_iters")
+        return "finished" if asked is not None and self.iterations >= asked else "unfinished"
 
     @property
-    def validation_best(self) -> LossPoint | None:
-        """Where the validation loss was lowest."""
-        numbers = [point for point in self.validation if math.isfinite(point.loss)]
-        return min(numbers, key=lambda point: point.loss) if numbers else None
+    def diverged_at(self) -> int | None:
+        """First iteration whose logged loss is not a finite number."""
+        return next((point.step for point in self.train if not math.isfinite(point.loss)), None)
+
+    @property
+    def rose(self) -> bool:
+        """Whether the loss ended above where it began by more than noise.
+
+        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations. In a run too
+        short for that, where the first ones are among the last or learning rates still warm up, it must be twice the
+        first.
+        """
+        late = self.losses[-LAST_STEPS:]
+        if not late or not all(map(math.isfinite, late)):
+            return False
+        first, mean = self.losses[0], statistics.fmean(late)
+        return mean > (2 * first if len(self.losses) < 2 * LAST_STEPS else first + 2 * statistics.stdev(late))
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss was not a number, or the loss rose."""
+        return bool(self.summary["diverged"]) if self.summary else self.diverged_at is not None or self.rose
+
+    # Time
+
+    @cached_property
+    def _step_seconds(self) -> dict[int, float]:
+        """Seconds of each iteration: Megatron's figure, or else from the times at which losses were written."""
+        points = self.events.points("iteration-time") or [
+            Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
+            for before, after in itertools.pairwise(self.events.points(LOSS_TAG))
+            if after.step > before.step
+        ]
+        return _by_step(after_warmup(points))
+
+    @property
+    def step_ms(self) -> float | None:
+        """Median of an iteration after the warm-up."""
+        return _median(seconds * 1e3 for seconds in self._step_seconds.values())
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median after the warm-up, all ranks together."""
+        length, batches = self.whole_number("seq_length") or 0, _by_step(self.events.points("batch-size"))
+        timed = ((step, seconds) for step, seconds in self._step_seconds.items() if length and seconds > 0)
+        return _median(batches[step] * length / seconds for step, seconds in timed if step in batches)
+
+    @property
+    def optimizer_ms(self) -> float | None:
+        """Median of the optimizer's step."""
+        return _median(point.value * 1e3 for point in after_warmup(self.events.points("optimizer-time")))
+
+    @property
+    def optimizer_share(self) -> float | None:
+        """Median share of an iteration that the optimizer's step took, 0 to 1."""
+        optimizer, steps = _by_step(self.events.points("optimizer-time")), self._step_seconds
+        shares = [optimizer[step] / seconds for step, seconds in steps.items() if step in optimizer and seconds > 0]
+        if not shares and optimizer and steps:  # logged at other steps: a run shorter than its log interval
+            return statistics.median(optimizer.values()) / statistics.median(steps.values())
+        return _median(shares)
+
+    @property
+    def phases_ms(self) -> dict[str, float]:
+        """Medians of the measured steps of Muon, by phase; empty without them."""
+        medians = {
+            phase: _median(point.value for point in after_warmup(self.events.points(f"muon/{phase}_ms")))
+            for phase in PHASES
+        }
+        return {phase: median for phase, median in medians.items() if median is not None}
+
+    # Memory
+
+    @property
+    def state_bytes(self) -> dict[str, int]:
+        """Optimizer state of all ranks together, wherever it lies; by kind."""
+        return dict(self.facts.get("state_bytes", {}))
 
     @property
     def all_state_bytes(self) -> int | None:
         """Optimizer state of all kinds."""
         return sum(self.state_bytes.values()) if self.state_bytes else None
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """The most that a rank's memory held. On a CPU a process's resident set."""
+        log = self.folder / run_folder.LOG
+        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
+        peaks = [point.value for point in self.events.points("mem-max-allocated-bytes")]
+        peaks += [float(found) * 2**20 for found in _PEAK.findall(text)]
+        return round(max(peaks)) if peaks else None
+
+    def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
+        samples, length = self.events.samples, self.whole_number("seq_length")
+        last = max(samples, default=0)
+
+        def tokens(step: int) -> int | None:
+            if not last or length is None:
+                return None
+            return length * samples.get(step, round(samples[last] * step / last))  # a step between two logged ones
+
+        return tuple(
+            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
+        )
 
 
 def is_run(folder: Path) -> bool:
@@ -138,113 +279,38 @@ def is_run(folder: Path) -> bool:
     return (folder / run_folder.RUN).is_file() or any((folder / run_folder.TENSORBOARD).glob("events.out.tfevents.*"))
 
 
-def read_record(folder: Path) -> Record:
+def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
     """Reads a run.
 
+    Args:
+        folder: its folder.
+        places: where its files lie, where that is known.
+        needs_steps: refuse a run that has logged no loss.
+
     Raises:
-        UserError: the folder holds no run, or one that ended before its first step.
+        UserError: the folder holds no run.
     """
-    run, summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
-    if not is_run(folder):
+    if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
-    tensorboard = folder / run_folder.TENSORBOARD
-    if not tensorboard.is_dir():  # beside the folder, as run.json says; a folder that was moved has it within
-        tensorboard = Path(run.get("tensorboard_dir") or tensorboard)
+    run, summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+    places = places or run_folder.places_of(folder, run)
     try:
-        events = read_events(tensorboard)
+        events = read_events(places.tensorboard)
     except UserError:
-        events = RunEvents({}, {}, 0.0)
-    log = folder / run_folder.LOG
-    text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-    step_ms = _median_after_warmup(events.points("iteration-time"))
-    return Record(
-        folder=folder,
-        settings=_settings(folder),
-        args=events.args,
-        summary=summary,
-        run=run,
-        train=_losses(events, events.points(LOSS_TAG)),
-        validation=_losses(events, _validation(events)),
-        step_ms=step_ms if step_ms is not None else summary.get("step_ms"),
-        optimizer_ms=_median_after_warmup(events.points("optimizer-time")),
-        phases_ms=_phases(events),
-        tokens_per_second=summary.get("tokens_per_second"),
-        train_seconds=events.train_seconds,
-        state_bytes=state_bytes(text),
-        peak_bytes=_peak(events, text),
-    )
+        if needs_steps:
+            raise
+        events = RunEvents()
+    if needs_steps and not events.points(LOSS_TAG):
+        raise UserError(
+            f"the log in {str(places.tensorboard)!r} holds no {LOSS_TAG!r}; the run ended before its first step"
+        )
+    return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
 
 
-def state_bytes(log: str) -> dict[str, int]:
-    """Bytes of optimizer state by kind, from the last `optimizer state:` line of each; of all ranks together."""
-    found = {}
-    for kind, line in _STATE.findall(log):
-        places = _PLACES.findall(line)[-1]
-        found[kind.split(",")[0]] = sum(round(float(place.replace(",", "")) * 1e6) for place in places)
-    return found
+def _by_step(points: Iterable[Point]) -> dict[int, float]:
+    return {point.step: point.value for point in points}
 
 
-def _settings(folder: Path) -> dict[str, str]:
-    """The flags of config.yaml."""
-    from megatron_muon.megatron.flags.config_file import load_config
-
-    file = folder / run_folder.CONFIG
-    if not file.is_file():
-        return {}
-    flags = load_config(file).flags
-    return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
-
-
-def _validation(events: RunEvents) -> list[Point]:
-    """Validation losses, the mean of the sets where there are several."""
-    by_step: dict[int, list[Point]] = {}
-    for points in validations(events).values():
-        for point in points:
-            by_step.setdefault(point.step, []).append(point)
-    return [
-        Point(step, statistics.fmean(point.value for point in points), points[-1].wall_time)
-        for step, points in sorted(by_step.items())
-    ]
-
-
-def _losses(events: RunEvents, points: Sequence[Point]) -> tuple[LossPoint, ...]:
-    samples = sorted(events.points(f"{LOSS_TAG} vs samples"), key=lambda point: point.wall_time)
-    times = [point.wall_time for point in samples]
-    by_step = {point.step: _nearest(samples, times, point.wall_time) for point in events.points(LOSS_TAG)}
-    length = events.args.get("seq_length", "")
-    last = max(by_step, default=0)
-    found = []
-    for point in points:
-        count = by_step.get(point.step)
-        if count is None and last:  # a step between two logged ones
-            count = round(by_step[last] * point.step / last)
-        tokens = count * int(length) if count and length.isdigit() else None
-        found.append(LossPoint(point.step, tokens, events.seconds_at(point), point.value))
-    return tuple(found)
-
-
-def _nearest(samples: Sequence[Point], times: Sequence[float], time: float) -> int:
-    """Samples consumed at a time; Megatron writes them as the step of points beside the losses'."""
-    if not samples:
-        return 0
-    at = bisect.bisect(times, time)
-    return min(samples[max(at - 1, 0) : at + 1], key=lambda point: abs(point.wall_time - time)).step
-
-
-def _phases(events: RunEvents) -> dict[str, float]:
-    medians = {phase: _median_after_warmup(events.points(f"muon/{phase}_ms"), scale=1.0) for phase in PHASES}
-    return {phase: median for phase, median in medians.items() if median is not None}
-
-
-def _median_after_warmup(points: Sequence[Point], *, scale: float = 1e3) -> float | None:
-    return statistics.median(point.value for point in after_warmup(points)) * scale if points else None
-
-
-def _peak(events: RunEvents, log: str) -> int | None:
-    peaks = [point.value for point in events.points("mem-max-allocated-bytes")]
-    peaks += [float(text) * 2**20 for text in _PEAK.findall(log)]
-    return round(max(peaks)) if peaks else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _median(values: Iterable[float]) -> float | None:
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None

@@ -1,29 +1,29 @@
 """Settles an experiment before it is launched: which flags, from where, in which folder, on which device.
 
-Megatron's parser says which flags exist, so this needs torch and megatron-core. `resolve` has a process of its own do
-it: what launches and watches a training stays small, and nothing of the CPU backend or a patch gets into it. That
-process goes the way of a rank up to the validation of all flags (`mcore.launch.prepare`), so that a mistake is told
-here, once, and not by torchrun.
+Megatron's parser says which flags exist, so this needs torch and megatron-core. `resolve_each` has a process of its own
+do it: what launches and watches a training stays small, and nothing of the CPU backend or a patch gets into it. That
+process goes the way of a rank up to the validation of all flags (`launch.prepare`), so that a mistake is told here,
+once, and not by torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
+import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError
-from megatron_muon.runs.processes import ROOT
-from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, locate, moved, read_json
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
+from megatron_muon.runs.processes import ROOT, THIS_MACHINE, Nodes
+from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
 from megatron_muon.suggest import did_you_mean
 
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
@@ -39,7 +39,7 @@ _SETTINGS = (
     "exit_signal_handler",
     "data_parallel_sharding_strategy",
 )
-"""Megatron's arguments that are told apart, beside the flags."""
+"""Megatron's arguments in `Resolved.settings` and run.json."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Makes torch look for GPUs without CUDA, which a process that forks must not have touched."""
@@ -47,29 +47,37 @@ _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 @dataclass(frozen=True)
 class Request:
-    """What a user asks for; travels to the resolving process as JSON.
+    """What a user asks for.
 
     Attributes:
         config: experiment file.
         sets: `--set`: key and value.
         flags: further flags for pretrain_gpt.py.
         ranks: processes on each machine; None takes the GPUs, or one where there are none.
-        nodes: machines.
+        nodes: the machines.
         out: the run's folder, where it is given.
         default_out: the run's folder where neither `out` nor the flags say.
         keeps_places: whether `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold.
         writes: whether data and folders may be made.
+        resume: whether the run goes on from its own checkpoint, where there is one.
+        overwrite: whether what lies in its folder is deleted first.
+        grace_s: how long ranks may take to finish their step and save, once they have been asked to end.
+        command: what the user typed.
     """
 
     config: str
     sets: tuple[tuple[str, str], ...] = ()
     flags: tuple[str, ...] = ()
     ranks: int | None = None
-    nodes: int = 1
+    nodes: Nodes = THIS_MACHINE
     out: str | None = None
     default_out: str = "runs/run"
     keeps_places: bool = False
     writes: bool = True
+    resume: bool = False
+    overwrite: bool = False
+    grace_s: int = 600
+    command: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Flag:
     """One setting of a run.
 
     Attributes:
-        name: the flag.
+        name: with its dashes.
         values: none for a bare flag.
         source: the file it stands in, or one of the names above.
     """
@@ -117,36 +125,19 @@ class Resolved:
     files: tuple[str, ...]
     can_wait: bool
 
-    def value(self, name: str) -> str | None:
-        """The value of a flag, where it is given."""
-        return next((" ".join(flag.values) for flag in self.flags if flag.name == name), None)
+    @property
+    def flag_values(self) -> list[tuple[str, tuple[str, ...]]]:
+        """The flags as `run_folder` and `config_file` have them."""
+        return [(flag.name, flag.values) for flag in self.flags]
+
+    @property
+    def config_hash(self) -> str:
+        """Equal for equal experiments."""
+        return config_hash(self.flag_values, self.env)
 
 
-def resolve(request: Request, *, environ: Mapping[str, str] | None = None) -> Resolved:
-    """Settles an experiment in a process of its own.
-
-    Args:
-        request: what is asked for.
-        environ: environment of that process; this one's by default.
-
-    Raises:
-        UserError: what the user got wrong, as pretrain_gpt.py would say it.
-        RunFailedError: the process failed; what it printed has been shown.
-    """
-    (answer,) = resolve_each([request], environ=environ)
-    if isinstance(answer, UserError):
-        raise answer
-    return answer
-
-
-def resolve_each(
-    requests: Sequence[Request], *, environ: Mapping[str, str] | None = None
-) -> list[Resolved | UserError]:
+def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """Settles several experiments, each in a process of its own that need not import torch anew.
-
-    Args:
-        requests: what is asked for.
-        environ: environment of those processes; this one's by default.
 
     Returns:
         For each request what is settled, or what the user got wrong.
@@ -154,36 +145,23 @@ def resolve_each(
     Raises:
         RunFailedError: a process failed; what it printed has been shown.
     """
-    environ = dict(os.environ if environ is None else environ)
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory(prefix="resolve-") as folder:
-        asked, answer = Path(folder, "asked.json"), Path(folder, "answer.json")
-        asked.write_text(json.dumps([dataclasses.asdict(request) for request in requests]), "utf-8")
-        command = [sys.executable, "-m", __name__, str(asked), str(answer)]
+        asked, answers = Path(folder, "asked"), Path(folder, "answers")
+        asked.write_bytes(pickle.dumps(list(requests)))
         done = subprocess.run(
-            command,
-            env=environ,
+            [sys.executable, "-m", __name__, str(asked), str(answers)],
+            env={**os.environ, "PYTHONPATH": path},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             check=False,
         )
-        if not answer.exists():
+        if not answers.exists():
             print(done.stdout + done.stderr, end="", file=sys.stderr)
             raise RunFailedError(f"the settings could not be checked (status {done.returncode}); see above")
-        answers = json.loads(answer.read_text("utf-8"))
-    return [UserError(said["error"]) if "error" in said else _from_json(said) for said in answers]
-
-
-def _from_json(said: dict[str, Any]) -> Resolved:
-    """What `_main` returned, after its way through JSON."""
-    for name in ("flags", "filled_in"):
-        said[name] = tuple(Flag(flag["name"], tuple(flag["values"]), flag["source"]) for flag in said[name])
-    for name in ("notes", "files"):
-        said[name] = tuple(said[name])
-    said["folder"] = RunFolder(**{name: value and Path(value) for name, value in said["folder"].items()})
-    return Resolved(**said)
+        return list(pickle.loads(answers.read_bytes()))
 
 
 def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
@@ -202,21 +180,15 @@ def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
 
 
 def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Collection[str]) -> list[str]:
-    """The command line that a `--set KEY=VALUE` stands for.
+    """The command line that a `--set KEY=VALUE` stands for, given the parser's actions and the file's flags.
 
     `true` gives a bare flag; `false` and `null` take a flag of the file away, or give its `--no-` twin.
-
-    Args:
-        key: see `flag_named`.
-        value: as typed.
-        actions: the parser's actions by flag.
-        in_file: flags of the experiment file.
 
     Raises:
         UserError: no such flag, or a value that cannot be.
     """
     if value.lower() == "null" and (known := [flag for flag in in_file if _plain(flag) == _plain(key)]):
-        return [token for flag in known for token in ("--unset", flag)]  # one that no parser knows, too
+        return [token for flag in known for token in (UNSET_FLAG, flag)]  # one that no parser knows, too
     flag = flag_named(key, actions)
     action = actions[flag]
     if value.lower() in ("false", "null"):
@@ -225,7 +197,7 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
         if value.lower() == "false" and action.nargs == 0 and twins:
             return [twins[0]]
         spellings = [spelling for spelling in action.option_strings if spelling in in_file]
-        return [token for spelling in spellings for token in ("--unset", spelling)]
+        return [token for spelling in spellings for token in (UNSET_FLAG, spelling)]
     if action.nargs == 0:
         if value.lower() != "true":
             raise UserError(f"--set {key}={value}: {flag} takes no value; type {key}=true or {key}=false")
@@ -251,80 +223,97 @@ def pairs(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[t
     return [(flag, tuple(values)) for flag, values in found]
 
 
-def _main(request: Request) -> dict[str, Any]:
-    """The work of the resolving process."""
-    from megatron_muon.megatron import launch
-    from megatron_muon.megatron.flags.config_file import ExperimentConfig, given_flags
+@dataclass
+class _Amendment:
+    """Puts `--set` before the typed flags and the run folder's behind them; remembers where each comes from.
 
-    gpus = _gpus()
-    ranks = request.ranks or gpus or 1
-    os.environ["WORLD_SIZE"] = str(ranks * request.nodes)
-    devices = [value for key, value in request.sets if _plain(key) == "device"]
-    sets = [(key, value) for key, value in request.sets if _plain(key) != "device"]
-    given: dict[str, str] = {}
-    place: dict[str, RunFolder] = {}
-    notes: list[str] = []
+    Attributes:
+        sets: the request's, without the device.
+        sources: where a flag that no file holds comes from.
+    """
 
-    def amend(parser: argparse.ArgumentParser, config: ExperimentConfig | None, rest: list[str]) -> list[str]:
+    request: Request
+    sets: Sequence[tuple[str, str]]
+    sources: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    folder: RunFolder | None = None
+
+    def __call__(self, parser: argparse.ArgumentParser, config: ExperimentConfig | None, rest: list[str]) -> list[str]:
+        """The flags to take instead of `rest`, for `launch.prepare`."""
         assert config is not None
         actions = parser._option_string_actions
         in_file = {flag for flag, _ in config.flags} | config.overridden
-        from_sets = [token for key, value in sets for token in set_flag(key, value, actions, in_file)]
+        from_sets = [token for key, value in self.sets for token in set_flag(key, value, actions, in_file)]
         typed = [*from_sets, *rest]
         unset = given_flags(typed) - {token.partition("=")[0] for token in typed}
-        given.update({flag: FROM_SET for flag in given_flags(from_sets)})
-        given.update({flag: FROM_LINE for flag in given_flags(rest)})
         values = {flag: " ".join(value) for flag, value in config.flags if flag not in unset}
         chosen = {flag: " ".join(value) for flag, value in pairs(typed, actions)}
-        rebased: dict[str, str] = {}
-        if request.keeps_places and request.out is not None:
-            root = Path(request.out)
-            run = read_json(root / RUN)
-            now = {flag: moved(values[flag], run, root) for flag in PLACES if flag in values and flag not in chosen}
-            rebased = {flag: path for flag, path in now.items() if path != values[flag]}
+        rebased = self._rebased({flag: value for flag, value in values.items() if flag not in chosen})
+        if self.request.keeps_places:
             chosen = {**values, **rebased, **chosen}
-            if rebased:
-                notes.append(f"this run was started in {run['folder']}; it goes on with what is in {root}")
-        folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
+        self.folder, flags = locate(values, chosen, out=self.request.out, default=self.request.default_out)
         flags |= rebased
-        place["folder"] = folder
-        given.update({flag: FROM_FOLDER for flag in flags})
+        self.sources |= dict.fromkeys(given_flags(from_sets), FROM_SET)
+        self.sources |= dict.fromkeys(given_flags(rest), FROM_LINE) | dict.fromkeys(flags, FROM_FOLDER)
         return [*typed, *(token for item in flags.items() for token in item)]
 
+    def _rebased(self, values: Mapping[str, str]) -> dict[str, str]:
+        """The places of a run whose folder was copied or renamed, which are not where its flags `values` say."""
+        if not self.request.keeps_places or self.request.out is None:
+            return {}
+        root = Path(self.request.out)
+        run = read_json(root / RUN)
+        now = {flag: moved(values[flag], run, root) for flag in PLACES if flag in values}
+        rebased = {flag: path for flag, path in now.items() if path != values[flag]}
+        if rebased:
+            self.notes.append(f"this run was started in {run['folder']}; it goes on with what is in {root}")
+        return rebased
+
+
+def settle(request: Request) -> Resolved:
+    """Settles an experiment in this process: sets the environment, replaces sys.argv, patches megatron-core.
+
+    Raises:
+        UserError: what the user got wrong, as pretrain_gpt.py would say it.
+    """
+    from torch.distributed.run import get_args_parser
+
+    from megatron_muon.megatron import launch
+
+    gpus = _gpus()
+    ranks = request.ranks or gpus or 1
+    os.environ["WORLD_SIZE"] = str(ranks * request.nodes.count)
+    devices = [value for key, value in request.sets if _plain(key) == "device"]
+    amendment = _Amendment(request, [(key, value) for key, value in request.sets if _plain(key) != "device"])
     argv = ["--config", request.config, *(["--device", devices[-1]] if devices else []), *request.flags]
-    overridden = {f"--{_plain(key)}" for key, _ in sets} | {f"--{key.lstrip('-')}" for key, _ in sets}
+    overridden = {f"--{name}" for key, _ in amendment.sets for name in (_plain(key), key.lstrip("-"))}
     if request.out is not None and not request.keeps_places:
         overridden |= {"--tensorboard-dir"}
-    settled = launch.prepare(argv, root=ROOT, writes=request.writes, amend=amend, overridden=overridden)
-    actions = settled.parser._option_string_actions
-    chosen = pairs(settled.argv[len(settled.defaults) :], actions)
-    config = settled.config
+    settled = launch.prepare(argv, root=ROOT, writes=request.writes, amend=amendment, overridden=overridden)
+    config, folder, actions = settled.config, amendment.folder, settled.parser._option_string_actions
     assert config is not None
+    assert folder is not None
+    chosen = pairs(settled.argv[len(settled.defaults) :], actions)
     if "device" not in {_plain(flag) for flag, _ in config.flags} and "--device" not in argv:
         chosen = [item for item in chosen if item[0] != "--device"]
     by_dest: dict[str, Flag] = {}
     for flag, values in chosen:
         dest = actions[flag].dest
         by_dest.pop(dest, None)  # the last of a repeated setting counts, in its place
-        source = given.get(flag) or str(config.origins.get(flag, FROM_LINE if flag == "--device" else FILLED_IN))
-        by_dest[dest] = Flag(flag, values, source)
-    filled_in = [Flag(flag, values, FILLED_IN) for flag, values in pairs(settled.defaults, actions)]
-    from torch.distributed.run import get_args_parser
-
-    return dataclasses.asdict(
-        Resolved(
-            flags=tuple(by_dest.values()),
-            filled_in=tuple(filled_in),
-            env=config.env,
-            notes=(*notes, *(note for note in settled.notes if not note.startswith("defaults filled in"))),
-            device=settled.device,
-            ranks=ranks,
-            gpus=gpus,
-            folder=place["folder"],
-            settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
-            files=tuple(str(file) for file in config.files),
-            can_wait="--shutdown-timeout" in get_args_parser()._option_string_actions,
-        )
+        default = config.origins.get(flag, FROM_LINE if flag == "--device" else FILLED_IN)
+        by_dest[dest] = Flag(flag, values, amendment.sources.get(flag) or str(default))
+    return Resolved(
+        flags=tuple(by_dest.values()),
+        filled_in=tuple(Flag(flag, values, FILLED_IN) for flag, values in pairs(settled.defaults, actions)),
+        env=config.env,
+        notes=(*amendment.notes, *(note for note in settled.notes if not note.startswith("defaults filled in"))),
+        device=settled.device,
+        ranks=ranks,
+        gpus=gpus,
+        folder=folder,
+        settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
+        files=tuple(map(str, config.files)),
+        can_wait="--shutdown-timeout" in get_args_parser()._option_string_actions,
     )
 
 
@@ -338,34 +327,28 @@ def _gpus() -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def _resolve_request(asked: dict[str, Any]) -> dict[str, Any]:
-    """The answer to a request that came as JSON."""
-    sets = tuple((key, value) for key, value in asked["sets"])
-    try:
-        return _main(Request(**{**asked, "sets": sets, "flags": tuple(asked["flags"])}))
-    except UserError as error:
-        return {"error": str(error)}
+def _answer_in_child(request: Request) -> Resolved | UserError:
+    """What is settled, or what the user got wrong, from a fork of this process."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
 
-
-def _resolve_in_child(asked: dict[str, Any], answer: Path) -> dict[str, Any]:
-    """`_resolve_request` in a child process: it replaces sys.argv, patches megatron-core, sets the environment."""
-    child = os.fork()
-    if child == 0:
-        status = 1
+    def send_answer() -> None:
         os.environ.pop(_NVML_CHECK, None)  # NVML counts a GPU that its driver cannot use, and this child may ask CUDA
         try:
-            answer.write_text(json.dumps(_resolve_request(asked), default=str), "utf-8")
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
-    _, ended = os.waitpid(child, 0)
-    if ended:
-        sys.exit(f"a child ended with status {os.waitstatus_to_exitcode(ended)}")
-    return dict(json.loads(answer.read_text("utf-8")))
+            sender.send(settle(request))
+        except UserError as error:
+            sender.send(error)
+
+    child = context.Process(target=send_answer)
+    child.start()
+    sender.close()
+    try:
+        answer: Resolved | UserError = receiver.recv()
+    except EOFError:
+        child.join()
+        sys.exit(f"a child ended with status {child.exitcode}")
+    child.join()
+    return answer
 
 
 def _import_once() -> None:
@@ -380,18 +363,13 @@ def _import_once() -> None:
             import megatron.core.distributed.fsdp.mcore_fsdp_adapter  # noqa: F401
 
 
-def _settle_all(asked: Path, answer: Path) -> None:
-    """The process that settles: an answer for each request, or none at all."""
-    requests = json.loads(asked.read_text("utf-8"))
-    if len(requests) == 1:
-        answers = [_resolve_request(requests[0])]
-    else:
-        _import_once()
-        answers = [_resolve_in_child(request, answer.with_name(f"{at}.json")) for at, request in enumerate(requests)]
-    partial = answer.with_suffix(".partial")
-    partial.write_text(json.dumps(answers, default=str), "utf-8")
-    partial.replace(answer)
+def main(asked: Path, answers: Path) -> None:
+    """The process that settles: reads requests and writes an answer for each."""
+    _import_once()
+    answers.write_bytes(pickle.dumps([_answer_in_child(request) for request in pickle.loads(asked.read_bytes())]))
 
 
 if __name__ == "__main__":
-    _settle_all(Path(sys.argv[1]), Path(sys.argv[2]))
+    from megatron_muon.runs import resolve as this  # whose classes are those that were pickled
+
+    this.main(Path(sys.argv[1]), Path(sys.argv[2]))

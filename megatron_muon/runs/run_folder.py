@@ -5,7 +5,8 @@
                       alone: pretrain_gpt.py --config RUN/config.yaml, or megatron-muon train --config RUN/config.yaml
       run.json        what was started, where, with which software; written before the training starts
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
-      tensorboard/    Megatron's events, where the flags do not name another place
+      tensorboard/    Megatron's events, where the flags do not name another place, and facts.json: what the training
+                      knows of its optimizer, see `state_report.write_facts`
       checkpoints/    checkpoints, where the flags ask for them (--save)
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
@@ -40,6 +41,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -52,6 +54,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
+from megatron_muon.megatron import FACTS
 from megatron_muon.runs.events import LOSS_TAG
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
@@ -134,20 +137,27 @@ def locate(
     return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
 
 
+def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
+    """Where the files of a run lie now, as far as its run.json says."""
+    tensorboard, save = (
+        Path(moved(path, run, root)) if (path := run.get(name)) else None
+        for name in ("tensorboard_dir", "checkpoint_dir")
+    )
+    if tensorboard is None or not tensorboard.is_dir():
+        tensorboard = root / TENSORBOARD
+    return RunFolder(root, tensorboard, save or root / CHECKPOINTS)
+
+
 def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
     """Where a file or folder of a run is now that its folder may have been copied or renamed.
 
     A copy must neither go on from the original's checkpoints nor write into them.
 
-    Args:
-        path: as the run's files name it.
-        run: what run.json says.
-        root: the run's folder.
-
     Returns:
-        The same place within `root` where `path` was within another folder of this run; else `path`.
+        The same place within `root` where `path`, of the run's files, was within another folder of this run; else
+        `path`.
     """
-    if "folder" not in run:  # of an earlier version
+    if "folder" not in run:  # no run.json
         return path
     was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
     if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
@@ -170,10 +180,19 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes a JSON file such that it is there whole or not at all."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")
-    partial.replace(file)
+    """Writes a strict JSON file such that it is there whole or not at all."""
+    with files.written_at_once(file) as stream:
+        json.dump(strict(content), stream, indent=2, allow_nan=False)
+        stream.write("\n")
+
+
+def strict(value: Any) -> Any:
+    """`value` with null for numbers that are not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: strict(item) for key, item in value.items()}
+    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def lock_of(root: Path) -> Lock:
@@ -182,11 +201,7 @@ def lock_of(root: Path) -> Lock:
 
 
 def refuse_living(folder: RunFolder) -> None:
-    """Refuses a folder where a run is under way, or whose ranks have outlived it.
-
-    Raises:
-        UserError: says whose.
-    """
+    """Raises a UserError for a folder where a run is under way, or whose ranks have outlived it."""
     lock_of(folder.root).refuse_if_held()
     if folder.checkpoints is not None:
         checkpoint_lock.lock_of(folder.checkpoints).refuse_if_held()
@@ -232,11 +247,13 @@ def clear(folder: RunFolder) -> None:
         raise UserError(
             f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
         )
-    for name in (CONFIG, RUN, LOG, SUMMARY):
-        (root / name).unlink(missing_ok=True)
-    for file in (*root.glob("train.node-*.log"), *root.glob("config.node-*.yaml")):
-        file.unlink()
-    for file in folder.tensorboard.glob("events.out.tfevents.*"):
+    own = [
+        file
+        for name in (CONFIG, RUN, LOG, SUMMARY, "train.node-*.log", "config.node-*.yaml")
+        for file in root.glob(name)
+    ]
+    own += [file for name in ("events.out.tfevents.*", FACTS) for file in folder.tensorboard.glob(name)]
+    for file in own:
         file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():
         shutil.rmtree(folder.checkpoints)

@@ -1,4 +1,4 @@
-"""What summary.json of a run's folder says, from Megatron's events and the log. Needs neither torch nor megatron-core.
+"""What summary.json of a run's folder says: the figures of `Record`, and what only the log tells.
 
     outcome           finished, stopped (by a signal, after a checkpoint: start it again), interrupted (Ctrl-C), killed
                       (by another signal, nothing saved), refused (a user's mistake) or failed
@@ -41,10 +41,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon import exit_codes
-from megatron_muon.errors import UserError
-from megatron_muon.runs.events import LOSS_TAG, RunEvents, read_events
+from megatron_muon.runs.records import Record, read_record
 from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.summary import summarize, validation_label
+from megatron_muon.runs.summary import validation_label
 
 _OUTCOMES = {
     exit_codes.OK: "finished",
@@ -57,7 +56,6 @@ _OUTCOMES = {
 }
 
 _PARAMETERS = re.compile(r"number of parameters on \(.*?\) model parallel rank \(.*?\): (\d+)")
-_MUON_ROW = re.compile(r"^muon +[\d,]+ +([\d,]+) +[\d.]+%", re.MULTILINE)
 _NOT_FINITE = re.compile(r"Unexpected result (?:nan|-?inf)\b")
 _ERRORS = (
     re.compile(r"^pretrain_gpt\.py: error: (.+)$", re.MULTILINE),
@@ -89,56 +87,36 @@ def summary_of(
     output = log.read_bytes() if log.exists() else b""
     text, latest = (piece.decode("utf-8", "replace") for piece in (output, output[began_at:]))
     outcome = _OUTCOMES.get(status, "failed")
-    figures = _figures(folder)
-    divergence = _divergence(figures, latest)
+    record = read_record(folder.root, places=folder)
+    divergence = _divergence(record, latest)
     skipped = {int(number): int(count) for number, count in _ITERATION.findall(text)}
     # Which machine has the first rank, which tells these, is for torchrun to say.
     everywhere = [text, *(file.read_text("utf-8", errors="replace") for file in folder.root.glob("train.node-*.log"))]
-    parameters, muon = (pattern.findall("\n".join(everywhere)) for pattern in (_PARAMETERS, _MUON_ROW))
+    parameters = _PARAMETERS.findall("\n".join(everywhere))
     return {
         "name": run["name"],
         "outcome": outcome,
         "status": status,
         "error": _error(latest) if outcome in ("refused", "failed", "killed") else None,
-        "go_on": _go_on(folder, outcome, figures, divergence),
-        **{name: value for name, value in figures.items() if name != "rose"},
-        **divergence,
+        "go_on": _go_on(record, outcome, divergence),
+        "iterations": record.iterations,
         "train_iters": settings.get("train_iters"),
+        "tokens": record.tokens,
+        "train_seconds": record.train_seconds if record.train else None,
+        "loss_first": record.losses[0] if record.train else None,
+        "loss_last": record.loss_last,
+        **divergence,
+        "validation_loss": record.validation_by_set if record.train else None,
+        "validation_iteration": record.validation[-1].step if record.validation else None,
         "skipped_iterations": sum(skipped.values()),
+        **{name: getattr(record, name) for name in ("step_ms", "tokens_per_second", "optimizer_share")},
         "parameters": int(parameters[-1]) if parameters else None,
-        "muon_parameters": int(muon[-1].replace(",", "")) if muon else None,
+        "muon_parameters": record.facts.get("muon_parameters"),
         "world_size": run["nodes"] * run["ranks"],
         "checkpoint": str(folder.checkpoint) if folder.checkpoint else None,
         **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
         "optimizer": settings.get("optimizer"),
     }
-
-
-def _figures(folder: RunFolder) -> dict[str, Any]:
-    """What the events say."""
-    names = ("train_seconds", "loss_first", "loss_last", "validation_loss", "validation_iteration", "tokens_per_second")
-    try:
-        events = read_events(folder.tensorboard)
-        page = summarize(folder.root, tensorboard_dir=folder.tensorboard, events=events)
-    except UserError:  # it ended before its first step
-        absent = dict.fromkeys((*names, "tokens", "step_ms", "optimizer_share"))
-        return {"iterations": 0, "rose": False, **absent}
-    return {
-        "iterations": page.iterations,
-        "rose": page.rose,
-        "diverged_at": page.diverged_at,
-        "tokens": _tokens(events),
-        **{name: getattr(page, name) for name in names},
-        "step_ms": page.step_seconds * 1e3 if page.step_seconds is not None else None,
-        "optimizer_share": page.optimizer_share,
-    }
-
-
-def _tokens(events: RunEvents) -> int | None:
-    """Samples consumed, which Megatron writes as the step of these points, times the sequence length."""
-    samples = events.points(f"{LOSS_TAG} vs samples")
-    length = events.args.get("seq_length", "")
-    return samples[-1].step * int(length) if samples and length.isdigit() else None
 
 
 def _error(text: str) -> str | None:
@@ -151,21 +129,21 @@ def _error(text: str) -> str | None:
     return None
 
 
-def _go_on(folder: RunFolder, outcome: str, figures: Mapping[str, Any], divergence: Mapping[str, Any]) -> str | None:
-    began = bool(figures["iterations"] or folder.checkpoint)
+def _go_on(record: Record, outcome: str, divergence: Mapping[str, Any]) -> str | None:
+    began = bool(record.iterations or record.places.checkpoint)
     if outcome == "finished" or divergence["diverged_at"] or (outcome == "refused" and not began):
         return None
-    return f"megatron-muon train --resume --out {shlex.quote(str(folder.root))}"
+    return f"megatron-muon train --resume --out {shlex.quote(str(record.folder))}"
 
 
-def _divergence(figures: Mapping[str, Any], text: str) -> dict[str, Any]:
-    at, why = figures.get("diverged_at"), None
+def _divergence(record: Record, text: str) -> dict[str, Any]:
+    at, why = record.diverged_at, None
     if at is None and _NOT_FINITE.search(text):  # Megatron ends such a step before it is logged
-        at = figures["iterations"] + 1
+        at = record.iterations + 1
     if at is not None:
         why = f"the loss or a gradient is not a number at iteration {at}"
-    elif figures["rose"]:
-        why = f"the loss rose from {figures['loss_first']:.3f} to {figures['loss_last']:.3f}"
+    elif record.rose:
+        why = f"the loss rose from {record.losses[0]:.3f} to {record.loss_last:.3f}"
     return {"diverged": why is not None, "diverged_at": at, "diverged_why": why}
 
 

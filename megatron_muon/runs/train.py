@@ -13,7 +13,7 @@ import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,48 +22,23 @@ from typing import Any
 from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import STATUS_FILE
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
-from megatron_muon.megatron.launch import STATUS_FILE
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.node import FIRST_START_ONLY
-from megatron_muon.runs.processes import (
-    Ended,
-    Nodes,
-    environment,
-    pretrain_program,
-    torchrun,
-    torchrun_on_nodes,
-    watch,
-)
-from megatron_muon.runs.provenance import checkout, machine, package_versions
-from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Flag, Request, Resolved, resolve
+from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
+from megatron_muon.runs.processes import Ended, environment, pretrain_program, torchrun, watch
+from megatron_muon.runs.provenance import origin
+from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.runs.run_summary import summary_of
-from megatron_muon.runs.summary import strict
-
-GRACE_SECONDS = 600
-"""How long ranks may take to finish their step and save, once they have been asked to end."""
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A settled run.
+    """A settled run: what was asked for, and what came of that."""
 
-    Attributes:
-        resolved: its settings and folder.
-        nodes: the machines, where there are several.
-        resume: whether it goes on from its own checkpoint, where there is one.
-        overwrite: whether what lies in its folder is deleted first.
-        grace_s: see `GRACE_SECONDS`.
-        command: what the user typed.
-    """
-
+    request: Request
     resolved: Resolved
-    nodes: Nodes | None = None
-    resume: bool = False
-    overwrite: bool = False
-    grace_s: int = GRACE_SECONDS
-    command: str = ""
 
     @property
     def folder(self) -> RunFolder:
@@ -73,19 +48,19 @@ class Experiment:
     @property
     def is_first_node(self) -> bool:
         """Whether this machine writes what there is once for all of them."""
-        return self.nodes is None or self.nodes.rank == 0
+        return self.request.nodes.rank == 0
 
     @property
     def config_file(self) -> Path:
         """The resolved experiment file that this machine's ranks read."""
-        name = run_folder.CONFIG if self.nodes is None or self.is_first_node else f"config.node-{self.nodes.rank}.yaml"
-        return self.folder.root / name
+        rank = self.request.nodes.rank
+        return self.folder.root / (f"config.node-{rank}.yaml" if rank else run_folder.CONFIG)
 
     @property
     def log(self) -> Path:
         """Where this machine's output goes."""
-        name = run_folder.LOG if self.nodes is None or self.is_first_node else f"train.node-{self.nodes.rank}.log"
-        return self.folder.root / name
+        rank = self.request.nodes.rank
+        return self.folder.root / (f"train.node-{rank}.log" if rank else run_folder.LOG)
 
     @property
     def ckpt_step(self) -> int | None:
@@ -94,15 +69,15 @@ class Experiment:
         One of an experiment file, or beside a --load of other checkpoints, says how the first start began.
         """
         typed = {flag.name: flag.values for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
-        step = typed.get("--ckpt-step")
-        return int(step[0]) if self.resume and step and self.folder.checkpoint and "--load" not in typed else None
+        is_own = self.request.resume and self.folder.checkpoint and names_own_step(typed)
+        return int(typed["--ckpt-step"][0]) if is_own else None
 
     @property
     def checkpoint(self) -> Path | None:
         """What the run goes on from."""
         if self.ckpt_step is not None and self.folder.checkpoints is not None:
             return files.iteration_folder(self.folder.checkpoints, self.ckpt_step)
-        return self.folder.checkpoint if self.resume else None
+        return self.folder.checkpoint if self.request.resume else None
 
     @property
     def shown_command(self) -> str:
@@ -114,18 +89,16 @@ class Experiment:
         """The command that runs it.
 
         Args:
-            waits: with the flag that gives ranks `grace_s` seconds to save.
+            waits: with the flag that gives ranks the request's `grace_s` seconds to save.
         """
-        wait = ("--shutdown-timeout", str(self.grace_s)) if waits and self.resolved.can_wait else ()
+        wait = ("--shutdown-timeout", str(self.request.grace_s)) if waits and self.resolved.can_wait else ()
         program = [*pretrain_program(), "--config", str(self.config_file)]
         if self.checkpoint is not None:
-            given = [flag.name for flag in self.resolved.flags]
+            left_out = {flag.name for flag in self.resolved.flags} & set(FIRST_START_ONLY)
+            left_out -= {"--ckpt-step"} if self.ckpt_step is not None else set()
             program += ["--load", str(self.folder.checkpoints)]
-            left_out = set(FIRST_START_ONLY) & set(given) - ({"--ckpt-step"} if self.ckpt_step is not None else set())
             program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
-        if self.nodes is not None:
-            return torchrun_on_nodes(self.resolved.ranks, self.nodes, *program, more=wait)
-        return torchrun(self.resolved.ranks, *program, more=wait)
+        return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes, more=wait)
 
 
 @dataclass(frozen=True)
@@ -143,38 +116,22 @@ class Outcome:
     started: bool = True
 
 
-def prepare(
-    request: Request,
-    *,
-    nodes: Nodes | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    grace_s: int = GRACE_SECONDS,
-    command: str = "",
-    resolved: Resolved | None = None,
-) -> Experiment:
-    """Settles an experiment; writes nothing but what `request.writes` allows.
-
-    Args:
-        request: what is asked for.
-        nodes: see `Experiment`, as all that follow.
-        resume: see there.
-        overwrite: see there.
-        grace_s: see there.
-        command: see there.
-        resolved: what `resolve` or `resolve_each` returned for this request.
+def prepare(request: Request, resolved: Resolved | UserError | None = None) -> Experiment:
+    """Settles an experiment, unless it is `resolved` already; writes nothing but what `request.writes` allows.
 
     Raises:
         UserError: what the user got wrong, a folder that is taken included.
+        RunFailedError: the process that settles failed; what it printed has been shown.
     """
-    is_first = nodes is None or nodes.rank == 0
-    if request.out is not None and is_first:  # told at once, where the flags have no say
-        folder = run_folder.locate({}, {}, out=request.out, default="")[0]
-        run_folder.refuse_living(folder)
-        run_folder.check_free(folder, resume=resume, overwrite=overwrite)
-    resolved = resolve(request) if resolved is None else resolved
-    experiment = Experiment(resolved, nodes, resume, overwrite, grace_s, command)
-    if nodes is not None and request.out is None and resolved.folder.root == Path(request.default_out):
+    nodes = request.nodes
+    if request.out is not None and nodes.rank == 0:  # told at once, where the flags have no say
+        _refuse_taken(run_folder.locate({}, {}, out=request.out, default="")[0], request)
+    if resolved is None:
+        (resolved,) = resolve_each([request])
+    if isinstance(resolved, UserError):
+        raise resolved
+    experiment = Experiment(request, resolved)
+    if nodes.count > 1 and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
     if experiment.ckpt_step is not None and experiment.checkpoint is not None and not experiment.checkpoint.is_dir():
         held = ", ".join(map(str, files.iterations(experiment.checkpoint.parent)))
@@ -182,113 +139,87 @@ def prepare(
             f"--ckpt-step {experiment.ckpt_step}: {experiment.checkpoint.parent} has no checkpoint of that iteration; "
             f"it has {held or 'none'}"
         )
-    if is_first:
-        run_folder.refuse_living(resolved.folder)
-        run_folder.check_free(resolved.folder, resume=resume, overwrite=overwrite)
+    if nodes.rank == 0:
+        _refuse_taken(resolved.folder, request)
     return experiment
+
+
+def _refuse_taken(folder: RunFolder, request: Request) -> None:
+    run_folder.refuse_living(folder)
+    run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
 
 
 def execute(
     experiment: Experiment,
     *,
-    show: Callable[[str], object] | None = None,
     on_line: Callable[[str], object] | None = None,
     stop: threading.Event | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Runs an experiment to its end and writes its folder.
+    """Runs what `prepare` returned to its end and writes its folder.
 
     Args:
-        experiment: what `prepare` returned.
-        show: gets the output as it comes, in pieces.
-        on_line: gets every line of it.
+        experiment: what to run.
+        on_line: gets every line of the output as it comes.
         stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
         env: variables for the ranks, which win over all others.
 
     Raises:
         UserError: another run is under way in the folder, or has been there since `prepare` looked.
     """
-    if not experiment.is_first_node:
-        return _run(experiment, show=show, on_line=on_line, stop=stop, env=env or {})
-    folder = experiment.folder
-    run_folder.refuse_living(folder)
-    with run_folder.lock_of(folder.root).held() as lock:
-        run_folder.check_free(folder, resume=experiment.resume, overwrite=experiment.overwrite)
-        if experiment.resume and experiment.ckpt_step is None and (done := _finished(experiment)):
-            return Outcome(0, done, started=False)
-        if experiment.overwrite:
-            run_folder.clear(folder)
-        keeps = () if lock is None else (lock,)
-        return _run(experiment, show=show, on_line=on_line, stop=stop, env=env or {}, keeps=keeps)
-
-
-def _run(
-    experiment: Experiment,
-    *,
-    show: Callable[[str], object] | None,
-    on_line: Callable[[str], object] | None,
-    stop: threading.Event | None,
-    env: Mapping[str, str],
-    keeps: Sequence[int] = (),
-) -> Outcome:
-    """`execute` in a folder that is this run's; torchrun keeps the descriptors `keeps`."""
-    folder = experiment.folder
-    folder.root.mkdir(parents=True, exist_ok=True)
-    run = _run_record(experiment)
-    experiment.config_file.write_text(_config_text(experiment, run), "utf-8")
-    if experiment.is_first_node:
-        (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
-        run_folder.write_json(folder.root / run_folder.RUN, run)
-    append = experiment.checkpoint is not None
-    began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
-    ended, status = _launch(experiment, show=show, on_line=on_line, stop=stop, more_env=env, keeps=keeps)
-    status = _exit_status(ended, status)
-    if not experiment.is_first_node:
-        return Outcome(status, {})
-    now = datetime.now(UTC)
-    summary = {
-        **summary_of(folder, status=status, log=experiment.log, run=run, began_at=began_at),
-        "started": run["started"],
-        "ended": now.isoformat(timespec="seconds"),
-        "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
-    }
-    summary = strict(summary)
-    run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
-    return Outcome(status, summary)
-
-
-def _launch(
-    experiment: Experiment,
-    *,
-    show: Callable[[str], object] | None,
-    on_line: Callable[[str], object] | None,
-    stop: threading.Event | None,
-    more_env: Mapping[str, str],
-    keeps: Sequence[int],
-) -> tuple[Ended, int | None]:
-    """How torchrun ended, and what status the first rank left."""
-    resolved = experiment.resolved
-    env = environment(resolved.ranks, nodes=experiment.nodes.count if experiment.nodes else 1, settings=resolved.env)
-    with tempfile.TemporaryDirectory(prefix="train-") as scratch:
-        file = Path(scratch, "status")
+    folder, request = experiment.folder, experiment.request
+    with contextlib.ExitStack() as stack:
+        keeps = []
+        if experiment.is_first_node:
+            run_folder.refuse_living(folder)
+            lock = stack.enter_context(run_folder.lock_of(folder.root).held())
+            keeps = [] if lock is None else [lock]  # torchrun keeps it where it outlives this process
+            run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
+            if request.resume and experiment.ckpt_step is None and (done := _finished(experiment)):
+                return Outcome(0, done, started=False)
+            if request.overwrite:
+                run_folder.clear(folder)
+        folder.root.mkdir(parents=True, exist_ok=True)
+        run = _run_record(experiment)
+        experiment.config_file.write_text(_config_text(experiment, run), "utf-8")
+        if experiment.is_first_node:
+            (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
+            run_folder.write_json(folder.root / run_folder.RUN, run)
+        append = experiment.checkpoint is not None
+        began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
+        status_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="train-")), "status")
+        of_ranks = environment(experiment.resolved.ranks, nodes=request.nodes.count, settings=experiment.resolved.env)
         ended = watch(
             experiment.torchrun(),
             experiment.log,
-            env={**env, **more_env, STATUS_FILE: str(file)},
-            show=show,
+            env={**of_ranks, **(env or {}), STATUS_FILE: str(status_file)},
             on_line=on_line,
-            append=experiment.checkpoint is not None,
+            append=append,
             keeps=keeps,
-            grace_s=experiment.grace_s,
+            grace_s=request.grace_s,
             stop=stop,
         )
-        with contextlib.suppress(OSError, ValueError):
-            return ended, int(file.read_text("utf-8"))
-    return ended, None
+        status = _exit_status(ended, status_file)
+        if not experiment.is_first_node:
+            return Outcome(status, {})
+        now = datetime.now(UTC)
+        summary = run_folder.strict(
+            {
+                **summary_of(folder, status=status, log=experiment.log, run=run, began_at=began_at),
+                "started": run["started"],
+                "ended": now.isoformat(timespec="seconds"),
+                "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
+            }
+        )
+        run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
+        return Outcome(status, summary)
 
 
-def _exit_status(ended: Ended, rank: int | None) -> int:
-    """The run's status: what a rank said counts for more than torchrun's, which is 1 for anything but 0."""
+def _exit_status(ended: Ended, of_rank: Path) -> int:
+    """The run's status: what a rank left in a file counts for more than torchrun's, which is 1 for anything but 0."""
+    rank = None
+    with contextlib.suppress(OSError, ValueError):
+        rank = int(of_rank.read_text("utf-8"))
     if ended.signal == signal.SIGINT:
         return 128 + signal.SIGINT
     if ended.signal is not None:
@@ -308,25 +239,20 @@ def _finished(experiment: Experiment) -> dict[str, Any] | None:
 
 def _run_record(experiment: Experiment) -> dict[str, Any]:
     """The contents of run.json."""
-    resolved, folder = experiment.resolved, experiment.folder
-    before = run_folder.read_json(folder.root / run_folder.RUN) if experiment.resume else {}
-    flags = [(flag.name, flag.values) for flag in resolved.flags]
-    found, dirty = checkout()
+    resolved, folder, request = experiment.resolved, experiment.folder, experiment.request
+    before = run_folder.read_json(folder.root / run_folder.RUN) if request.resume else {}
     return {
         "name": folder.root.resolve().name,
         "folder": str(folder.root),
-        "command": experiment.command,
+        "command": request.command,
         "torchrun": experiment.shown_command,
         "directory": os.getcwd(),
         "host": socket.gethostname(),
-        "machine": machine(),
-        "versions": package_versions(),
-        "commit": found,
-        "dirty": dirty,
+        **origin(),
         "config_files": list(resolved.files),
-        "config_hash": run_folder.config_hash(flags, resolved.env),
+        "config_hash": resolved.config_hash,
         "device": resolved.device,
-        "nodes": experiment.nodes.count if experiment.nodes else 1,
+        "nodes": request.nodes.count,
         "ranks": resolved.ranks,
         "settings": dict(resolved.settings),
         "filled_in": [token for flag in resolved.filled_in for token in (flag.name, *flag.values)],
@@ -339,19 +265,13 @@ def _run_record(experiment: Experiment) -> dict[str, Any]:
 
 
 def _config_text(experiment: Experiment, run: Mapping[str, Any]) -> str:
-    heading = f"Resolved from {', '.join(run['config_files'])}"
-    heading += f" at {run['started']}; runs alone:\n{run['torchrun']}" if run["started"] else ""
-    flags = [(flag.name, flag.values) for flag in experiment.resolved.flags]
-    return run_folder.config_text(flags, experiment.resolved.env, heading=heading)
+    heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
+    return run_folder.config_text(experiment.resolved.flag_values, experiment.resolved.env, heading=heading)
 
 
 def settings_lines(experiment: Experiment) -> list[str]:
     """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
     flags = (*experiment.resolved.flags, *experiment.resolved.filled_in)
-    rows = [(flag.name, _shown(flag), flag.source) for flag in flags]
+    rows = [(flag.name, shlex.join(flag.values) if flag.values else "true", flag.source) for flag in flags]
     widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 44), (1, 40))]
     return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
-
-
-def _shown(flag: Flag) -> str:
-    return shlex.join(flag.values) if flag.values else "true"

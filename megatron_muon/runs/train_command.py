@@ -7,6 +7,7 @@ leaves behind.
 from __future__ import annotations
 
 import argparse
+import functools
 import shlex
 import sys
 from datetime import datetime
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.processes import Nodes, sigterm_unwinds
+from megatron_muon.runs.processes import THIS_MACHINE, Nodes, sigterm_unwinds
 
 if TYPE_CHECKING:
     from megatron_muon.runs.resolve import Request
@@ -83,16 +84,9 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.runs.run_summary import in_words
     from megatron_muon.runs.train import execute, prepare, settings_lines
 
-    request, nodes = request_of(args)
+    request = request_of(args)
     with sigterm_unwinds():
-        experiment = prepare(
-            request,
-            nodes=nodes,
-            resume=args.resume,
-            overwrite=args.overwrite,
-            grace_s=args.grace,
-            command=shlex.join(("megatron-muon", *sys.argv[1:])),
-        )
+        experiment = prepare(request)
     for note in experiment.resolved.notes:
         print(f"megatron-muon: {note}")
     if not args.quiet:
@@ -107,11 +101,7 @@ def run(args: argparse.Namespace) -> int:
         print("dry run: nothing was started or written")
         return 0
 
-    def show(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    outcome = execute(experiment, show=show)
+    outcome = execute(experiment, on_line=functools.partial(print, flush=True))
     if not outcome.started:
         print(f"finished before: {outcome.summary['iterations']} iterations; see {root / run_folder.SUMMARY}")
     elif outcome.summary:
@@ -124,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     return outcome.status
 
 
-def request_of(args: argparse.Namespace) -> tuple[Request, Nodes | None]:
+def request_of(args: argparse.Namespace) -> Request:
     """What the arguments ask for.
 
     Raises:
@@ -142,25 +132,28 @@ def request_of(args: argparse.Namespace) -> tuple[Request, Nodes | None]:
     if args.nproc is None and args.resume and args.out:
         args.nproc = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
-    request = Request(
+    return Request(
         config=str(config),
         sets=tuple(assignment(text) for text in args.sets),
         flags=tuple(args.flags),
         ranks=args.nproc,
-        nodes=args.nnodes,
+        nodes=_nodes(args),
         out=str(args.out) if args.out else None,
         keeps_places=args.config is None,
         default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
         writes=not args.dry_run,
+        resume=args.resume,
+        overwrite=args.overwrite,
+        grace_s=args.grace,
+        command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
-    return request, _nodes(args)
 
 
-def _nodes(args: argparse.Namespace) -> Nodes | None:
+def _nodes(args: argparse.Namespace) -> Nodes:
     if args.nnodes == 1:
         if args.node_rank or args.rdzv_endpoint:
             raise UserError("--node-rank and --rdzv-endpoint are for several machines; give --nnodes N too")
-        return None
+        return THIS_MACHINE
     if args.node_rank is None or args.rdzv_endpoint is None:
         raise UserError(
             f"--nnodes {args.nnodes} needs --node-rank R (0 to {args.nnodes - 1}) and --rdzv-endpoint HOST:PORT, one "

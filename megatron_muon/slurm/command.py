@@ -13,14 +13,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import Reasons, RunFailedError, UserError
-from megatron_muon.runs.processes import ROOT
+from megatron_muon.runs.processes import ROOT, Nodes
 
 SCRIPT = Path("scripts/slurm/pretrain.sbatch")
 LOGS = Path("logs")
@@ -41,28 +40,6 @@ Submit a training to SLURM with scripts/slurm/pretrain.sbatch, which resumes aft
 
 Needs --save among the configuration's flags or after --, on a disk that all nodes share. See docs/clusters.md.
 """
-
-
-@dataclass(frozen=True)
-class Submission:
-    """What is handed to sbatch.
-
-    Attributes:
-        command: sbatch with its options, the script, and the script's arguments.
-        env: variables that the script reads, beside those that are set already.
-        settings: (name, value) of what a user should see.
-    """
-
-    command: tuple[str, ...]
-    env: Mapping[str, str]
-    settings: tuple[tuple[str, str], ...]
-
-    @property
-    def line(self) -> str:
-        """The whole as it would be typed."""
-        return " ".join(
-            [*(f"{name}={shlex.quote(value)}" for name, value in self.env.items()), shlex.join(self.command)]
-        )
 
 
 def configure(parser: CommandParser) -> None:
@@ -100,11 +77,14 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.at_once is not None and args.array is None:
         raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
-    submission = plan(args, os.environ)
-    check_as_run(args)
-    for name, value in submission.settings:
+    tasks = [()] if args.array is None else read_tasks(args.array)
+    runs = check_flags(args, tasks)
+    check_as_run(args, tasks)
+    command, env = sbatch(args, len(tasks))
+    for name, value in settings(args, len(tasks), runs[0]):
         print(f"{name:<12} {value}")
-    print(submission.line, flush=True)
+    typed = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+    print(*typed, shlex.join(command), flush=True)
     if args.dry_run:
         print(f"\n{'-' * 20} {script} {'-' * 20}\n{script.read_text('utf-8')}", end="")
         return 0
@@ -114,59 +94,58 @@ def run(args: argparse.Namespace) -> int:
             "--dry-run, or try it on a cluster of your own with scripts/slurm/local_cluster.sh start"
         )
     LOGS.mkdir(exist_ok=True)  # SLURM does not, and a job that cannot open its log ends without a word
-    done = subprocess.run(
-        submission.command, env={**os.environ, **submission.env}, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RunFailedError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
     print(done.stdout, end="")
     return 0
 
 
-def plan(args: argparse.Namespace, environ: Mapping[str, str]) -> Submission:
-    """The submission that the arguments ask for.
-
-    Raises:
-        UserError: the run would fail at its start, or could not be resumed.
-    """
-    tasks = [()] if args.array is None else read_tasks(args.array)
-    runs = check_flags(args, tasks)
-    ranks = args.gpus_per_node or args.nproc_per_node
-    name = args.job_name or args.config.stem
+def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, str]]:
+    """sbatch with its options, the script and the script's arguments; the variables that the script reads."""
     options = {
         "--nodes": args.nodes,
-        "--job-name": name,
+        "--job-name": args.job_name or args.config.stem,
         "--gpus-per-node": args.gpus_per_node,
         "--time": args.time,
         "--partition": args.partition,
         "--account": args.account,
-        "--array": None if args.array is None else f"1-{len(tasks)}" + (f"%{args.at_once}" if args.at_once else ""),
+        "--array": args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else ""),
     }
     command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
     command += [*args.sbatch, str(ROOT / SCRIPT), str(args.config), *args.flags]
     env = {"MUON_ROOT": str(ROOT)}
-    if not environ.get("VENV") and not environ.get("CONTAINER_IMAGE"):
+    if not os.environ.get("VENV") and not os.environ.get("CONTAINER_IMAGE"):
         env["VENV"] = sys.prefix
-    if ranks is not None:
+    if ranks := _ranks(args):
         env["NPROC_PER_NODE"] = str(ranks)
     if args.array is not None:
         env["ARRAY_FLAGS"] = str(args.array)
-    each = "a rank for each GPU, or one" if ranks is None else f"{ranks} = {args.nodes * ranks} ranks"
-    settings = [
+    return command, env
+
+
+def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) -> list[tuple[str, str]]:
+    """(name, value) of what a user should see; `first` are the flags of the first run."""
+    each = f"{ranks} = {args.nodes * ranks} ranks" if (ranks := _ranks(args)) else "a rank for each GPU, or one"
+    name = args.job_name or args.config.stem
+    array = [] if args.array is None else [("tasks", f"{tasks}, from {args.array}")]
+    checkpoints = "of each task in a folder of its own" if array else _checkpoints(first, args.flags)
+    return [
         ("config", str(args.config)),
         ("flags", shlex.join(args.flags) or "none beside the file's"),
+        *array,
         ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
         ("time limit", f"{args.time or 'the partition’s'}; SIGTERM three minutes ahead"),
-        (
-            "checkpoints",
-            _checkpoints(runs[0], args.flags) if args.array is None else "of each task in a folder of its own",
-        ),
-        ("python", environ.get("CONTAINER_IMAGE") or environ.get("VENV") or sys.prefix),
+        ("checkpoints", checkpoints),
+        ("python", os.environ.get("CONTAINER_IMAGE") or os.environ.get("VENV") or sys.prefix),
         ("logs", f"{LOGS}/{name}-JOB.log, and for each node {LOGS}/{name}-JOB-NUMBER-HOST.log"),
     ]
-    if args.array is not None:
-        settings.insert(2, ("tasks", f"{len(tasks)}, from {args.array}"))
-    return Submission(tuple(command), env, tuple(settings))
+
+
+def _ranks(args: argparse.Namespace) -> int | None:
+    """Ranks on each node; None leaves them to what the job finds."""
+    ranks: int | None = args.gpus_per_node or args.nproc_per_node
+    return ranks
 
 
 def read_tasks(file: Path) -> list[tuple[str, ...]]:
@@ -195,7 +174,7 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
     return tasks
 
 
-def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Any]:
+def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[argparse.Namespace]:
     """The parsed flags of every task's run.
 
     Raises:
@@ -208,9 +187,9 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
         from megatron_muon.megatron.flags import arguments
 
         parser = arguments.build_parser()
-    ranks = args.gpus_per_node or args.nproc_per_node
     runs = []
-    for flags in tasks:
+    folders: dict[str, int] = {}
+    for number, flags in enumerate(tasks, 1):
         typed = [*args.flags, *flags]
         config = config_file.load_config(args.config, overridden=config_file.given_flags(typed))
         config_file.check_flags(config, parser)
@@ -221,21 +200,18 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
             )
         if run.save_interval is None:
             raise UserError(f"--save {run.save} needs --save-interval N too; add it after --")
-        if ranks is not None:
+        if ranks := _ranks(args):
             arguments.check_parallelism(run, args.nodes * ranks)
-        runs.append(run)
-    folders = [run.save for run in runs]
-    for number, folder in enumerate(folders, 1):
-        first = folders.index(folder) + 1
-        if first != number:
+        if (first := folders.setdefault(run.save, number)) != number:
             raise UserError(
-                f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {folder}; "
+                f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {run.save}; "
                 "give each line a --save of its own"
             )
+        runs.append(run)
     return runs
 
 
-def check_as_run(args: argparse.Namespace) -> None:
+def check_as_run(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> None:
     """Checks every task's run as its ranks would, for the number of ranks and, with GPUs, for CUDA.
 
     Where the number of ranks is left to what the job finds, its first start says what is wrong.
@@ -243,18 +219,14 @@ def check_as_run(args: argparse.Namespace) -> None:
     Raises:
         UserError: what the user got wrong, all of it.
     """
-    ranks = args.gpus_per_node or args.nproc_per_node
-    if ranks is None:
+    if (ranks := _ranks(args)) is None:
         return
     from megatron_muon.runs.resolve import Request, resolve_each
 
-    tasks = [()] if args.array is None else read_tasks(args.array)
     device = (("device", "cuda"),) if args.gpus_per_node else ()
-    requests = [
-        Request(str(args.config), device, (*args.flags, *flags), ranks=ranks, nodes=args.nodes, writes=False)
-        for flags in tasks
-    ]
+    every = Request(str(args.config), device, ranks=ranks, nodes=Nodes(args.nodes), writes=False)
     reasons = Reasons()
+    requests = [replace(every, flags=(*args.flags, *flags)) for flags in tasks]
     for number, answer in enumerate(resolve_each(requests), 1):
         with reasons:
             if isinstance(answer, UserError):
@@ -263,15 +235,16 @@ def check_as_run(args: argparse.Namespace) -> None:
     reasons.tell()
 
 
-def _checkpoints(run: Any, typed: Sequence[str]) -> str:
+def _checkpoints(run: argparse.Namespace, typed: Sequence[str]) -> str:
     """Where the run begins, as `node.requeueable` settles it."""
     from megatron_muon.checkpoint import files
     from megatron_muon.megatron.flags.config_file import given_flags
+    from megatron_muon.runs.node import names_own_step
 
     found = files.latest(Path(run.save))
     if found is None:
         return f"{run.save}: a first start"
-    if run.ckpt_step is not None and "--ckpt-step" in given_flags(typed) and "--load" not in given_flags(typed):
+    if names_own_step(given_flags(typed)):
         found = run.ckpt_step
     if isinstance(found, int) and run.train_iters is not None and found >= run.train_iters:
         return (

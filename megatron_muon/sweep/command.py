@@ -1,7 +1,6 @@
 """`megatron-muon sweep`: an experiment file at many settings and seeds, and one table of what came of it.
 
-This module has the arguments and what is shown; `sweep_grid` says what is tried, `sweep` runs it, `sweep_results` sums
-up.
+This module has the arguments and what is shown; `grid` says what is tried, `trials` runs it, `results` sums up.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
@@ -21,6 +21,7 @@ from megatron_muon.runs.train_command import assignment
 from megatron_muon.sweep.grid import Point, Task, parse_grids, tasks_of
 
 if TYPE_CHECKING:
+    from megatron_muon.runs.train import Outcome
     from megatron_muon.sweep.trials import Plan
 
 DESCRIPTION = """\
@@ -90,86 +91,76 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the sweep, or shows what it would run."""
-    from megatron_muon.sweep import trials as sweep
+    from megatron_muon.runs.resolve import Request
+    from megatron_muon.sweep import trials
 
     points = parse_grids(args.grid)
-    sets = [assignment(text) for text in args.sets]
+    sets = tuple(assignment(text) for text in args.sets)
     in_grid = [setting for point in points for setting in point.settings]
-    _check_places([*sets, *in_grid])
-    _check_flags(args.flags, {_flag(key) for key, _ in in_grid})
+    _check_flags(sets, args.flags, in_grid)
     out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
     tasks = tasks_of(points, args.seeds, out)
-    shows_only = args.dry_run or args.list_flags
+    every = Request(
+        config=str(args.config),
+        sets=sets,
+        flags=tuple(args.flags),
+        ranks=args.nproc,
+        writes=not (args.dry_run or args.list_flags),
+        grace_s=args.grace,
+        command=shlex.join(("megatron-muon", *sys.argv[1:])),
+    )
     with sigterm_unwinds():
         print(f"checking {len(tasks)} runs", file=sys.stderr, flush=True)
-        plans = sweep.settle(tasks, args.config, sets=sets, flags=args.flags, ranks=args.nproc, writes=not shows_only)
-    sweep.check_devices(plans, args.jobs)
+        plans = trials.settle(tasks, every)
+    trials.check_devices(plans, args.jobs)
     if args.list_flags:
         print("\n".join(shlex.join(plan.flags) for plan in plans))
         return 0
     if args.dry_run:
         _show_plans(plans)
         return 0
-    with sweep.only_one(out):
-        plans = sweep.settled_now(plans)
-        sweep.refuse_changed(plans, overwrite=args.overwrite)
+    with trials.only_one(out):
+        plans = trials.settled_now(plans)
+        if not args.overwrite:
+            trials.refuse_changed(plans)
         return _run(args, points, plans, out)
 
 
 def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan], out: Path) -> int:
-    from megatron_muon.runs.provenance import checkout, machine, package_versions
+    from megatron_muon.runs.provenance import origin
     from megatron_muon.runs.run_summary import in_words
-    from megatron_muon.sweep import results as sweep_results
+    from megatron_muon.sweep import results
     from megatron_muon.sweep.show import Display
-    from megatron_muon.sweep.trials import DONE, Sweep, Watcher
+    from megatron_muon.sweep.trials import DONE, Sweep
 
-    command = shlex.join(("megatron-muon", *sys.argv[1:]))
-    commit, dirty = checkout()
-    head = {
-        "command": command,
-        "config": str(args.config),
-        "seeds": args.seeds,
-        "versions": package_versions(),
-        "machine": machine(),
-        "commit": commit,
-        "dirty": dirty,
-    }
-    rows: dict[Task, dict[str, Any]] = {plan.task: sweep_results.row(plan.task) for plan in plans}
-    dirty_rows: list[Task] = []
+    command = plans[0].request.command
+    head = {"command": command, "config": str(args.config), "seeds": args.seeds, **origin()}
+    rows = {plan.task: results.row(plan.task) for plan in plans}
     to_do = [plan for plan in plans if plan.state != DONE]
-    print(f"{len(plans)} runs in {out}: {len(plans) - len(to_do)} done before, {len(to_do)} to do", flush=True)
-
-    def write() -> None:
-        while dirty_rows:
-            task = dirty_rows.pop()
-            rows[task] = sweep_results.row(task)
-        sweep_results.write(out, points, list(rows.values()), head)
-
+    done = len(plans) - len(to_do)
+    print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
     failed: dict[Task, str] = {}
-    with Display(len(plans), len(plans) - len(to_do)) as display:
+    with Display(len(plans), done) as display:
 
-        def ended(plan: Plan, outcome: Any) -> None:
+        def ended(plan: Plan, outcome: Outcome) -> None:
             display.ended(plan, outcome)
             if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
                 failed[plan.task] = in_words(outcome.summary, why=True)
-            dirty_rows.append(plan.task)
+            rows[plan.task] = results.row(plan.task)
+            results.write(out, points, list(rows.values()), head)
 
-        def every() -> None:
-            display.refresh()
-            if dirty_rows:
-                write()
-
-        sweep = Sweep(to_do, args.jobs, args.grace, command, Watcher(display.started, display.line, ended))
+        sweep = Sweep(to_do, args.jobs, display)
         try:
-            sweep.run(every=every)
+            sweep.run(ended)
         finally:
-            write()
+            results.write(out, points, list(rows.values()), head)
     display.console.print()
     display.console.width = max(display.console.width, _TABLE_WIDTH)
-    display.console.print(sweep_results.table(points, list(rows.values())))
-    for note in sweep_results.at_the_edge(sweep_results.by_point(points, list(rows.values()))):
+    found = results.by_point(points, list(rows.values()))
+    display.console.print(results.table(found, results.final_column(list(rows.values()))))
+    for note in results.at_the_edge(found):
         print(f"note: {note}")
-    print(f"\nresults: {out / sweep_results.CSV}, {out / sweep_results.JSON}")
+    print(f"\nresults: {out / results.CSV}, {out / results.JSON}")
     if sweep.signal is not None:
         print("stopped; the same command goes on")
         return 128 + sweep.signal
@@ -185,35 +176,27 @@ def _show_plans(plans: Sequence[Plan]) -> None:
     from megatron_muon.runs.train import prepare
 
     for plan in plans:
-        experiment = prepare(plan.request, overwrite=True, resolved=plan.resolved)
+        experiment = prepare(replace(plan.request, overwrite=True), plan.resolved)
         print(f"{plan.task.name}: {plan.state}{f' ({plan.changes[0]})' if plan.changes else ''}, {plan.task.folder}")
         print(f"  {experiment.shown_command}")
         print(f"  with {shlex.join(plan.flags)}")
     print("dry run: nothing was started or written")
 
 
-def _check_places(settings: Sequence[tuple[str, str]]) -> None:
-    """Refuses one place for the files of all runs."""
-    for key, value in settings:
-        flag = _flag(key)
+def _check_flags(settings: Sequence[tuple[str, str]], typed: Sequence[str], in_grid: Sequence[tuple[str, str]]) -> None:
+    """Refuses what would make all runs one, or give them one place for their files; typed flags win over the grid."""
+    flags = [token.partition("=")[0] for token in typed]
+    if twice := next((flag for key, _ in in_grid if (flag := _flag(key)) in flags), None):
+        raise UserError(f"{twice} is in --grid and beside it, where it holds for all runs; give it once")
+    given = [(f"{key}={value}", _flag(key), value) for key, value in (*settings, *in_grid)]
+    for shown, flag, value in (*given, *((flag, flag, "") for flag in flags)):
+        if flag == "--seed":
+            raise UserError(f"{shown} is that of one run; seeds come from --seeds N, which takes 1 to N")
         if flag == "--tensorboard-dir" or (flag == "--save" and value.lower() not in ("null", "false")):
             raise UserError(
-                f"{key}={value}: every run of a sweep has its own folder below --out; with {flag} in the experiment "
-                f"file each writes there, and {flag[2:]}=null takes it away"
+                f"{shown}: every run of a sweep has its own folder below --out; with {flag} in the experiment file "
+                f"each writes there, and --set {flag[2:]}=null takes it away"
             )
-        if flag == "--seed":
-            raise UserError(f"--set {key}={value}: seeds come from --seeds N, which takes 1 to N")
-
-
-def _check_flags(typed: Sequence[str], in_grid: set[str]) -> None:
-    """Refuses flags of pretrain_gpt.py that would make runs of the sweep one: they win over the grid and the seeds."""
-    for flag in (token.partition("=")[0] for token in typed):
-        if flag in in_grid:
-            raise UserError(f"{flag} is in --grid and beside it, where it holds for all runs; give it once")
-        if flag == "--seed":
-            raise UserError("--seed is that of one run; seeds come from --seeds N, which takes 1 to N")
-        if flag in ("--save", "--tensorboard-dir"):
-            raise UserError(f"{flag}: every run of a sweep has its own folder below --out; leave {flag} out")
 
 
 def _flag(key: str) -> str:

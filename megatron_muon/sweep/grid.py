@@ -73,30 +73,26 @@ class Task:
 
 
 def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
-    """The points of all `--grid`s, in their order, none of them twice.
-
-    Args:
-        grids: of each `--grid` its words: KEY=VALUE,VALUE,...; further KEY=VALUES may follow in the same word.
+    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice.
 
     Raises:
         UserError: what cannot be read, a key that is given twice, or alternatives that have nothing in common.
     """
     parsed = [_parse(words) for words in grids]
     _check_alternatives(parsed)
-    points: dict[tuple[tuple[str, str], ...], Point] = {}
+    points: dict[frozenset[tuple[str, str]], Point] = {}
     for grid in parsed:
         hidden = frozenset(key for key, values in grid.items() if values == ("null",))
         for values in itertools.product(*grid.values()):
-            point = Point(tuple(zip(grid, values, strict=True)), hidden)
-            points.setdefault(tuple(sorted(point.settings)), point)
-    names: dict[str, Point] = {}
+            settings = tuple(zip(grid, values, strict=True))
+            points.setdefault(frozenset(settings), Point(settings, hidden))
+    folders: dict[str, Point] = {}
     for point in points.values():
-        if other := names.get(point.folder):
+        if (other := folders.setdefault(point.folder, point)) is not point:
             raise UserError(
                 f"--grid: the points {dict(other.settings)} and {dict(point.settings)} would share the folder "
                 f"{point.folder}; leave one of them out"
             )
-        names[point.folder] = point
     return tuple(points.values())
 
 

@@ -6,56 +6,49 @@ validation. A point counts for the best when all of its seeds have finished and 
 
 from __future__ import annotations
 
+import contextlib
 import csv
-import io
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.comparable import MEASURE
-from megatron_muon.runs.records import read_record
-from megatron_muon.runs.summary import strict
+from megatron_muon.runs.records import Record, read_record
 from megatron_muon.sweep.grid import Point, Task
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CSV, JSON = "results.csv", "results.json"
 
-FIGURES = (
-    "outcome",
-    "diverged",
-    "iterations",
-    "tokens",
-    "loss_last",
-    "validation_loss",
-    "validation_best",
-    "validation_best_iteration",
-    "step_ms",
-    "tokens_per_second",
-    "seconds",
-    "train_seconds",
-    "state_bytes",
-    "peak_bytes",
-)
+FIGURES: dict[str, Callable[[Record], Any]] = {
+    "outcome": lambda run: run.outcome if run.summary or not run.run else "cut off",
+    "diverged": lambda run: run.diverged,
+    "iterations": lambda run: run.iterations,
+    "tokens": lambda run: run.tokens,
+    "loss_last": lambda run: run.loss_last,
+    "validation_loss": lambda run: run.validation_last,
+    "validation_best": lambda run: run.validation_best and run.validation_best.loss,
+    "validation_best_iteration": lambda run: run.validation_best and run.validation_best.step,
+    "step_ms": lambda run: run.step_ms,
+    "tokens_per_second": lambda run: run.tokens_per_second,
+    "seconds": lambda run: run.summary.get("seconds"),
+    "train_seconds": lambda run: run.train_seconds,
+    "state_bytes": lambda run: run.all_state_bytes,
+    "peak_bytes": lambda run: run.peak_bytes,
+}
 """Columns of results.csv after the point, its settings and the seed; before `folder`. docs/experiments.md has them."""
-
-NOT_STARTED, UNDER_WAY = "not started", "cut off"
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over seeds.
-
-    Attributes:
-        mean: over the seeds that have it.
-        std: sample standard deviation; None with one seed.
-        low: the least.
-        high: the most.
-        count: seeds that have it.
-    """
+    """A figure over the seeds that have it, `count` of them; `std` is the sample standard deviation, None with one."""
 
     mean: float
     std: float | None
@@ -82,10 +75,7 @@ class PointResult:
     """A point over its seeds.
 
     Attributes:
-        point: which.
-        seeds: how many were asked for.
-        finished: how many have finished.
-        diverged: how many have diverged.
+        seeds: how many were asked for; of these, `finished` and `diverged`.
         final: what points are compared by.
         figures: spreads by name of the column.
         best: whether it is the best of its optimizer, on its data.
@@ -101,36 +91,23 @@ class PointResult:
 
     @property
     def counts(self) -> bool:
-        """Whether it may be the best."""
+        """Whether it is a candidate for the best: all seeds finished, none diverged."""
         return self.final is not None and self.finished == self.seeds and self.diverged == 0
 
+    @property
+    def loss(self) -> float:
+        """The mean that points are compared by; not a number where there is none."""
+        return self.final.mean if self.final else math.nan
 
-def row(task: Task, folder: Path | None = None) -> dict[str, Any]:
+
+def row(task: Task) -> dict[str, Any]:
     """The row of a run as its folder tells it."""
-    folder = task.folder if folder is None else folder
     head = {"point": task.point.name, **dict(task.point.settings), "seed": task.seed}
-    try:
-        record = read_record(folder)
-    except UserError:
-        return {**head, **dict.fromkeys(FIGURES), "outcome": NOT_STARTED, "folder": str(folder)}
-    best, summary = record.validation_best, record.summary
-    figures = {
-        "outcome": record.outcome if summary or not record.run else UNDER_WAY,
-        "diverged": record.diverged,
-        "iterations": record.iterations,
-        "tokens": record.tokens,
-        "loss_last": record.loss_last,
-        "validation_loss": record.validation_last,
-        "validation_best": best.loss if best else None,
-        "validation_best_iteration": best.step if best else None,
-        "step_ms": record.step_ms,
-        "tokens_per_second": record.tokens_per_second,
-        "seconds": summary.get("seconds"),
-        "train_seconds": record.train_seconds,
-        "state_bytes": record.all_state_bytes,
-        "peak_bytes": record.peak_bytes,
-    }
-    return strict({**head, **figures, "folder": str(folder)})  # type: ignore[no-any-return]
+    figures = dict.fromkeys(FIGURES) | {"outcome": "not started"}
+    with contextlib.suppress(UserError):
+        record = read_record(task.folder)
+        figures = {name: figure(record) for name, figure in FIGURES.items()}
+    return {**head, **run_folder.strict(figures), "folder": str(task.folder)}
 
 
 def final_column(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -161,32 +138,27 @@ def by_point(points: Sequence[Point], rows: Sequence[Mapping[str, Any]]) -> list
     best: dict[tuple[str | None, ...], PointResult] = {}
     for result in results:
         kind = _kind(result.point)
-        if result.counts and (kind not in best or _loss(result) < _loss(best[kind])):
+        if result.counts and (kind not in best or result.loss < best[kind].loss):
             best[kind] = result
-    return [result if best.get(_kind(result.point)) is not result else _marked(result) for result in results]
+    return [replace(result, best=best.get(_kind(result.point)) is result) for result in results]
 
 
 def at_the_edge(results: Sequence[PointResult]) -> list[str]:
     """What the best points leave open: a number that is the least or the most of those tried beside it."""
     notes = []
     for best in (result for result in results if result.best):
-        for key, value in best.point.settings:
+        settings = dict(best.point.settings)
+        for key, value in settings.items():
             if key in MEASURE:  # which is best on other data is another question
                 continue
-            others = {name: text for name, text in best.point.settings if name != key}
-            beside = [
-                text
-                for result in results
-                if (text := result.point.value(key)) is not None
-                and {name: other for name, other in result.point.settings if name != key} == others
-            ]
-            numbers = [_number(text) for text in beside]
-            number = _number(value)
-            if len(beside) < 2 or number is None or any(other is None for other in numbers):
+            others = (dict(result.point.settings) for result in results)
+            beside = [other[key] for other in others if key in other and {**other, key: value} == settings]
+            try:
+                tried = [float(text) for text in beside]
+            except ValueError:
                 continue
-            known = [other for other in numbers if other is not None]
-            for edge, word, further in ((min(known), "least", "smaller"), (max(known), "most", "larger")):
-                if number == edge:
+            for edge, word, further in ((min(tried), "least", "smaller"), (max(tried), "most", "larger")):
+                if len(tried) > 1 and float(value) == edge:
                     notes.append(
                         f"{best.point.name}: {key}={value} is the {word} that was tried; try {further} ones too"
                     )
@@ -194,16 +166,13 @@ def at_the_edge(results: Sequence[PointResult]) -> list[str]:
 
 
 def write(out: Path, points: Sequence[Point], rows: Sequence[Mapping[str, Any]], head: Mapping[str, Any]) -> None:
-    """Writes results.csv and results.json, each whole or not at all.
-
-    Args:
-        out: the sweep's folder.
-        points: all points.
-        rows: all runs.
-        head: what results.json begins with.
-    """
+    """Writes results.csv and results.json, which begins with `head`, each whole or not at all."""
     results = by_point(points, rows)
-    _replace(out / CSV, csv_text(points, rows))
+    keys = dict.fromkeys(key for point in points for key, _ in point.settings)
+    with files.written_at_once(out / CSV) as stream:
+        writer = csv.DictWriter(stream, ["point", *keys, "seed", *FIGURES, "folder"], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
     run_folder.write_json(
         out / JSON,
         {
@@ -227,23 +196,11 @@ def write(out: Path, points: Sequence[Point], rows: Sequence[Mapping[str, Any]],
     )
 
 
-def csv_text(points: Sequence[Point], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV; what is not known is empty."""
-    keys = list(dict.fromkeys(key for point in points for key, _ in point.settings))
-    text = io.StringIO()
-    columns = ["point", *keys, "seed", *FIGURES, "folder"]
-    writer = csv.DictWriter(text, columns, restval="", extrasaction="raise", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def table(points: Sequence[Point], rows: Sequence[Mapping[str, Any]]) -> Any:
-    """The points as a table of rich: means and spread over the seeds."""
+def table(results: Sequence[PointResult], column: str) -> Table:
+    """The points, compared by `column`: means and spread over the seeds."""
     from rich.table import Table
     from rich.text import Text
 
-    results, column = by_point(points, rows), final_column(rows)
     shown: tuple[tuple[str, Callable[[PointResult], str]], ...] = (
         ("point", lambda result: result.point.name),
         ("runs", lambda result: f"{result.finished}/{result.seeds}"),
@@ -269,15 +226,6 @@ def _kind(point: Point) -> tuple[str | None, ...]:
     return tuple(point.value(key) for key in ("optimizer", *MEASURE))
 
 
-def _marked(result: PointResult) -> PointResult:
-    return PointResult(**{**vars(result), "best": True})
-
-
-def _loss(result: PointResult) -> float:
-    assert result.final is not None
-    return result.final.mean
-
-
 def _cell(result: PointResult, name: str, form: str = ".4f") -> str:
     spread = result.figures[name]
     return spread.shown(form) if spread else "-"
@@ -295,16 +243,3 @@ def _remark(result: PointResult) -> str:
     if result.finished < result.seeds:
         return "not finished"
     return "<- best" if result.best else ""
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _replace(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}")
-    partial.write_text(text, "utf-8")
-    partial.replace(file)

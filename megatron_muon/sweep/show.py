@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -16,17 +17,18 @@ _LINE_EVERY_S = 60.0
 
 @dataclass
 class _Running:
-    """A run under way."""
+    """A run under way: since when, how far, when that was last told, and its bar."""
 
     began: float
+    told: float
+    bar: Any = None
     done: int = 0
     asked: int = 0
     loss: str = ""
-    told: float = 0.0
 
 
 class Display:
-    """Shows progress; `started`, `line` and `ended` are called from the runs' threads.
+    """Shows progress; `started` and `line` are called from the runs' threads.
 
     Args:
         total: runs of the sweep.
@@ -41,18 +43,12 @@ class Display:
         self._lock = threading.Lock()
         self._running: dict[Plan, _Running] = {}
         self._total, self._done = total, done
-        self._bars: Any = None
+        self._bars: Progress | None = None
         if self.console.is_terminal:
-            self._bars = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"),
-                TimeElapsedColumn(),
-                console=self.console,
-            )
+            said, bar = TextColumn("{task.fields[said]}"), BarColumn(bar_width=24)
+            columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), said, TimeElapsedColumn())
+            self._bars = Progress(*columns, console=self.console)
             self._all = self._bars.add_task("runs", total=total, completed=done, said="")
-            self._bar_of: dict[Plan, Any] = {}
 
     def __enter__(self) -> Display:
         if self._bars is not None:
@@ -66,10 +62,9 @@ class Display:
     def started(self, plan: Plan) -> None:
         """A run begins."""
         with self._lock:
-            now = time.monotonic()
-            self._running[plan] = _Running(now, told=now)
+            self._running[plan] = running = _Running(time.monotonic(), time.monotonic())
             if self._bars is not None:
-                self._bar_of[plan] = self._bars.add_task(plan.task.name, total=None, said="starting")
+                running.bar = self._bars.add_task(plan.task.name, total=None, said="starting")
             else:
                 self._print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
 
@@ -78,7 +73,9 @@ class Display:
         if match := PROGRESS.search(line):
             with self._lock:
                 running = self._running[plan]
-                running.done, running.asked, running.loss = int(match[1]), int(match[2]), _short(match[3])
+                running.done, running.asked, running.loss = int(match[1]), int(match[2]), match[3] or ""
+                with contextlib.suppress(ValueError):
+                    running.loss = f"{float(running.loss):.4f}"
 
     def ended(self, plan: Plan, outcome: Outcome) -> None:
         """A run has ended."""
@@ -90,7 +87,7 @@ class Display:
                 f"[{self._done}/{self._total}] {plan.task.name}: {words}, {time.monotonic() - running.began:.0f} s"
             )
             if self._bars is not None:
-                self._bars.remove_task(self._bar_of.pop(plan))
+                self._bars.remove_task(running.bar)
                 self._bars.update(self._all, completed=self._done)
 
     def refresh(self) -> None:
@@ -98,22 +95,13 @@ class Display:
         with self._lock:
             for plan, running in self._running.items():
                 said = f"loss {running.loss}" if running.loss else ""
-                if self._bars is not None:
-                    if running.asked:
-                        bar = self._bar_of[plan]
-                        self._bars.update(bar, completed=running.done, total=running.asked, said=said)
-                elif running.done and time.monotonic() - running.told > _LINE_EVERY_S:
+                if self._bars is not None and running.asked:
+                    self._bars.update(running.bar, completed=running.done, total=running.asked, said=said)
+                elif self._bars is None and running.done and time.monotonic() - running.told > _LINE_EVERY_S:
                     running.told = time.monotonic()
                     self._print(f"{plan.task.name}: iteration {running.done}/{running.asked}, {said}")
 
     def _print(self, text: str) -> None:
         from rich.text import Text
 
-        (self._bars.console if self._bars is not None else self.console).print(Text(text), soft_wrap=True)
-
-
-def _short(loss: str | None) -> str:
-    try:
-        return f"{float(loss or ''):.4f}"
-    except ValueError:
-        return loss or ""
+        self.console.print(Text(text), soft_wrap=True)

@@ -1,7 +1,7 @@
 """Runs a sweep: settles every run before the first starts, skips what is done, goes on where it was stopped.
 
-Every run is one of `train`, in its own folder; `sweep_grid` says which there are, `sweep_results` what came of them.
-Several may be under way at once, each in a thread, and a signal ends them all as Ctrl-C ends one.
+Every run is one of `runs.train`, in its own folder; `grid` says which there are, `results` what came of them. Several
+may be under way at once, each in a thread, and a signal ends them all as Ctrl-C ends one.
 """
 
 from __future__ import annotations
@@ -10,22 +10,25 @@ import contextlib
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.runs import processes, run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
-from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.train import Experiment, Outcome, execute, prepare
+from megatron_muon.runs.train import Outcome, execute, prepare
 from megatron_muon.sweep.grid import Task
+
+if TYPE_CHECKING:
+    from megatron_muon.sweep.show import Display
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
@@ -35,7 +38,7 @@ PROGRESS = re.compile(r"iteration +(\d+)/ *(\d+) \|(?:.*?lm loss: (\S+))?")
 
 _TRAINS = "before the start of training step"
 _OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
-_LOCK = ".sweep.lock"
+_PAUSE_S = 0.5
 _SHOWN_CHANGES = 3
 
 
@@ -44,9 +47,6 @@ class Plan:
     """A settled run of a sweep.
 
     Attributes:
-        task: which.
-        request: what was asked for.
-        resolved: its settings.
         state: one of the states above.
         changes: settings that differ from those it was trained with, in words.
     """
@@ -60,44 +60,23 @@ class Plan:
     @property
     def flags(self) -> list[str]:
         """What its command line adds to the experiment file, for pretrain_gpt.py."""
-        added = [flag for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE, FROM_FOLDER)]
-        tokens = [token for flag in added for token in _tokens(flag.name, flag.values)]
+        sources = (FROM_SET, FROM_LINE, FROM_FOLDER)
+        added = as_argv((flag.name, flag.values) for flag in self.resolved.flags if flag.source in sources)
         here = {flag.name for flag in self.resolved.flags}
-        absent = _flags_of(Path(self.request.config), here) - here
-        return [*(token for name in sorted(absent) for token in ("--unset", name)), *tokens]
+        # Placeholders of flags that are given otherwise may be unset.
+        file = load_config(self.request.config, overridden={"--save", "--tensorboard-dir", "--load", *here})
+        in_file = {name for name, _ in file.flags} | file.overridden
+        return [*(token for name in sorted(in_file - here) for token in (UNSET_FLAG, name)), *added]
 
 
-def settle(
-    tasks: Sequence[Task],
-    config: Path,
-    *,
-    sets: Sequence[tuple[str, str]] = (),
-    flags: Sequence[str] = (),
-    ranks: int | None = None,
-    writes: bool = True,
-) -> list[Plan]:
-    """Settles all runs, so that a mistake is told before hours of training.
-
-    Args:
-        tasks: the runs.
-        config: the experiment file.
-        sets: settings of all runs.
-        flags: flags of all runs.
-        ranks: processes of each run.
-        writes: see `Request`.
+def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
+    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike.
 
     Raises:
         UserError: what the user got wrong, with the point.
     """
     requests = [
-        Request(
-            config=str(config),
-            sets=(*sets, *task.point.settings, ("seed", str(task.seed))),
-            flags=tuple(flags),
-            ranks=ranks,
-            out=str(task.folder),
-            writes=writes,
-        )
+        replace(every, sets=(*every.sets, *task.point.settings, ("seed", str(task.seed))), out=str(task.folder))
         for task in tasks
     ]
     plans = []
@@ -113,14 +92,10 @@ def settled_now(plans: Sequence[Plan]) -> list[Plan]:
     return [Plan(plan.task, plan.request, plan.resolved, *_state(plan.resolved)) for plan in plans]
 
 
-def refuse_changed(plans: Sequence[Plan], *, overwrite: bool) -> None:
-    """Refuses runs that were trained with other settings.
-
-    Raises:
-        UserError: says which, what differs, and what to type.
-    """
+def refuse_changed(plans: Sequence[Plan]) -> None:
+    """Raises a UserError for runs that were trained with other settings: which, what differs, and what to type."""
     changed = [plan for plan in plans if plan.state == CHANGED]
-    if changed and not overwrite:
+    if changed:
         first = changed[0]
         some = "; ".join(first.changes[:_SHOWN_CHANGES]) + ("; ..." if len(first.changes) > _SHOWN_CHANGES else "")
         raise UserError(
@@ -130,11 +105,7 @@ def refuse_changed(plans: Sequence[Plan], *, overwrite: bool) -> None:
 
 
 def check_devices(plans: Sequence[Plan], jobs: int) -> None:
-    """Refuses more runs at once than there are GPUs for.
-
-    Raises:
-        UserError: says how many there are.
-    """
+    """Raises a UserError for more runs at once than there are GPUs for."""
     ranks, gpus = plans[0].resolved.ranks, plans[0].resolved.gpus
     if plans[0].resolved.device == "cuda" and jobs * ranks > gpus:
         raise UserError(
@@ -144,118 +115,70 @@ def check_devices(plans: Sequence[Plan], jobs: int) -> None:
 
 
 def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
-    """Keeps a second sweep away from the folder.
-
-    Raises:
-        UserError: another one is at work there.
-    """
-    return Lock(out / _LOCK, f"a sweep is under way in {out}", "give another --out DIR").held()
+    """Keeps a second sweep away from the folder: that one gets a UserError."""
+    return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
-@dataclass
-class Watcher:
-    """What a sweep tells of its runs while they run; called from several threads.
-
-    Attributes:
-        started: a run begins.
-        line: a line of its output.
-        ended: a run has ended.
-    """
-
-    started: Callable[[Plan], object]
-    line: Callable[[Plan, str], object]
-    ended: Callable[[Plan, Outcome], object]
-
-
-@dataclass
 class Sweep:
-    """Runs under way, at most `jobs` at once.
+    """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
 
-    Attributes:
-        plans: what is to be run, in this order.
-        jobs: how many at once.
-        grace_s: see `train.GRACE_SECONDS`.
-        command: what the user typed.
-        watcher: whom to tell.
-    """
+    def __init__(self, plans: Sequence[Plan], jobs: int, display: Display) -> None:
+        self.signal: int | None = None
+        self._plans, self._jobs, self._display = plans, jobs, display
+        self._stop = threading.Event()
+        self._indexing = threading.Lock()
+        self._indexed: set[tuple[Any, ...]] = set()
 
-    plans: Sequence[Plan]
-    jobs: int
-    grace_s: int
-    command: str
-    watcher: Watcher
-    signal: int | None = None
-    _stop: threading.Event = field(default_factory=threading.Event)
-    _indexing: threading.Semaphore = field(default_factory=threading.Semaphore)
-    _indexed: set[tuple[Any, ...]] = field(default_factory=set)
+    def run(self, ended: Callable[[Plan, Outcome], object]) -> None:
+        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started.
 
-    def run(self, *, every: Callable[[], object], pause_s: float = 0.5) -> None:
-        """Runs all, to their end or the first signal; raises what a thread raised.
-
-        Args:
-            every: called in this thread, after each pause.
-            pause_s: how often.
+        Raises what a thread raised.
         """
-        slots = list(range(self.jobs))
-        waiting = list(self.plans)
-        running: dict[Future[None], int] = {}
-        with self._signals(), ThreadPoolExecutor(self.jobs) as pool:
+        slots = list(range(self._jobs))
+        waiting = list(self._plans)
+        running: dict[Future[Outcome | None], tuple[Plan, int]] = {}
+        with self._signals(), ThreadPoolExecutor(self._jobs) as pool:
             try:
                 while running or (waiting and not self._stop.is_set()):
                     while waiting and slots and not self._stop.is_set():
-                        slot = slots.pop(0)
-                        running[pool.submit(self._one, waiting.pop(0), slot)] = slot
-                    done, _ = wait(running, timeout=pause_s, return_when=FIRST_COMPLETED)
+                        plan, slot = waiting.pop(0), slots.pop(0)
+                        running[pool.submit(self._one, plan, slot)] = plan, slot
+                    done, _ = wait(running, timeout=_PAUSE_S, return_when=FIRST_COMPLETED)
+                    self._display.refresh()
                     for future in done:
-                        slots.append(running.pop(future))
-                        future.result()
-                    every()
+                        plan, slot = running.pop(future)
+                        slots.append(slot)
+                        if (outcome := future.result()) is not None:
+                            ended(plan, outcome)
             except BaseException:
                 self._stop.set()
                 raise
 
-    def _one(self, plan: Plan, slot: int) -> None:
-        """A run in its thread.
+    def _one(self, plan: Plan, slot: int) -> Outcome | None:
+        """A run in its thread; None where the sweep was stopped before.
 
         Megatron writes the index of a data set into a folder that runs share, before the first step: two runs that may
         want the same one, which no run has used yet, do so one after the other.
         """
         data = _data_of(plan.task)
-        held = False
-        if data not in self._indexed:
-            self._indexing.acquire()
-            held = True
-
-        def release() -> None:
-            nonlocal held
-            if held:
-                held = False
-                self._indexing.release()
-
-        def on_line(line: str) -> None:
-            if held and (_TRAINS in line or PROGRESS.search(line)):
-                self._indexed.add(data)
-                release()
-            self.watcher.line(plan, line)
-
-        try:
+        with contextlib.ExitStack() as until_indexed:
+            if data not in self._indexed:
+                until_indexed.enter_context(self._indexing)
             if data in self._indexed:  # while this one waited
-                release()
+                until_indexed.close()
             if self._stop.is_set():
-                return
-            self.watcher.started(plan)
-            experiment = prepare(
-                plan.request,
-                resume=plan.state == RESUMED,
-                overwrite=plan.state in (AGAIN, CHANGED),
-                grace_s=self.grace_s,
-                command=self.command,
-                resolved=plan.resolved,
-            )
-            env = _share(experiment, slot, self.jobs)
-            self.watcher.ended(plan, execute(experiment, on_line=on_line, stop=self._stop, env=env))
-        finally:
-            release()
+                return None
+
+            def on_line(line: str) -> None:
+                if data not in self._indexed and (_TRAINS in line or PROGRESS.search(line)):
+                    self._indexed.add(data)
+                    until_indexed.close()
+                self._display.line(plan, line)
+
+            self._display.started(plan)
+            request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
+            experiment = prepare(request, plan.resolved)
+            return execute(experiment, on_line=on_line, stop=self._stop, env=_share(plan.resolved, slot, self._jobs))
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -266,17 +189,12 @@ class Sweep:
                 self.signal = number
                 self._stop.set()
             else:
-                kill_all()
+                for process in processes.descendants(os.getpid()):
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
 
         with processes.signals_handled(handle):
             yield
-
-
-def kill_all() -> None:
-    """Kills all processes below this one at once."""
-    for process in processes.descendants(os.getpid()):
-        with contextlib.suppress(psutil.Error):
-            process.kill()
 
 
 def _data_of(task: Task) -> tuple[Any, ...]:
@@ -286,16 +204,16 @@ def _data_of(task: Task) -> tuple[Any, ...]:
     )
 
 
-def _share(experiment: Experiment, slot: int, jobs: int) -> dict[str, str]:
+def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
     """The part of the machine that one of several runs gets: cores, and GPUs."""
     if jobs == 1:
         return {}
-    ranks, env = experiment.resolved.ranks, {}
-    if "OMP_NUM_THREADS" not in {**experiment.resolved.env, **os.environ}:
+    ranks, env = resolved.ranks, {}
+    if "OMP_NUM_THREADS" not in {**resolved.env, **os.environ}:
         env["OMP_NUM_THREADS"] = str(max(1, processes.cores() // (jobs * ranks)))
-    if experiment.resolved.device == "cuda":
+    if resolved.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = visible.split(",") if visible else [str(number) for number in range(experiment.resolved.gpus)]
+        devices = visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
     return env
 
@@ -305,31 +223,25 @@ def _state(resolved: Resolved) -> tuple[str, tuple[str, ...]]:
     folder = resolved.folder
     run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
     if not run:
-        if folder.has_steps or folder.checkpoint:
-            return CHANGED, ("started by something else than a sweep",)
-        return FRESH, ()
-    flags = [(flag.name, flag.values) for flag in resolved.flags]
-    if run.get("config_hash") != run_folder.config_hash(flags, resolved.env):
+        has_results = folder.has_steps or folder.checkpoint
+        return (CHANGED, ("started by something else than a sweep",)) if has_results else (FRESH, ())
+    if run.get("config_hash") != resolved.config_hash:
         if not (summary.get("iterations") or folder.has_steps or folder.checkpoint):
             return FRESH, ()  # a start that came to nothing
-        return CHANGED, _changes(folder, flags, resolved.env)
+        return CHANGED, _changes(resolved)
     if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):
         return DONE, ()
     return (RESUMED if folder.checkpoint else AGAIN), ()
 
 
-def _changes(
-    folder: RunFolder, flags: Sequence[tuple[str, tuple[str, ...]]], env: Mapping[str, str]
-) -> tuple[str, ...]:
-    """The settings that differ between a folder's config.yaml and a run, as `--lr 0.1, now 0.2`."""
-    from megatron_muon.megatron.flags.config_file import load_config
-
+def _changes(resolved: Resolved) -> tuple[str, ...]:
+    """The settings that differ between a folder's config.yaml and a run, as `--lr was 0.1, now 0.2`."""
     try:
-        before = load_config(folder.root / run_folder.CONFIG)
+        before = load_config(resolved.folder.root / run_folder.CONFIG)
     except UserError:
         return ("its config.yaml cannot be read",)
     old: dict[str, Any] = {**before.env, **dict(before.flags)}
-    new: dict[str, Any] = {**env, **dict(flags)}
+    new: dict[str, Any] = {**resolved.env, **dict(resolved.flag_values)}
     names = [name for name in {**old, **new} if name not in run_folder.PLACES and old.get(name) != new.get(name)]
     return tuple(f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names)
 
@@ -338,17 +250,3 @@ def _shown(values: str | tuple[str, ...] | None) -> str:
     if values is None:
         return "not given"
     return values if isinstance(values, str) else " ".join(values) or "true"
-
-
-def _tokens(name: str, values: tuple[str, ...]) -> list[str]:
-    if len(values) == 1 and values[0].startswith("-"):
-        return [f"{name}={values[0]}"]
-    return [name, *values]
-
-
-def _flags_of(config: Path, given: set[str]) -> set[str]:
-    """All flags of an experiment file; placeholders of flags that are given otherwise may be unset."""
-    from megatron_muon.megatron.flags.config_file import load_config
-
-    found = load_config(config, overridden={"--save", "--tensorboard-dir", "--load", *given})
-    return {name for name, _ in found.flags} | set(found.overridden)

@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli as ours
+from megatron_muon.errors import UserError
 from tests.functional import cli
 from tests.functional.cli import ROOT, make_corpus
 from tests.functional.documented import PROGRAM, Command, commands, names_of_tests, pages
@@ -224,7 +225,6 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, folder: str) -> str:
     """In a worker: what a rank does before it trains; what is wrong with the flags."""
-    from megatron_muon.errors import UserError
     from megatron_muon.megatron import launch
 
     sys.modules["__main__"].installed.undo()

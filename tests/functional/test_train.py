@@ -19,7 +19,8 @@ from megatron_muon.cli import main
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.runs import processes
 from megatron_muon.runs.events import read_events
-from megatron_muon.runs.summary import summarize
+from megatron_muon.runs.records import read_record
+from megatron_muon.runs.summary import next_commands
 from tests.functional import cli
 
 pytestmark = pytest.mark.timeout(450)
@@ -135,7 +136,9 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
 
     monkeypatch.chdir(tmp_path)
     cli.start_warm(monkeypatch)
-    (line,) = (line for _, line in summarize(Path("runs/one")).next_commands if line.startswith("megatron-muon train"))
+    (line,) = (
+        line for _, line in next_commands(read_record(Path("runs/one"))) if line.startswith("megatron-muon train")
+    )
     assert main([*shlex.split(line)[1:], "--dry-run"]) == 0
 
 

@@ -9,12 +9,8 @@ from pathlib import Path
 
 SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
-STATE = (
-    "optimizer state: momentum fp32: device 3.00 MB, host 0.00 MB, disk 0.00 MB on the fullest rank; on all 2 ranks "
-    "device 5.00 MB, host 0.00 MB, disk 0.00 MB\n"
-    "optimizer state: all else: device 1.00 MB, host 0.00 MB, disk 0.00 MB on the fullest rank; on all 2 ranks device "
-    "1.50 MB, host 0.00 MB, disk 0.00 MB\n"
-)
+PHASES_MS = {"momentum": 1.0, "gather": 4.0, "newton_schulz": 20.0, "scatter": 3.0, "apply": 2.0}
+FACTS = {"muon_parameters": 1000, "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000}}
 PEAK = "[Rank 0] (after 1 iterations) memory (MB) | allocated: 70.0 | max allocated: 90.5 | reserved: 1.0\n"
 
 
@@ -52,35 +48,30 @@ def make_run(
             writer.add_text(name, str(value), global_step=0, walltime=began)
         for step in range(1, steps + 1):
             now = began + step * STEP_S
-            writer.add_scalar("lm loss", loss(step), step, walltime=now)
-            writer.add_scalar("lm loss vs samples", loss(step), step * BATCH, walltime=now)
-            writer.add_scalar("iteration-time", STEP_S, step, walltime=now)
-            writer.add_scalar("optimizer-time", 0.04, step, walltime=now)
+            scalars = {"lm loss": loss(step), "batch-size": BATCH, "iteration-time": STEP_S, "optimizer-time": 0.04}
             if step % every == 0 and optimizer == "muon":
-                for phase, value in (("momentum", 1.0), ("gather", 4.0), ("newton_schulz", 20.0), ("scatter", 3.0)):
-                    writer.add_scalar(f"muon/{phase}_ms", value, step, walltime=now)
-                writer.add_scalar("muon/apply_ms", 2.0, step, walltime=now)
-            if validation and step % every == 0:
-                writer.add_scalar("lm loss validation", loss(step) + 0.1, step, walltime=now)
-                writer.add_scalar("lm loss validation vs samples", loss(step) + 0.1, step * BATCH, walltime=now)
+                scalars |= {f"muon/{phase}_ms": value for phase, value in PHASES_MS.items()}
+            if step % every == 0 and validation:
+                scalars["lm loss validation"] = loss(step) + 0.1
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, step, walltime=now)
+            for tag in scalars.keys() & {"lm loss", "lm loss validation"}:
+                writer.add_scalar(f"{tag} vs samples", scalars[tag], step * BATCH, walltime=now)
         if validation:  # the test set, under the same tag
             writer.add_scalar("lm loss validation", 9.0, steps, walltime=now)
-    (folder / "train.log").write_text(STATE + PEAK)
+    (folder / "train.log").write_text(PEAK)
+    (folder / "tensorboard" / "facts.json").write_text(json.dumps(FACTS))
     given = {"--optimizer": optimizer, "--lr": lr, "--seed": str(seed), "--train-iters": str(steps), **(flags or {})}
     lines = [f"  {name}: {value}" for name, value in given.items()]
     (folder / "config.yaml").write_text("\n".join(["MODEL_ARGS:", *lines, ""]))
     if summary:
-        last = loss(steps)
-        diverged = not math.isfinite(last)
-        text = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
-        (folder / "summary.json").write_text(json.dumps({**text, "tokens_per_second": 5120.0}))
-        machine = {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load}
-        record: dict[str, object] = {
-            "command": "megatron-muon sweep ...",
-            "machine": machine,
-            "versions": {"python": "3.12.1"},
+        diverged = not math.isfinite(loss(steps))
+        found = {"outcome": outcome, "status": 0, "diverged": diverged, "seconds": 9.5, "iterations": steps}
+        (folder / "summary.json").write_text(json.dumps(found))
+        started = {
+            **{"command": "megatron-muon sweep ...", "torchrun": "torchrun x", "nodes": 1, "ranks": 2, "device": "cpu"},
+            **{"commit": "abc", "dirty": False, "versions": {"python": "3.12.1"}},
+            "machine": {"processor": "P", "cores": 2, "system": "Linux x86_64", "load_average_before": load},
         }
-        record |= {"commit": "abc", "dirty": False, "nodes": 1, "ranks": 2, "torchrun": "torchrun x", "device": "cpu"}
-        record |= run or {}
-        (folder / "run.json").write_text(json.dumps(record))
+        (folder / "run.json").write_text(json.dumps({**started, **(run or {})}))
     return folder

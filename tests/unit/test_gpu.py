@@ -82,8 +82,8 @@ def test_the_cpu_may_be_asked_for_beside_a_gpu(machine):
     assert bench_step.settle_device("cpu", 1) == torch.device("cpu")
 
 
-def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch, tmp_path):
+def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch):
     """The process that forks looks with NVML, to which a GPU with an old driver is as good as another."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    monkeypatch.setattr(resolve, "_resolve_request", lambda asked: {"by_nvml": torch.cuda._nvml_based_avail()})
-    assert resolve._resolve_in_child({}, tmp_path / "answer.json") == {"by_nvml": False}
+    monkeypatch.setattr(resolve, "settle", lambda request: torch.cuda._nvml_based_avail())
+    assert resolve._answer_in_child(resolve.Request("x.yaml")) is False

@@ -23,7 +23,7 @@ def checkpoint(folder: Path, iteration: int = 40) -> None:
 def test_a_first_start_begins_as_it_was_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     flags = ["--save", "ck", "--load", "pretrained", "--finetune", "--ckpt-step", "7"]
-    assert list(node.requeueable(flags)) == [*flags, "--exit-signal-handler"]
+    assert node.requeueable(flags) == [*flags, "--exit-signal-handler"]
     assert "no checkpoint in ck yet" in capsys.readouterr().out
 
 
@@ -32,7 +32,7 @@ def test_a_requeued_run_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch, c
     monkeypatch.chdir(tmp_path)
     checkpoint(tmp_path / "ck")
     begin = ["--load", "pretrained", "--finetune", "--ckpt-step", "7", "--no-load-optim", "--no-load-rng"]
-    found = list(node.requeueable(["--lr", "-1", *begin, "--save", "ck", "--ckpt-step=8", "--seed", "3"]))
+    found = node.requeueable(["--lr", "-1", *begin, "--save", "ck", "--ckpt-step=8", "--seed", "3"])
     assert found == [
         *("--lr", "-1", "--load", "pretrained", "--save", "ck", "--seed", "3"),
         *("--load", "ck", "--exit-signal-handler"),  # the last --load counts
@@ -45,9 +45,9 @@ def test_a_ckpt_step_of_the_runs_own_holds_for_one_start(tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)
     checkpoint(tmp_path / "ck")
     flags = ["--save", "ck", "--ckpt-step", "30"]
-    assert list(node.requeueable(flags)) == [*flags, "--load", "ck", "--exit-signal-handler"]
+    assert node.requeueable(flags) == [*flags, "--load", "ck", "--exit-signal-handler"]
     assert "going on from ck, the iteration of --ckpt-step" in capsys.readouterr().out
-    again = list(node.requeueable(flags, restarts=1))
+    again = node.requeueable(flags, restarts=1)
     assert again == ["--save", "ck", "--load", "ck", "--exit-signal-handler"]
 
 
@@ -58,8 +58,8 @@ def test_flags_of_the_file_count_too(tmp_path, monkeypatch):
     Path("run.yaml").write_text("MODEL_ARGS:\n  --save: ck\n  --finetune: true\n  --load: pretrained\n")
     flags = ["--config", "run.yaml", "--seed", "3"]
     unset = ["--unset", "--finetune", "--load", "ck", "--exit-signal-handler"]
-    assert list(node.requeueable(flags)) == [*flags, *unset]
-    assert list(node.requeueable([*flags, "--save", "new"])) == [*flags, "--save", "new", "--exit-signal-handler"]
+    assert node.requeueable(flags) == [*flags, *unset]
+    assert node.requeueable([*flags, "--save", "new"]) == [*flags, "--save", "new", "--exit-signal-handler"]
 
 
 def test_a_run_that_could_not_be_resumed_is_refused(tmp_path, monkeypatch):
@@ -71,28 +71,22 @@ def test_a_run_that_could_not_be_resumed_is_refused(tmp_path, monkeypatch):
         node.requeueable(["--config", "run.yaml", "--unset", "save"])
 
 
-@pytest.mark.parametrize(("number", "is_host"), [("0", "True"), ("3", "False")])
-def test_the_first_node_holds_the_rendezvous(number, is_host):
+@pytest.mark.parametrize(
+    ("environ", "conf", "address"),
+    [
+        ({"SLURM_NODEID": "0", "SLURMD_NODENAME": "localhost"}, "timeout=90,is_host=True", "localhost"),
+        ({"SLURM_NODEID": "3", "SLURMD_NODENAME": "localhost"}, "timeout=90,is_host=False", "localhost"),
+        ({}, "timeout=90", None),  # without SLURM
+        ({"SLURMD_NODENAME": "no-such-host.invalid"}, "timeout=90", None),
+    ],
+)
+def test_the_first_node_holds_the_rendezvous_under_a_name_that_resolves(environ, conf, address):
     args = argparse.Namespace(
         rdzv_backend="c10d", rdzv_conf="timeout=90", local_addr=None, nproc_per_node="8", signals_to_handle="SIGTERM"
     )
-    node.settle(args, {"SLURM_NODEID": number, "SLURMD_NODENAME": "localhost"})
-    assert args.rdzv_conf == f"timeout=90,is_host={is_host}"
-    assert args.local_addr == "localhost"
+    node.settle(args, environ)
+    assert (args.rdzv_conf, args.local_addr, args.nproc_per_node) == (conf, address, "8")
     assert "SIGTERM" not in args.signals_to_handle
-    assert args.nproc_per_node == "8"
-
-
-def test_torchrun_is_left_alone_without_slurm():
-    args = argparse.Namespace(rdzv_backend="c10d", rdzv_conf="", local_addr=None, nproc_per_node="2")
-    node.settle(args, {})
-    assert (args.rdzv_conf, args.local_addr, args.nproc_per_node) == ("", None, "2")
-
-
-def test_a_name_that_does_not_resolve_is_not_given_to_the_others():
-    args = argparse.Namespace(rdzv_backend="c10d", rdzv_conf="", local_addr=None, nproc_per_node="2")
-    node.settle(args, {"SLURMD_NODENAME": "no-such-host.invalid"})
-    assert args.local_addr is None
 
 
 TERM, KILL = -int(signal.SIGTERM), -int(signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.processes import Ended, Job, watch
+from megatron_muon.runs.processes import Ended, watch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -58,8 +58,8 @@ def signal_when(log: Path, text: str, *numbers: int) -> threading.Thread:
 
 def test_ranks_of_a_killed_launcher_are_found(tmp_path):
     """The parent of orphans is no longer the launcher: only the mark in their environment tells whose they are."""
-    job = Job(python(CHILD + "import os; os.kill(os.getpid(), 9)"), tmp_path / "log", env=dict(os.environ))
-    assert job.finish() == 137
+    killed = python(CHILD + "import os; os.kill(os.getpid(), 9)")
+    assert watch(killed, tmp_path / "log", env=dict(os.environ)) == Ended(137)
     assert is_gone(int((tmp_path / "log").read_text()))
 
 
@@ -111,16 +111,16 @@ def test_torchruns_traceback_after_a_signal_is_left_to_the_log(tmp_path, number)
     code = (
         "import signal, sys, time\n"
         f"def end(*_): print({text!r}, end='', flush=True); sys.exit(1)\n"
-        "signal.signal(signal.SIGTERM, end); print('ready', flush=True); print('half', end=' ', flush=True)\n"
+        "signal.signal(signal.SIGTERM, end); print('ready', flush=True)\n"
         "time.sleep(60)"
     )
     shown: list[str] = []
     log = tmp_path / "log"
-    sender = signal_when(log, "half", number)
-    watch(python(code), log, env=dict(os.environ), show=shown.append)
+    sender = signal_when(log, "ready", number)
+    watch(python(code), log, env=dict(os.environ), on_line=shown.append)
     sender.join()
-    assert log.read_text() == f"ready\nhalf {text}"
-    assert "".join(shown) == f"ready\nhalf {SIGNAL_EXCEPTION.splitlines()[0]}\n{OTHER}saved"
+    assert log.read_text() == f"ready\n{text}"
+    assert "\n".join(shown) == f"ready\n{SIGNAL_EXCEPTION.splitlines()[0]}\n{OTHER}saved"
 
 
 def test_what_does_not_end_in_time_is_killed(tmp_path):
@@ -187,15 +187,14 @@ def test_all_output_is_shown_and_logged(tmp_path):
     code = (
         "import sys; [sys.stdout.buffer.write('zwölf\\nüber'.encode()[n:n+1]) or sys.stdout.flush() for n in range(12)]"
     )
-    pieces: list[str] = []
     lines: list[str] = []
     log = tmp_path / "log"
-    watch(python(code), log, env=dict(os.environ), show=pieces.append, on_line=lines.append)
-    assert "".join(pieces) == log.read_text("utf-8") == "zwölf\nüber"
+    watch(python(code), log, env=dict(os.environ), on_line=lines.append)
+    assert log.read_text("utf-8") == "zwölf\nüber"
     assert lines == ["zwölf", "über"]
 
     def closed(text: str) -> None:
         raise BrokenPipeError
 
-    watch(python("print('on')"), log, env=dict(os.environ), show=closed, append=True)
+    watch(python("print('on')"), log, env=dict(os.environ), on_line=closed, append=True)
     assert log.read_text("utf-8") == "zwölf\nüberon\n"

@@ -10,7 +10,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.report import page as report_page
 from megatron_muon.report.arms import best_arms, compare, find_runs, reach, read_arms, shown_arms, step_parts
 from megatron_muon.runs.events import read_events
-from megatron_muon.runs.records import read_record, state_bytes
+from megatron_muon.runs.records import read_record
 from tests.unit.made_runs import falling, make_run
 
 
@@ -86,15 +86,6 @@ def test_a_run_without_a_summary_has_what_its_events_say(tmp_path):
     make_run(tmp_path / "task-1", falling(0.1), summary=False)
     record = read_record(tmp_path / "task-1")
     assert (record.outcome, record.iterations, record.diverged) == ("finished", 40, False)
-
-
-def test_state_of_all_ranks_from_the_last_start():
-    line = "optimizer state: {}: device {} MB, host 0.50 MB, disk 0.00 MB"
-    log = "\n".join([line.format("momentum int8, staged through 8 MB", "1.00"), line.format("all else", "2.00")])
-    log += "\n" + line.format("momentum int8", "1.25") + " on the fullest rank; on all 4 ranks device 1,004.00 MB, "
-    log += "host 2.00 MB, disk 1.00 MB\n"
-    assert state_bytes(log) == {"momentum int8": 1_007_000_000, "all else": 2_500_000}
-    assert state_bytes("nothing") == {}
 
 
 def test_parts_of_a_step(runs):

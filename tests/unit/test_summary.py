@@ -5,11 +5,16 @@ import math
 
 import pytest
 
-from megatron_muon import cli
+from megatron_muon import cli, exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.runs.events import read_events
 from megatron_muon.runs.records import read_record
-from megatron_muon.runs.summary import rows, summarize, to_json
+from megatron_muon.runs.summary import figures, next_commands, rows
+
+
+def loaded(run_dir):
+    return read_record(run_dir, needs_steps=True)
+
 
 SEQ_LENGTH, BATCH_SIZE, STEP_SECONDS, OPTIMIZER_SECONDS = 128, 8, 0.25, 0.05
 
@@ -36,13 +41,13 @@ def write_start(writer_class, directory, steps, *, began=1000.0, timers=True, lo
             writer.add_text(name, str(value), global_step=steps[0] - 1, walltime=began)
         for step in steps:
             now = began + 30 + (step - steps[0] + 1) * STEP_SECONDS
-            writer.add_scalar("lm loss", loss(step), step, walltime=now)
-            writer.add_scalar("lm loss vs samples", loss(step), step * BATCH_SIZE, walltime=now)
-            writer.add_scalar("batch-size", BATCH_SIZE, step, walltime=now)
+            scalars = {"lm loss": loss(step), "batch-size": BATCH_SIZE}
             if timers:  # the first steps are slow; the summary is about the others
                 slow = 40 if step <= 10 else 1
-                writer.add_scalar("iteration-time", STEP_SECONDS * slow, step, walltime=now)
-                writer.add_scalar("optimizer-time", OPTIMIZER_SECONDS, step, walltime=now)
+                scalars |= {"iteration-time": STEP_SECONDS * slow, "optimizer-time": OPTIMIZER_SECONDS}
+            for tag, value in scalars.items():
+                writer.add_scalar(tag, value, step, walltime=now)
+            writer.add_scalar("lm loss vs samples", loss(step), step * BATCH_SIZE, walltime=now)
 
 
 @pytest.fixture
@@ -64,16 +69,26 @@ def with_one_writer(writer_class, directory, validation, steps=range(1, 31)):
 
 
 def test_figures(run_dir):
-    summary = summarize(run_dir)
-    assert summary.iterations == 30
-    assert summary.loss_first == pytest.approx(5.9)
-    assert summary.loss_last == pytest.approx(sum(6.0 - step / 10 for step in range(21, 31)) / 10)
-    assert summary.tokens_per_second == pytest.approx(BATCH_SIZE * SEQ_LENGTH / STEP_SECONDS)
-    assert summary.optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
-    assert summary.train_seconds == pytest.approx(30 + 30 * STEP_SECONDS)
-    assert summary.checkpoint == str(run_dir / "checkpoints" / "iter_0000030")
-    assert summary.tensorboard_dir == str(run_dir / "tensorboard")
-    assert (summary.optimizer, summary.world_size, summary.diverged_at) == ("muon", 2, None)
+    assert figures(loaded(run_dir)) == {
+        "run_dir": str(run_dir),
+        "optimizer": "muon",
+        "world_size": 2,
+        "iterations": 30,
+        "loss_first": pytest.approx(5.9),
+        "loss_last": pytest.approx(sum(6.0 - step / 10 for step in range(21, 31)) / 10),
+        "losses_averaged": 10,
+        "rose": False,
+        "diverged_at": None,
+        "validation_loss": {},
+        "validation_iteration": None,
+        "tokens_per_second": pytest.approx(BATCH_SIZE * SEQ_LENGTH / STEP_SECONDS),
+        "step_seconds": pytest.approx(STEP_SECONDS),
+        "optimizer_share": pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS),
+        "train_seconds": pytest.approx(30 + 30 * STEP_SECONDS),
+        "tensorboard_dir": str(run_dir / "tensorboard"),
+        "checkpoint": str(run_dir / "checkpoints" / "iter_0000030"),
+        "next_commands": next_commands(loaded(run_dir)),
+    }
 
 
 CONFIG = (
@@ -84,11 +99,11 @@ CONFIG = (
 def test_next_commands_hold_for_the_run(run_dir):
     """They had YOUR_FLAGS in them for every run of `train`, and data to prepare for a run on one's own."""
     look = ("look at the curves", f"tensorboard --logdir {run_dir / 'tensorboard'}")
-    assert summarize(run_dir).next_commands == (look,)  # torchrun alone: its flags are not known
+    assert next_commands(loaded(run_dir)) == (look,)  # torchrun alone: its flags are not known
     (run_dir / "config.yaml").write_text(CONFIG)
     (run_dir / "run.json").write_text('{"ranks": 4, "nodes": 1}')
     (run_dir / "summary.json").write_text('{"go_on": "megatron-muon train --resume --out run"}')
-    curves, go_on, (purpose, compare) = summarize(run_dir).next_commands
+    curves, go_on, (purpose, compare) = next_commands(loaded(run_dir))
     assert curves == look
     assert go_on == ("go on", f"megatron-muon train --resume --out {run_dir}")
     assert purpose == "the same with Adam; a learning rate of its own is --set lr=RATE"
@@ -100,10 +115,10 @@ def test_next_commands_hold_for_the_run(run_dir):
     there.mkdir()
     (there / "run.json").write_text("{}")
     report = f"megatron-muon report {run_dir} {there} --out {run_dir}-report"
-    assert summarize(run_dir).next_commands[2] == ("compare with Adam", report)
+    assert next_commands(loaded(run_dir))[2] == ("compare with Adam", report)
     (run_dir / "run.json").write_text('{"ranks": 8, "nodes": 2}')
     (there / "run.json").unlink()
-    assert len(summarize(run_dir).next_commands) == 2
+    assert len(next_commands(loaded(run_dir))) == 2
 
 
 def test_next_commands_after_adam_and_on_the_quickstarts_data(tmp_path, writer_class):
@@ -111,7 +126,7 @@ def test_next_commands_after_adam_and_on_the_quickstarts_data(tmp_path, writer_c
     args = {"optimizer": "adam", "data_path": "['data/stdlib']"}
     write_start(writer_class, run_dir / "tensorboard", range(1, 3), args=args)
     (run_dir / "config.yaml").write_text("MODEL_ARGS:\n  --optimizer: adam\n")
-    _, (_, compare), (_, own) = summarize(run_dir).next_commands
+    _, (_, compare), (_, own) = next_commands(loaded(run_dir))
     assert compare == (
         f"megatron-muon train --config '{run_dir}/config.yaml' --nproc 1 --set optimizer=muon "
         f"--set use_megatron_fsdp=true --out '{run_dir}-muon'"
@@ -121,8 +136,8 @@ def test_next_commands_after_adam_and_on_the_quickstarts_data(tmp_path, writer_c
 
 def test_speed_without_timers_comes_from_the_times_of_the_losses(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 31), timers=False)
-    summary = summarize(tmp_path)
-    assert summary.step_seconds == pytest.approx(STEP_SECONDS)
+    summary = loaded(tmp_path)
+    assert summary.step_ms == pytest.approx(STEP_SECONDS * 1e3)
     assert summary.optimizer_share is None
     assert "--timing-log-level 1" in dict(rows(summary))["optimizer"]
 
@@ -133,7 +148,7 @@ def test_timers_that_are_logged_at_other_steps_than_losses_count_too(tmp_path, w
         for step in range(1, 4):
             writer.add_scalar("lm loss", 6.0, step, walltime=1000.0 + step * STEP_SECONDS)
         writer.add_scalar("optimizer-time", OPTIMIZER_SECONDS, 4)
-    assert summarize(tmp_path).optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
+    assert loaded(tmp_path).optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
 
 
 def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_class):
@@ -147,35 +162,36 @@ def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_c
         (f"{tag} vs samples", 240, 4.5),
     ]
     with_one_writer(writer_class, tmp_path / "tensorboard", points)
-    summary = summarize(tmp_path)
-    assert summary.validation_loss == {"validation": pytest.approx(4.5)}
+    summary = loaded(tmp_path)
+    assert summary.validation_by_set == {"validation": pytest.approx(4.5)}
     assert dict(rows(summary))["validation loss"] == "4.500 at iteration 30"
 
 
 def test_several_validation_sets_are_named(tmp_path, writer_class):
     points = [("lm loss validation-code", 30, 4.0), ("lm loss validation-prose", 30, 5.0)]
     with_one_writer(writer_class, tmp_path / "tensorboard", points)
-    assert summarize(tmp_path).validation_loss == {"code": pytest.approx(4.0), "prose": pytest.approx(5.0)}
+    assert loaded(tmp_path).validation_by_set == {"code": pytest.approx(4.0), "prose": pytest.approx(5.0)}
 
 
 def test_a_run_without_validation_or_checkpoint_says_so(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 6))
-    shown = dict(rows(summarize(tmp_path)))
+    shown = dict(rows(loaded(tmp_path)))
     assert shown["validation loss"].startswith("none; --eval-iters")
     assert shown["checkpoint"] == "none saved"
 
 
 def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 31), loss=lambda step: math.nan if step > 20 else 5.0)
-    summary = summarize(tmp_path)
+    summary = loaded(tmp_path)
     assert summary.diverged_at == 21
     assert "from iteration 21 on" in dict(rows(summary))["warning"]
-    assert json.loads(to_json(summary))["loss_last"] is None
+    assert cli.main(["summary", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == exit_codes.OK
+    assert json.loads((tmp_path / "figures.json").read_text())["loss_last"] is None
 
 
 def test_a_loss_that_rose_is_a_warning(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 31), loss=float)
-    assert "rose" in dict(rows(summarize(tmp_path)))["warning"]
+    assert "rose" in dict(rows(loaded(tmp_path)))["warning"]
 
 
 def noisy(level, noise):
@@ -195,14 +211,14 @@ def noisy(level, noise):
 )
 def test_a_loss_has_risen_only_where_noise_cannot_explain_it(tmp_path, writer_class, loss, steps, rose):
     write_start(writer_class, tmp_path / "tensorboard", range(1, steps + 1), loss=loss)
-    assert summarize(tmp_path).rose is rose
-    assert ("rose" in dict(rows(summarize(tmp_path))).get("warning", "")) is rose
+    assert loaded(tmp_path).rose is rose
+    assert ("rose" in dict(rows(loaded(tmp_path))).get("warning", "")) is rose
     assert read_record(tmp_path).diverged is (rose or steps == 30)
 
 
 def test_a_short_run_says_how_many_losses_its_mean_is_of(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 4))
-    shown = dict(rows(summarize(tmp_path)))
+    shown = dict(rows(loaded(tmp_path)))
     assert shown["loss"].endswith("in 3 iterations (mean of the last 3)")
     assert shown["speed"].endswith("ms per step, slow first steps included")
 
@@ -221,22 +237,22 @@ def test_a_resumed_run_is_one_run(tmp_path, writer_class):
 def test_a_fresh_run_in_the_same_directory_replaces_the_old_one(tmp_path, writer_class):
     write_start(writer_class, tmp_path / "tensorboard", range(1, 31), suffix=".1")
     write_start(writer_class, tmp_path / "tensorboard", range(1, 13), suffix=".2", began=9000.0)
-    summary = summarize(tmp_path)
+    summary = loaded(tmp_path)
     assert summary.iterations == 12
     assert summary.train_seconds == pytest.approx(30 + 12 * STEP_SECONDS)
 
 
 def test_missing_runs_and_logs_are_named(tmp_path, writer_class):
     with pytest.raises(UserError, match=r"no run at .*nowhere"):
-        summarize(tmp_path / "nowhere")
+        loaded(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"no TensorBoard log at .*tensorboard"):
-        summarize(tmp_path)
+        loaded(tmp_path)
     (tmp_path / "tensorboard").mkdir()
     with pytest.raises(UserError, match="no event file"):
-        summarize(tmp_path)
+        loaded(tmp_path)
     writer_class(log_dir=str(tmp_path / "tensorboard")).close()
     with pytest.raises(UserError, match="holds no 'lm loss'"):
-        summarize(tmp_path)
+        loaded(tmp_path)
 
 
 def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):

@@ -67,7 +67,7 @@ def test_a_value_with_a_comma_is_quoted():
         ("seed=1,2", r"--seeds N"),
     ],
 )
-def test_what_is_no_grid_is_refused(words, says):
+def test_a_malformed_grid_is_refused(words, says):
     with pytest.raises(UserError, match=says):
         names(words)
 
@@ -90,24 +90,18 @@ def test_all_points_get_the_first_seed_before_the_second():
     assert tasks[3].folder == Path("out/lr=2/seed=2")
 
 
-def test_one_place_for_all_runs_is_refused(capsys):
-    line = ["sweep", "--config", "c.yaml", "--grid", "lr=1,2"]
-    assert cli.main([*line, "--set", "save=x"]) == 2
-    assert "every run of a sweep has its own folder below --out" in capsys.readouterr().err
-    assert cli.main([*line, "--set", "seed=4"]) == 2
-    assert "--seeds N" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
         (["--lr", "3"], "--lr is in --grid and beside it"),
         (["--muon-lr=3"], "--muon-lr is in --grid and beside it"),
         (["--seed", "5"], "seeds come from --seeds N"),
-        (["--", "--save", "a"], "every run of a sweep has its own folder"),
+        (["--", "--save", "a"], "every run of a sweep has its own folder below --out"),
+        (["--set", "save=x"], "every run of a sweep has its own folder below --out"),
+        (["--set", "seed=4"], "seeds come from --seeds N"),
     ],
 )
-def test_flags_that_would_make_all_runs_one_are_refused(flags, says, capsys):
+def test_flags_that_would_make_all_runs_the_same_are_refused(flags, says, capsys):
     """They win over the grid and over the seeds, so that every run would be the same."""
     argv = ["sweep", "--config", "configs/quickstart.yaml", "--grid", "lr=1,2", "muon_lr=1", "--dry-run", *flags]
     assert cli.main(argv) == exit_codes.USAGE
@@ -159,7 +153,7 @@ def test_the_state_of_a_run(tmp_path, left, save, state):
     assert sweep._state(resolved_of(tmp_path / "run", save=save))[0] == state
 
 
-def test_events_that_no_sweep_wrote_are_nobodys_to_delete(tmp_path):
+def test_events_of_other_runs_are_not_deleted(tmp_path):
     make_run(tmp_path / "run", falling(0.1), summary=False)
     assert sweep._state(resolved_of(tmp_path / "run"))[0] == sweep.CHANGED
 
@@ -174,8 +168,7 @@ def test_changed_settings_are_named(tmp_path):
     leave(tmp_path / "run", summary={"outcome": "finished"}, lr="0.02")
     plan = plan_of(tmp_path / "run", more=(Flag("--bf16", (), FROM_SET),))
     with pytest.raises(UserError, match=r"--lr was 0.02, now 0.01; --bf16 was not given, now true.*--out.*--overwrite"):
-        sweep.refuse_changed([plan], overwrite=False)
-    sweep.refuse_changed([plan], overwrite=True)
+        sweep.refuse_changed([plan])
 
 
 def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
@@ -199,24 +192,19 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
         sweep.check_devices([plan], 3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    from megatron_muon.runs.train import Experiment
-
-    experiment = Experiment(plan.resolved)
-    assert sweep._share(experiment, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
+    assert sweep._share(plan.resolved, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6,5,4,3,2,1,0")
-    assert sweep._share(experiment, 0, 2) == {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
-    assert sweep._share(experiment, 0, 1) == {}
+    assert sweep._share(plan.resolved, 0, 2) == {"CUDA_VISIBLE_DEVICES": "7,6,5,4"}
+    assert sweep._share(plan.resolved, 0, 1) == {}
 
 
-def test_cores_are_shared_where_nobody_has_chosen(tmp_path, monkeypatch):
-    from megatron_muon.runs.train import Experiment
-
+def test_cores_are_shared_unless_omp_num_threads_is_set(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(sweep.processes, "cores", lambda: 16)
     plan = plan_of(tmp_path / "run", ranks=2)
-    assert sweep._share(Experiment(plan.resolved), 0, 2) == {"OMP_NUM_THREADS": "4"}
+    assert sweep._share(plan.resolved, 0, 2) == {"OMP_NUM_THREADS": "4"}
     chosen = plan_of(tmp_path / "run", env={"OMP_NUM_THREADS": "1"})
-    assert sweep._share(Experiment(chosen.resolved), 0, 2) == {}
+    assert sweep._share(chosen.resolved, 0, 2) == {}
 
 
 def test_runs_that_may_share_an_index_of_their_data():
@@ -347,7 +335,7 @@ def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
     assert [note.partition(": ")[2][:12] for note in at_the_edge(results)] == ["lr=2e-3 is t", "lr=2e-3 is t"]
 
 
-def test_a_spread_leaves_out_what_is_no_number():
+def test_a_spread_leaves_out_non_finite_values():
     assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
     assert Spread.of([2.0]).shown(".1f") == "2.0"
     assert Spread.of([None]) is None

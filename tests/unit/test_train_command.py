@@ -17,7 +17,7 @@ from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.runs import processes, run_folder, run_summary
-from megatron_muon.runs.processes import Ended, Nodes, torchrun_on_nodes
+from megatron_muon.runs.processes import Ended, Nodes, torchrun
 from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
 from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
 from megatron_muon.runs.run_summary import summary_of
@@ -46,9 +46,6 @@ def actions():
 @pytest.mark.parametrize("key", ["muon_lr", "muon-lr", "--muon-lr", "--muon_lr", "MUON_LR"])
 def test_every_spelling_of_a_key_is_the_flag(actions, key):
     assert flag_named(key, actions) == "--muon-lr"
-
-
-def test_a_flag_that_is_spelt_with_an_underscore_is_found(actions):
     assert flag_named("use_checkpoint_opt_param_scheduler", actions) == "--use-checkpoint-opt_param-scheduler"
 
 
@@ -70,14 +67,11 @@ def test_an_unknown_key_is_refused_with_the_nearest(actions):
         ("offset", "null", []),  # the file has none
         ("overlap", "false", ["--no-overlap"]),
         ("data_path", "0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
+        ("brand_new", "null", ["--unset", "--brand-new"]),  # Megatron does not know it
     ],
 )
 def test_a_setting_is_what_would_be_typed(actions, key, value, argv):
-    assert set_flag(key, value, actions, in_file=["--lr", "--bf16", "--overlap"]) == argv
-
-
-def test_a_flag_that_megatron_does_not_know_can_be_taken_away(actions):
-    assert set_flag("brand_new", "null", actions, in_file=["--brand-new"]) == ["--unset", "--brand-new"]
+    assert set_flag(key, value, actions, in_file=["--lr", "--bf16", "--overlap", "--brand-new"]) == argv
 
 
 def test_a_value_for_a_bare_flag_is_refused(actions):
@@ -157,7 +151,7 @@ def test_a_run_is_not_written_over(taken):
     check_free(taken, resume=False, overwrite=True)
 
 
-def test_what_is_no_summary_counts_too(taken):
+def test_a_folder_without_a_summary_is_not_written_over_either(taken):
     (taken.root / "summary.json").unlink()
     with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
         check_free(taken, resume=False, overwrite=False)
@@ -184,11 +178,11 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
 
 def test_starts_in_the_same_second_have_folders_of_their_own():
     parser, modules = cli._build_parser(["train", "--config", "x.yaml"])
-    requests = [modules["train"].request_of(parser.parse_args(["train", "--config", "x.yaml"]))[0] for _ in range(3)]
+    requests = [modules["train"].request_of(parser.parse_args(["train", "--config", "x.yaml"])) for _ in range(3)]
     assert len({request.default_out for request in requests}) == 3
 
 
-def test_a_start_that_came_to_nothing_is_in_nobodys_way(tmp_path):
+def test_a_start_without_a_step_may_be_overwritten(tmp_path):
     """Megatron writes its arguments to TensorBoard before it reads data: these events are no run's results."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -290,8 +284,10 @@ def test_equal_experiments_have_equal_hashes():
         (Ended(1, 1), None, 129),
     ],
 )
-def test_the_status_is_the_runs(ended, rank, status):
-    assert _exit_status(ended, rank) == status
+def test_the_status_is_the_runs(tmp_path, ended, rank, status):
+    if rank is not None:
+        (tmp_path / "status").write_text(f"{rank}\n")
+    assert _exit_status(ended, tmp_path / "status") == status
 
 
 NAN_LOG = """\
@@ -302,32 +298,31 @@ ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0 at itera
 """
 
 
-def test_a_loss_that_is_no_number_is_a_divergence(tmp_path):
+def summary_for(root, *, status, log=None, began_at=0):
+    """What `train` would write of a run of 2 x 4 ranks in `root`; `log` is its output."""
+    if log is not None:
+        (root / "train.log").write_text(log)
+    run = dict.fromkeys(("name", "command", "torchrun", "config_hash", "tensorboard_dir"), "x")
+    run |= {"settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
+    folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
+    return summary_of(folder, status=status, log=root / "train.log", run=run, began_at=began_at)
+
+
+def test_a_non_finite_loss_is_a_divergence(tmp_path):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
-    log = tmp_path / "train.log"
-    log.write_text(NAN_LOG)
-    run = dict.fromkeys(("command", "torchrun", "config_hash", "tensorboard_dir"), "x")
-    run |= {"name": "x", "settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
-    folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
-    summary = summary_of(folder, status=16, log=log, run=run)
+    summary = summary_for(tmp_path, status=16, log=NAN_LOG)
     assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 1)
     assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
-    later = summary_of(folder, status=0, log=log, run=run, began_at=len(NAN_LOG))
-    assert not later["diverged"]
+    assert not summary_for(tmp_path, status=0, began_at=len(NAN_LOG))["diverged"]
 
 
 def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
     make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3)
-    run = dict.fromkeys(("command", "torchrun", "config_hash", "tensorboard_dir"), "x")
-    run |= {"name": "run", "settings": {"train_iters": 3, "optimizer": "muon"}, "nodes": 1, "ranks": 1}
-    folder = RunFolder(tmp_path / "run", tmp_path / "run" / "tensorboard", None)
-    summary = summary_of(folder, status=0, log=tmp_path / "run" / "train.log", run=run)
-    assert (summary["diverged"], summary["diverged_why"]) == (False, None)
+    summary = summary_for(tmp_path / "run", status=0)
+    assert (summary["diverged"], summary["diverged_why"], summary["muon_parameters"]) == (False, None, 1000)
     assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
-    assert "rose" not in summary
-    words = run_summary.in_words(summary)
-    assert words.endswith("training loss 5.5200, validation loss 5.6300")
+    assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
 
 
 TRACEBACK = """\
@@ -379,19 +374,14 @@ def test_the_line_that_says_why_is_found(log, error):
 def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
     """After a rank was killed it had neither the reason nor a command."""
     root = tmp_path / "a run"
-    folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
     (root / "checkpoints").mkdir(parents=True)
     if checkpoint:
         (root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
-    (root / "train.log").write_text(KILLED)
-    run = dict.fromkeys(("command", "torchrun", "config_hash", "tensorboard_dir"), "x")
-    run |= {"name": "x", "settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 1, "ranks": 2}
-    summary = summary_of(folder, status=status, log=root / "train.log", run=run)
+    summary = summary_for(root, status=status, log=KILLED)
     assert summary["go_on"] == (f"megatron-muon train --resume --out '{root}'" if goes_on else None)
     if status in (1, 137):
         assert summary["error"].startswith("rank 1 was ended by SIGKILL")
-    (root / "train.log").write_text(NAN_LOG)
-    assert summary_of(folder, status=16, log=root / "train.log", run=run)["go_on"] is None
+    assert summary_for(root, status=16, log=NAN_LOG)["go_on"] is None
 
 
 # Going on
@@ -402,8 +392,7 @@ def experiment_of(folder, *flags, resume=True):
         flags=flags, filled_in=(), env={}, notes=(), device="cpu", ranks=1, gpus=0, folder=folder,
         settings={"train_iters": 20}, files=(), can_wait=False,
     )  # fmt: skip
-    request = Request(config="x.yaml", default_out=str(folder.root))
-    return prepare(request, resume=resume, resolved=resolved)
+    return prepare(Request("x.yaml", default_out=str(folder.root), resume=resume), resolved)
 
 
 def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
@@ -462,7 +451,7 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
 
 
 def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
-    command = torchrun_on_nodes(8, Nodes(4, 2, "node0:29500", "job7"), "pretrain_gpt.py", more=("--max-restarts", "0"))
+    command = torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"), more=("--max-restarts", "0"))
     line = " ".join(command[command.index("torch.distributed.run") + 1 :])
     assert line == (
         "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
