@@ -96,6 +96,10 @@ class Header:
         front = _FRONT.pack(_MAGIC, _VERSION, len(text), zlib.crc32(text))
         return (front + text).ljust(in_pages(len(front) + len(text)), b"\0")
 
+    def room(self) -> int:
+        """Bytes to leave before the first record: for the header as it is, and a page for its numbers to grow."""
+        return len(self.pages()) + PAGE
+
 
 def in_pages(size: int) -> int:
     """`size` bytes rounded up to whole pages."""
@@ -142,7 +146,7 @@ class MomentumFile:
             OSError: it exists, or cannot be made.
         """
         self.path = directory / header.name
-        self.header = replace(header, front=len(header.pages()) + PAGE)  # its numbers may grow
+        self.header = replace(header, front=header.room())
         self.direct = False
         self._data = -1
         self._file = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)

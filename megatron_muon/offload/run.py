@@ -120,7 +120,7 @@ class OffloadRun:
             for group, indices in sorted(of_group.items()):
                 header = self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices])
                 headers.append((indices, header))
-                self._needed += len(header.pages()) + header.size
+                self._needed += header.room() + header.size
             error = None
             try:
                 for indices, header in headers:
