@@ -164,6 +164,7 @@ def import_everything() -> None:
     import torch.distributed.run
 
     import megatron_muon.megatron.factory
+    import megatron_muon.megatron.flags.arguments
     import megatron_muon.megatron.launch
     import megatron_muon.megatron.model.gpt
     import megatron_muon.megatron.model.on_meta
@@ -176,7 +177,7 @@ def import_everything() -> None:
     factory = megatron.training.argument_utils.ArgumentGroupFactory
     read = functools.cache(functools.partial(factory._get_field_docstrings, factory.__new__(factory)))
     factory._get_field_docstrings = lambda _self, config: read(config)
-    megatron_muon.megatron.launch.build_parser()
+    megatron_muon.megatron.flags.arguments.build_parser()
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
 
 
