@@ -6,7 +6,7 @@ environment, folder and streams to that process, passes signals on and ends with
 `warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm too.
 
 What differs from a cold start: imports print nothing, and the child is not a descendant of who started it. Tests of
-imports, of the bare command line and of how processes are found and ended start cold (`cli.run(..., cold=True)`).
+imports, of examples, of the bare command line and of how processes are found and ended start cold (`cli.run(..., cold=True)`).
 """
 
 from __future__ import annotations
