@@ -5,8 +5,9 @@ A run of a tiny model takes two seconds and its imports twenty. So one process i
 environment, folder and streams to that process, passes signals on and ends with the child's status. A child has
 `warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm too.
 
-What differs from a cold start: imports print nothing, and the child is not a descendant of who started it. Tests of
-imports, of examples, of the bare command line and of how processes are found and ended start cold (`cli.run(..., cold=True)`).
+What differs from a cold start: imports print nothing, CUDA is the CPU's stand-in from the start, and the child is not a
+descendant of who started it. Tests of examples, of the bare command line and of how processes are found and ended start
+cold (`cli.run(..., cold=True)`).
 """
 
 from __future__ import annotations
