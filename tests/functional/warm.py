@@ -44,25 +44,30 @@ class WarmPython:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._lock = threading.Lock()
 
     def environment(self) -> dict[str, str]:
         """What a warm command needs beside its own environment."""
         address = str(Path(self._folder.name) / "socket")
-        if self._process is None:
-            log = Path(self._folder.name) / "log"
-            environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-            ready, theirs = os.pipe()
-            with log.open("wb") as stream:
-                self._process = subprocess.Popen(
-                    [COLD, "-m", "tests.functional.warm", address, str(theirs)],
-                    cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream,
-                    pass_fds=(theirs,), start_new_session=True,
-                )  # fmt: skip
-            os.close(theirs)
-            if not select.select([ready], [], [], START_S)[0] or os.read(ready, 1) != b"1":
-                raise RuntimeError(f"the warm process did not start\n{log.read_text(errors='replace')[-3000:]}")
-            os.close(ready)
+        with self._lock:
+            if self._process is None:
+                self._start(address)
         return {SOCKET: address, "PYTHON_EXEC": str(PYTHON)}
+
+    def _start(self, address: str) -> None:
+        log = Path(self._folder.name) / "log"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+        ready, theirs = os.pipe()
+        with log.open("wb") as stream:
+            self._process = subprocess.Popen(
+                [COLD, "-m", "tests.functional.warm", address, str(theirs)],
+                cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream,
+                pass_fds=(theirs,), start_new_session=True,
+            )  # fmt: skip
+        os.close(theirs)
+        if not select.select([ready], [], [], START_S)[0] or os.read(ready, 1) != b"1":
+            raise RuntimeError(f"the warm process did not start\n{log.read_text(errors='replace')[-3000:]}")
+        os.close(ready)
 
     def close(self) -> None:
         """End the process."""
