@@ -84,7 +84,7 @@ def repeat_under_load(
 
     def once(number: int) -> None:
         try:
-            run = cli.torchrun(directory / f"run{number}", *ARGS, *corpus, seconds=seconds)
+            run = cli.torchrun(directory / f"run{number}", *ARGS, *corpus, seconds=seconds, cold=True)
         except cli.HangError as hang:
             outcome.hangs.append((number, str(hang)))
             result = "HUNG"

@@ -5,8 +5,9 @@ A run of a tiny model takes two seconds and its imports twenty. So one process i
 environment, folder and streams to that process, passes signals on and ends with the child's status. A child has
 `warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm too.
 
-What differs from a cold start: imports print nothing, CUDA is the CPU's stand-in from the start, and the child is not a
-descendant of who started it. Tests of examples, of the bare command line and of how processes are found and ended start
+What differs from a cold start: imports print nothing, CUDA is the CPU's stand-in from the start, the interpreter is not
+taken down at the end, where threads that still run may crash it, and the child is not a descendant of who started it.
+Tests of examples, of the bare command line, of how often a run ends well and of how processes are found and ended start
 cold (`cli.run(..., cold=True)`).
 """
 
@@ -210,7 +211,7 @@ if __name__ == "__main__":
         if not isinstance(status, int):
             print(status, file=sys.stderr)
             status = 1
-    except BaseException:
+    except BaseException:  # as the interpreter does at its top level
         sys.excepthook(*sys.exc_info())
         if isinstance(sys.exc_info()[1], KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
