@@ -63,6 +63,7 @@ setup(
             "pdoc>=16",
             "pytest>=8.2",
             "pytest-timeout>=2.3",
+            "pytest-xdist>=3.8",
             "ruff>=0.12",
             "setuptools>=77",
             "types-PyYAML>=6.0",

@@ -43,6 +43,7 @@ done
 
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=1
+at_once=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 trap 'echo "test.sh: interrupted" >&2; exit 130' INT TERM HUP
 
 results=()
@@ -67,8 +68,10 @@ for part in "${parts[@]}"; do
             check "api reference" .venv/bin/pdoc --docformat google --output-directory build/api \
                 megatron_muon.{core,megatron,offload,checkpoint}
             ;;
-        unit) check "unit tests" .venv/bin/python -m pytest tests/unit "$@" ;;
-        functional) check "functional tests" .venv/bin/python -m pytest tests/functional --durations=10 "$@" ;;
+        unit) check "unit tests" .venv/bin/python -m pytest tests/unit "${at_once[@]}" "$@" ;;
+        functional)
+            check "functional tests" .venv/bin/python -m pytest tests/functional "${at_once[@]}" --durations=10 "$@"
+            ;;
     esac
 done
 

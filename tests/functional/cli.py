@@ -94,13 +94,10 @@ class Run:
         return self.output[-6000:]
 
 
-_warm_python = warm.WarmPython()
-
-
 def environment(*, cold: bool = False) -> dict[str, str]:
     """The environment of a command; what it starts with torchrun has everything imported unless it is `cold`."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    warmth = {} if cold else _warm_python.environment()
+    warmth = {} if cold else warm.PROCESS.environment()
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **warmth}
 
 
@@ -109,11 +106,6 @@ def start_warm(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "executable", str(warm.PYTHON))
-
-
-def close() -> None:
-    """End what `run` has started."""
-    _warm_python.close()
 
 
 class HangError(AssertionError):

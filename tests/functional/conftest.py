@@ -12,15 +12,24 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.functional import cli  # noqa: E402
+from tests.functional import warm  # noqa: E402
 from tests.functional.pool import Pool  # noqa: E402
 
 
-@pytest.fixture(scope="session", autouse=True)
-def commands() -> Iterator[None]:
-    """Ends what the tests' command lines have left running."""
-    yield
-    cli.close()
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Start importing at once, for all processes of this session."""
+    if not session.config.option.collectonly:
+        warm.PROCESS.start(shared=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What waits for clocks comes first, so that the rest runs beside it where pytest has several processes."""
+    items.sort(key=lambda item: item.path.stem != "test_slurm")
+
+
+def pytest_sessionfinish() -> None:
+    """End what the tests' command lines have left running."""
+    warm.PROCESS.close()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Whole training runs that may be killed: a process that has imported everything forks the ranks of one run at a time.
+"""Whole training runs that may be killed: a warm process (warm.py) forks the ranks of one run at a time.
 
 The pool's workers end with the tasks that die in them, and would have to be started again.
 """
@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests.functional import pool
+from tests.functional import pool, warm
 from tests.functional.cli import ROOT
 
 SECONDS = 90.0
@@ -26,12 +26,12 @@ class Killable:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.functional.killable"],
+            [str(warm.PYTHON), "-m", "tests.functional.killable"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), **warm.PROCESS.environment()},
         )
         self._pids: list[int] = []
 
@@ -76,15 +76,6 @@ def wait_for_iteration(folder: Path, pids: list[int], number: int) -> None:
 
 
 def _main() -> None:
-    import torch
-
-    from megatron_muon import cpu
-
-    torch.set_num_threads(1)
-    cpu.install()
-
-    import megatron_muon.megatron.factory  # noqa: F401
-
     for line in sys.stdin:
         task = json.loads(line)
         store = Path(task["folder"]) / f"store-{time.monotonic_ns()}"

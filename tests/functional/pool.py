@@ -1,9 +1,9 @@
 """A pool of worker processes that run one function on several gloo ranks.
 
-Importing torch and Megatron takes many seconds, so the workers live for the whole test run. A worker forks a child for
-each task: gloo keeps threads of every process group until its process ends (a few hundred tasks would leave thousands
-of them polling), and what a task leaves behind cannot reach the next one. A task that fails, hangs or dies ends the
-pool, and the next one starts a fresh one.
+The workers live for the whole test run, forked from the process that has imported torch and Megatron (warm.py). A
+worker forks a child for each task: gloo keeps threads of every process group until its process ends (a few hundred
+tasks would leave thousands of them polling), and what a task leaves behind cannot reach the next one. A task that
+fails, hangs or dies ends the pool, and the next one starts a fresh one.
 """
 
 from __future__ import annotations
@@ -26,13 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.functional.warm import import_everything
+from tests.functional import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = sys.executable
 HERE = Path(__file__).resolve().parent
 MAX_RANKS = 4
-START_S = 180
 COLLECTIVE_S = 60
 GRACE_S = 5  # for the other ranks, once one has failed
 TAIL_LINES = 30
@@ -88,7 +86,7 @@ class Pool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers."""
-        return [worker.process.pid for worker in self._workers]
+        return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
         """End the workers, politely first, and leave nothing behind."""
@@ -111,49 +109,37 @@ class Pool:
 
     def _start(self, world_size: int) -> None:
         assert 1 <= world_size <= MAX_RANKS, world_size
-        fresh = [_Worker(index, Path(self._folder.name)) for index in range(len(self._workers), world_size)]
-        self._workers += fresh
-        if fresh:
-            try:
-                answers = _collect(fresh, START_S)
-            except BaseException:
-                self.kill()
-                raise
-            if any(kind != "done" for kind, _ in answers):
-                self.kill()
-                raise RankError("workers did not start\n" + "\n".join(str(text) for _, text in answers))
+        for index in range(len(self._workers), world_size):
+            self._workers.append(_Worker(index, Path(self._folder.name)))
 
 
 class _Worker:
     """One worker process and the parent's end of its pipe."""
 
     def __init__(self, index: int, folder: Path) -> None:
-        self.connection, theirs = multiprocessing.connection.Pipe()
         self.log = folder / f"worker-{index}-{time.monotonic_ns()}.log"
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",  # dynamo in a CUDA build asks the driver
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
-            "PYTHONWARNINGS": "ignore",
-        }
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [PYTHON, "-m", "tests.functional.pool", str(index), str(theirs.fileno())],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env=environment,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # so that a signal reaches the task's child too
-            )
-        theirs.close()
+        address = str(self.log.with_suffix(".pipe"))
+        with multiprocessing.connection.Listener(address) as listener:
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(
+                    [str(warm.PYTHON), "-m", "tests.functional.pool", str(index), address],
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    cwd=ROOT,
+                    env={
+                        **os.environ,
+                        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+                        **warm.PROCESS.environment(),
+                    },
+                )
+            self.connection = listener.accept()
+        self.pid = self.connection.recv()
 
     def signal(self, number: int) -> None:
         """Send a signal to the worker and the child that runs its task."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+            os.killpg(self.pid, number)
 
     def tail(self) -> str:
         """The last lines that the worker wrote."""
@@ -184,11 +170,11 @@ def _collect(workers: list[_Worker], timeout_s: float) -> list[tuple[str, Any]]:
     return [answers[worker] for worker in workers]
 
 
-def _work(index: int, descriptor: int) -> None:
-    """A worker's life: import what is slow, then one task after the other until the parent hangs up."""
+def _work(index: int, address: str) -> None:
+    """A worker's life: one task after the other until the parent hangs up."""
     faulthandler.register(signal.SIGUSR1)
-    connection = multiprocessing.connection.Connection(descriptor)
-    import_everything()
+    connection = multiprocessing.connection.Client(address)
+    connection.send(os.getpid())
     from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
     from megatron_muon.patching import Patches
 
@@ -196,7 +182,6 @@ def _work(index: int, descriptor: int) -> None:
     installed = Patches()  # the patches of a run that do not concern megatron.training
     mend_megatron_fsdp(installed)
     gc.freeze()  # what is shared with children stays shared: a collection in one would write to every page
-    connection.send_bytes(pickle.dumps(("done", None)))
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
@@ -235,4 +220,4 @@ def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwar
 
 
 if __name__ == "__main__":
-    _work(int(sys.argv[1]), int(sys.argv[2]))
+    _work(int(sys.argv[1]), sys.argv[2])

@@ -7,6 +7,7 @@ of ranks and the exchange change no bit.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from tests.functional.model import STRATEGIES, Case, Trainer, sabotaged
 from tests.functional.pool import Pool
 from tests.functional.reference import Reference
+from tests.functional.wide import wide_but
 
 STEPS = 10
 CHECKED = (1, 2, STEPS)
@@ -112,15 +114,28 @@ VARIANTS = {
 }
 
 
+TP = Case(layers=1, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer={"muon_tp_mode": "duplicated"})
+HSDP = Case(layers=1, ffn=7, instances=2)
+EP = Case(layers=1, ffn=46, experts=4, expert_parallel=2)
+LAYOUTS = {
+    "tp2": TP,
+    "tp2, wide and tall": TP.but(ffn=8, hidden=36),
+    "tp2, no row of a wide matrix cut by columns": TP.but(ffn=128, hidden=32, heads=4),
+    "tp2 hsdp": TP.but(instances=2),
+    "hsdp": HSDP,
+    "hsdp, outer optim": HSDP.but(outer="optim"),
+    "ep2": EP,
+    "ep2 hsdp": EP.but(instances=2),
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
-    [
-        ("no_shard", 2),
-        ("optim_grads_params", 3),
-        *(pytest.param(strategy, 2, marks=pytest.mark.wide) for strategy in STRATEGIES[1:]),
-        *(pytest.param("optim_grads_params", size, marks=pytest.mark.wide) for size in (1, 4)),
-    ],
+    wide_but(
+        [("optim_grads_params", 3)],
+        [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))],
+    ),
 )
 def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int, method: str) -> None:
     cases = {label: adaptive(method, case.but(strategy=strategy, layers=1)) for label, case in VARIANTS.items()}
@@ -132,7 +147,7 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
                 assert torch.equal(moment, everyone[0][label][STEPS][1][name]), f"{label}, {name}: ranks differ"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", wide_but(["normuon"], METHODS))
 def test_every_exchange_gives_the_same(ranks: Pool, method: str) -> None:
     """Owner and all-gather to the last bit; shared replicas as the reference."""
     case = adaptive(method, Case(layers=1))
@@ -151,8 +166,9 @@ def test_every_exchange_gives_the_same(ranks: Pool, method: str) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("precision", [pytest.param("highest", marks=pytest.mark.wide), "medium"])
+@pytest.mark.parametrize(
+    ("method", "precision"), wide_but([("adamuon", "medium")], itertools.product(METHODS, ("highest", "medium")))
+)
 def test_the_number_of_ranks_changes_no_bit(ranks: Pool, method: str, precision: str) -> None:
     case = adaptive(method, Case(layers=1, ffn=47), muon_fp32_matmul_prec=precision)
     alone = ranks(1, run, cases={"": case})[0][""]
@@ -162,27 +178,21 @@ def test_the_number_of_ranks_changes_no_bit(ranks: Pool, method: str, precision:
             assert all(torch.equal(one[name], other[name]) for name in one), world_size
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_instances_experts_and_tensor_parallel_ranks(ranks: Pool, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "label"),
+    wide_but(
+        [("normuon", "tp2 hsdp"), ("adamuon", "tp2, wide and tall"), ("normuon", "ep2 hsdp")],
+        itertools.product(METHODS, LAYOUTS),
+    ),
+)
+def test_instances_experts_and_tensor_parallel_ranks(ranks: Pool, method: str, label: str) -> None:
     """Replicas of a shard count once where second moments are collected."""
-    tensor = Case(layers=1, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer={"muon_tp_mode": "duplicated"})
-    cases = {
-        "tp2": adaptive(method, tensor),
-        "tp2, wide and tall": adaptive(method, tensor.but(ffn=8, hidden=36)),
-        "tp2, no row of a wide matrix cut by columns": adaptive(method, tensor.but(ffn=128, hidden=32, heads=4)),
-        "tp2 hsdp": adaptive(method, tensor.but(instances=2)),
-        "hsdp": adaptive(method, Case(layers=1, ffn=7, instances=2)),
-        "hsdp, outer optim": adaptive(method, Case(layers=1, ffn=7, instances=2, outer="optim")),
-        "ep2": adaptive(method, Case(layers=1, ffn=46, experts=4, expert_parallel=2)),
-        "ep2 hsdp": adaptive(method, Case(layers=1, ffn=46, experts=4, expert_parallel=2, instances=2)),
-    }
-    seen = ranks(4, run, cases=cases, timeout_s=300)[0]
-    for label, case in cases.items():
-        without_moments = {step: (seen[label][step][0], {}) for step in CHECKED}
-        check({**seen[label], **without_moments}, case, atol=ATOL[method])
+    case = adaptive(method, LAYOUTS[label])
+    seen = ranks(4, run, cases={"": case})[0][""]
+    check({**seen, **{step: (seen[step][0], {}) for step in CHECKED}}, case, atol=ATOL[method])
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", wide_but(["adamuon"], METHODS))
 def test_stacked_experts_are_matrices_of_their_own(ranks: Pool, method: str) -> None:
     """Each like a 2D parameter of its own under upstream's class, which takes no stacks."""
     case = adaptive(method, Case(layers=1, stacked=3, trainable=(".experts.",)))
@@ -235,7 +245,7 @@ def test_state_is_there_from_the_start_also_for_empty_shards(ranks: Pool, method
     assert empty, "no shard was empty"
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", wide_but(["normuon"], METHODS))
 def test_the_comparison_can_fail(ranks: Pool, method: str) -> None:
     """Negative control: a matrix left out, or plain Muon's update, does not pass."""
     case = adaptive(method, Case(layers=1))

@@ -23,6 +23,7 @@ from tests.functional import cli
 from tests.functional.model import Case, Trainer, batches
 from tests.functional.pool import Pool, RankError
 from tests.functional.training import Trainings
+from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
 
@@ -228,7 +229,7 @@ def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
     return time.monotonic() - started
 
 
-@pytest.mark.parametrize("exchange", ["owner", "allgather"])
+@pytest.mark.parametrize("exchange", wide_but(["owner"], ["owner", "allgather"]))
 def test_a_rank_that_dies_during_the_exchange(ranks: Pool, exchange: str) -> None:
     """The others stop with an error and do not wait for it: the answers below come within the pool's grace."""
     with pytest.raises(RankError) as failure:

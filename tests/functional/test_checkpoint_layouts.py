@@ -12,6 +12,7 @@ from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import DIVISIBLE, EXACT, FULL, SWIGLU, differences, saved, strategy, warnings
 from tests.functional.training import Trainings
+from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
 
@@ -53,12 +54,9 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
     return training, one
 
 
-OFTEN = {("HSDP 2 x TP 2", "optim_grads_params"), ("EP 2 x HSDP 2", "optim_grads_params")}
-
-
 @pytest.mark.parametrize(
     ("model", "layout", "sharding", "flags"),
-    [pytest.param(*case, marks=() if case[1:3] in OFTEN else pytest.mark.wide) for case in LAYOUTS],
+    wide_but([case for case in LAYOUTS if case[1] == "HSDP 2 x TP 2"], LAYOUTS),
     ids=[f"{layout}, {sharding}" for _, layout, sharding, _ in LAYOUTS],
 )
 def test_layouts_save_resume_and_reshard(

@@ -16,6 +16,7 @@ from megatron_muon.checkpoint import checksums, content, files
 from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings, train
+from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
 
@@ -93,10 +94,7 @@ MODELS = {
 }
 
 
-OFTEN = ("dense", "experts", "swiglu under no_shard")
-
-
-@pytest.mark.parametrize("model", [pytest.param(m, marks=() if m in OFTEN else pytest.mark.wide) for m in MODELS])
+@pytest.mark.parametrize("model", wide_but(["experts", "swiglu under no_shard"], MODELS))
 def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str) -> None:
     """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
 
@@ -136,10 +134,9 @@ SCALAR = {
     "adam, swiglu's fc1": ("adam", ("--swiglu", *QKV_BIAS, *FC1_IS_SCALAR)),
     "adam, experts' fc1": ("adam", (*EXPERTS, *FC1_IS_SCALAR)),
 }
-OFTEN_SCALAR = ("lion, swiglu, biases", "lion, experts' fc1")
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c in OFTEN_SCALAR else pytest.mark.wide) for c in SCALAR])
+@pytest.mark.parametrize("case", wide_but(["lion, swiglu, biases"], SCALAR))
 def test_every_scalar_optimizer_resumes_where_it_stopped(training: Trainings, case: str) -> None:
     """Lion with SwiGLU, whose biases or whole projections it has, ended in KeyError 'exp_avg_sq' at the first save."""
     scalar, model = SCALAR[case]
@@ -314,6 +311,7 @@ def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training:
         assert message in run.output
 
 
+@pytest.mark.wide
 def test_weights_are_loaded_in_another_precision_and_without_state(training: Trainings) -> None:
     """fp32 into bf16 and back: all of the state goes on. bf16 without state ended in a NotImplementedError."""
     runs = {"fp32": FULL, "bf16": (*FULL, "--bf16")}
@@ -393,6 +391,7 @@ def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks:
     assert {float(v) for name, v in saved(training, "back").items() if name.endswith(".step")} == {6.0}
 
 
+@pytest.mark.wide
 def test_experts_have_biases_on_any_number_of_ranks(training: Trainings) -> None:
     """Without expert parallelism the first forward pass ended in a RuntimeError of autograd's."""
     flags = (*FULL, "--num-experts", "4", "--moe-router-topk", "2")

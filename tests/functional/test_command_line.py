@@ -135,6 +135,7 @@ def test_a_config_file_with_overriding_flags(tmp_path, corpus):
     assert "204 x 39" in listed["decoder.layers.0.mlp.linear_fc1.weight"]  # gate and up
 
 
+@pytest.mark.wide
 def test_a_continued_run_is_the_uninterrupted_one(tmp_path, corpus):
     """A resume that does not regather the weights, or loses momentum, is off from its first or second step on."""
     # Losses are taken from TensorBoard: in the printed log the second line of a start averages over its first step too.
@@ -272,6 +273,7 @@ def test_replicas_share_their_work_experts_too(tmp_path, corpus):
     assert shared.losses == pytest.approx(plain.losses, abs=1e-4)
 
 
+@pytest.mark.wide
 def test_experts_over_ranks(tmp_path, corpus):
     """Experts belong to no data-parallel group of two here: reduced or gathered over it, they would mix."""
     experts = ("--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2")

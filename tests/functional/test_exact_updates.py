@@ -10,6 +10,7 @@ that round otherwise than the reference's, by 1e-7 of an update of size 0.01 in 
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 from tests.functional.model import STRATEGIES, Case, Trainer, sabotaged
 from tests.functional.pool import Pool
 from tests.functional.reference import Reference
+from tests.functional.wide import wide_but
 
 STEPS = 10
 CHECKED = (1, STEPS)
@@ -85,8 +87,13 @@ def assert_same_bits(seen: dict[str, Any]) -> None:
                 assert torch.equal(one[name], other[name]), f"{name} after {step} steps"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    wide_but(
+        [("no_shard", 2), ("optim", 4), ("optim_grads", 2), ("optim_grads_params", 1), ("optim_grads_params", 3)],
+        itertools.product(STRATEGIES, (1, 2, 3, 4)),
+    ),
+)
 def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int) -> None:
     case = Case(strategy=strategy)
     exchanges = ("owner",) if strategy == "no_shard" else EXCHANGES
@@ -98,7 +105,7 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
         assert_same_bits(seen)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
 def test_shared_replicas_equal_the_reference(ranks: Pool, world_size: int) -> None:
     """Replicas are compared bit by bit where they are put together; with a tiny buffer one parcel is under way."""
     case = Case(strategy="no_shard", optimizer={"muon_share_replicated": True})
@@ -128,6 +135,7 @@ def test_shared_replicas_in_bf16_stay_the_same(ranks: Pool) -> None:
             assert torch.equal(found, alone[label][1][0][name]), f"{label}, {name}"
 
 
+@pytest.mark.wide
 def test_every_setting_means_the_same_where_work_is_shared(ranks: Pool) -> None:
     cases = {
         label: Case(strategy="no_shard", layers=1, optimizer={**settings, "muon_share_replicated": True})
@@ -138,7 +146,12 @@ def test_every_setting_means_the_same_where_work_is_shared(ranks: Pool) -> None:
         check(seen[label], cases[label], atol=max(atol, 2e-6))
 
 
-@pytest.mark.parametrize("settings", [{"muon_exchange_buffer_mb": 0.001}, {"muon_ns": "standard"}, {"muon_ns": "gram"}])
+ONE_MATRIX_A_WAVE = {"muon_exchange_buffer_mb": 0.001}
+
+
+@pytest.mark.parametrize(
+    "settings", wide_but([ONE_MATRIX_A_WAVE], [ONE_MATRIX_A_WAVE, {"muon_ns": "standard"}, {"muon_ns": "gram"}])
+)
 def test_nor_do_waves_and_iterations_matter(ranks: Pool, settings: dict[str, Any]) -> None:
     """One matrix for each wave, with a warning; and either iteration for all blocks."""
     case = Case(strategy="optim_grads_params", ffn=47)
@@ -217,16 +230,13 @@ BLOCKS = {
 }
 
 
-SPREAD = [
-    ("no_shard", 2),
-    ("optim_grads_params", 3),
-    *(pytest.param(strategy, 2, marks=pytest.mark.wide) for strategy in STRATEGIES[1:]),
-    *(pytest.param("optim_grads_params", size, marks=pytest.mark.wide) for size in (1, 4)),
-]
-"""Strategies and numbers of ranks for tests of many cases."""
-
-
-@pytest.mark.parametrize(("strategy", "world_size"), SPREAD)
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    wide_but(
+        [("optim_grads_params", 3)],
+        [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))],
+    ),
+)
 def test_blocks_equal_the_reference(ranks: Pool, strategy: str, world_size: int) -> None:
     """Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are cut."""
     cases = {label: case.but(strategy=strategy, layers=1) for label, case in BLOCKS.items()}
@@ -261,6 +271,7 @@ def test_blocks_over_other_layouts(ranks: Pool) -> None:
         check(seen[label], case, atol=2e-6)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("exchange", ["allgather", "shared"])
 def test_blocks_are_the_same_for_every_exchange(ranks: Pool, exchange: str) -> None:
     settings = {"muon_share_replicated": True} if exchange == "shared" else {"muon_exchange": exchange}
@@ -277,7 +288,7 @@ def test_blocks_are_the_same_for_every_exchange(ranks: Pool, exchange: str) -> N
         check(seen[label], case, atol=2e-6)
 
 
-@pytest.mark.parametrize("label", BLOCKS)
+@pytest.mark.parametrize("label", wide_but(["gated mlp", "latent attention", "more excluded"], BLOCKS))
 def test_other_blocks_give_other_updates(ranks: Pool, label: str) -> None:
     """Negative control: what was split differently, or not excluded, does not pass."""
     case = BLOCKS[label].but(layers=1)

@@ -10,6 +10,7 @@ import torch
 from tests.functional.model import Case, Trainer, batches
 from tests.functional.pool import Pool
 from tests.functional.reference import Reference, is_matrix
+from tests.functional.wide import wide_but
 
 STEPS = 3
 FIRST_LAYER = Case(frozen=("layers.0", "word_embeddings"))
@@ -45,7 +46,7 @@ def everything_frozen(rank: int, world_size: int, *, strategy: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", wide_but(["optim_grads_params"], ["no_shard", "optim", "optim_grads_params"]))
 def test_frozen_parameters(ranks: Pool, strategy: str) -> None:
     """Ranks whose parameters were all frozen left the others waiting in a collective."""
     cases = {label: case.but(strategy=strategy) for label, case in WHAT_TRAINS.items()}

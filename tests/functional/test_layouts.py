@@ -15,6 +15,7 @@ import pytest
 from tests.functional.model import STRATEGIES, Case, Trainer, batches, ddp_statistics
 from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import assert_same_bits, check, run
+from tests.functional.wide import wide_but
 
 SHARDED = STRATEGIES[1:]
 WHOLE = {"muon_tp_mode": "duplicated"}
@@ -40,12 +41,7 @@ LAYOUTS = {
 }
 
 
-OFTEN = {"tp2, one query group", "hsdp tp2", "ep2 hsdp", "expert tp2"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.wide) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("name", wide_but(["hsdp tp2", "ep2 hsdp", "expert tp2"], LAYOUTS))
 def test_updates_equal_the_reference(ranks: Pool, name: str) -> None:
     world_size, case = LAYOUTS[name]
     cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED}
@@ -56,7 +52,7 @@ def test_updates_equal_the_reference(ranks: Pool, name: str) -> None:
         check(seen[label], case, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", ["tp2 dp2", "hsdp tp2", "expert tp2"])
+@pytest.mark.parametrize("name", wide_but(["hsdp tp2"], ["tp2 dp2", "hsdp tp2", "expert tp2"]))
 def test_both_exchanges_give_the_same_bits(ranks: Pool, name: str) -> None:
     world_size, case = LAYOUTS[name]
     cases = {e: case.but(optimizer={**WHOLE, "muon_exchange": e}) for e in ("owner", "allgather")}
@@ -112,10 +108,11 @@ def blocks_done(rank: int, world_size: int, *, case: Case) -> int:
     return done
 
 
-@pytest.mark.parametrize(("name", "expected"), [("hsdp", 6), ("hsdp tp2", 6), ("tp2 dp2", 6)])
-def test_every_block_is_orthogonalised_by_one_rank(ranks: Pool, name: str, expected: int) -> None:
+@pytest.mark.parametrize("name", wide_but(["hsdp tp2"], ["hsdp", "hsdp tp2", "tp2 dp2"]))
+def test_every_block_is_orthogonalised_by_one_rank(ranks: Pool, name: str) -> None:
     """No instance repeats the work of another, and no tensor-parallel rank that of its peers."""
     world_size, case = LAYOUTS[name]
+    expected = 6
     assert len(case.muon_blocks()) == expected
     done = ranks(world_size, blocks_done, case=case)
     assert sum(done) == expected
@@ -190,16 +187,12 @@ def alone(ranks: Pool) -> dict[str, list[tuple[float, float, float]]]:
     return seen
 
 
-TRAINED_OFTEN = {"HSDP 2 x TP 2", "EP 2 x TP 2, sequence parallel", "expert TP 2, dense TP 1"}
-
-
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        pytest.param(model, layout, marks=() if layout in TRAINED_OFTEN else pytest.mark.wide)
-        for model in TRAINED
-        for layout in TRAINED[model][1]
-    ],
+    wide_but(
+        [("dense", "HSDP 2 x TP 2"), ("experts", "EP 2 x TP 2, sequence parallel")],
+        [(model, layout) for model in TRAINED for layout in TRAINED[model][1]],
+    ),
 )
 def test_training_equals_that_of_one_rank(ranks: Pool, alone: Any, model: str, layout: str) -> None:
     cases = of_all_strategies(TRAINED[model][1][layout])

@@ -15,6 +15,7 @@ from tests.functional.model import Case, Trainer
 from tests.functional.pool import Pool
 from tests.functional.test_layouts import MOE, TP
 from tests.functional.training import Trainings
+from tests.functional.wide import wide_but
 
 QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {
@@ -50,12 +51,7 @@ def measure(rank: int, world_size: int, *, case: Case) -> dict[str, Any]:
     }
 
 
-OFTEN = ("owner", "no_shard", "tp2 hsdp")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.wide) for name in CASES]
-)
+@pytest.mark.parametrize("name", wide_but(["no_shard", "tp2 hsdp"], CASES))
 def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
     world_size, case = CASES[name]
     found = ranks(world_size, measure, case=case)

@@ -14,6 +14,7 @@ from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
 from tests.functional.test_layouts import MOE, TP
 from tests.functional.training import Trainings
+from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
 
@@ -68,12 +69,7 @@ def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> l
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-OFTEN = ("optim_grads_params", "without nesterov", "TP 2 x DP 2", "EP 2 x DP 2")
-
-
-@pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.wide) for name in LAYOUTS]
-)
+@pytest.mark.parametrize("layout", wide_but(["without nesterov", "TP 2 x DP 2"], LAYOUTS))
 def test_updates_are_the_same_wherever_momentum_lives(ranks: Pool, tmp_path: Path, layout: str) -> None:
     world_size, case = LAYOUTS[layout]
     for of_rank in ranks(world_size, train, case=case, settings=offloads(tmp_path / "momentum")):

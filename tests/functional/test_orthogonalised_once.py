@@ -6,6 +6,7 @@ iterations see them.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 
 from tests.functional.model import STRATEGIES, Case, Trainer, batches, sabotaged
 from tests.functional.pool import Pool
+from tests.functional.wide import wide_but
 
 STEPS = 2
 
@@ -81,14 +83,16 @@ def check(counts: list[list[Counter[tuple[int, int]]]], case: Case) -> None:
             assert part == expected
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "micro_batches"),
+    wide_but([("no_shard", 1), ("optim", 3), ("optim_grads_params", 3)], itertools.product(STRATEGIES, (1, 3))),
+)
 def test_once_per_block_and_never_a_shard(ranks: Pool, strategy: str, micro_batches: int) -> None:
     case = Case(strategy=strategy)
     check(ranks(2, count, case=case, micro_batches=micro_batches), case)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", wide_but([3], [2, 3]))
 def test_once_over_all_ranks_where_replicas_share_the_work(ranks: Pool, world_size: int) -> None:
     case = Case(strategy="no_shard", optimizer={"muon_share_replicated": True})
     counts = ranks(world_size, count, case=case, micro_batches=1)
@@ -96,7 +100,7 @@ def test_once_over_all_ranks_where_replicas_share_the_work(ranks: Pool, world_si
     assert all(counts_of_rank[0] for counts_of_rank in counts), "a rank had no work"
 
 
-@pytest.mark.parametrize("exchange", ["owner", "allgather"])
+@pytest.mark.parametrize("exchange", wide_but(["owner"], ["owner", "allgather"]))
 def test_fused_qkv_is_one_block(ranks: Pool, exchange: str) -> None:
     case = Case(swiglu=True, tied=True, optimizer={"muon_split_qkv": False, "muon_exchange": exchange})
     check(ranks(3, count, case=case, micro_batches=2), case)
@@ -111,8 +115,13 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-@pytest.mark.parametrize("label", BLOCKS)
+@pytest.mark.parametrize(
+    ("strategy", "label"),
+    wide_but(
+        [("optim_grads_params", "gated mlp, heads"), ("no_shard", "experts"), ("optim_grads_params", "normuon")],
+        itertools.product(("no_shard", "optim_grads_params"), BLOCKS),
+    ),
+)
 def test_every_kind_of_block_once(ranks: Pool, label: str, strategy: str) -> None:
     case = BLOCKS[label].but(strategy=strategy)
     check(ranks(2, count, case=case, micro_batches=2), case)

@@ -13,6 +13,7 @@ from megatron_muon import exit_codes
 from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
+from tests.functional.wide import wide_but
 
 MODEL = {
     "--num-layers": "3",
@@ -55,7 +56,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", wide_but(["optim_grads", "tp2 dp2", "experts ep2", "hsdp"], LAYOUTS))
 def test_a_plan_has_the_digest_of_the_run(
     ranks: Pool, tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,7 +1,8 @@
 """A Python that has imported torch and Megatron before it is started, for the command lines of the tests.
 
 A run of a tiny model takes two seconds and its imports twenty. So one process imports all of it once and forks for each
-`python ...` that a test runs. `warm_python` beside this module stands for the interpreter: it hands its arguments,
+`python ...` that a test runs, and for the workers of the pool. Where pytest runs in several processes (`-n 2`) they
+share it. `warm_python` beside this module stands for the interpreter: it hands its arguments,
 environment, folder and streams to that process, passes signals on and ends with the child's status. A child has
 `warm_python` as `sys.executable` too, and torchrun takes it from `PYTHON_EXEC`, so what a command starts is warm too.
 
@@ -28,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,39 +38,46 @@ PYTHON = Path(__file__).resolve().with_name("warm_python")
 COLD = sys.executable
 SOCKET = "WARM_PYTHON_SOCKET"
 """Environment variable that tells `warm_python` where the process listens."""
+SHARED = "WARM_PYTHON_OF_ALL"
+"""Environment variable that tells pytest's workers where the process of the pytest that started them listens."""
 START_S = 180
 
 
 class WarmPython:
-    """Starts the process at the first command that wants it."""
+    """Starts the process, at the first command that wants it if nobody did before."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self._address = os.environ.get(SHARED, str(Path(self._folder.name) / "socket"))
+        self._log = Path(self._folder.name) / "log"
         self._lock = threading.Lock()
 
     def environment(self) -> dict[str, str]:
         """What a warm command needs beside its own environment."""
-        address = str(Path(self._folder.name) / "socket")
-        with self._lock:
-            if self._process is None:
-                self._start(address)
-        return {SOCKET: address, "PYTHON_EXEC": str(PYTHON)}
+        self.start()
+        deadline = time.monotonic() + START_S
+        while not Path(self._address).exists():
+            ended = self._process is not None and self._process.poll() is not None
+            if ended or time.monotonic() > deadline:
+                said = self._log.read_text(errors="replace")[-3000:] if self._log.exists() else ""
+                raise RuntimeError(f"the warm process did not start\n{said}")
+            time.sleep(0.02)
+        return {SOCKET: self._address, "PYTHON_EXEC": str(PYTHON)}
 
-    def _start(self, address: str) -> None:
-        log = Path(self._folder.name) / "log"
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
-        ready, theirs = os.pipe()
-        with log.open("wb") as stream:
-            self._process = subprocess.Popen(
-                [COLD, "-m", "tests.functional.warm", address, str(theirs)],
-                cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream,
-                pass_fds=(theirs,), start_new_session=True,
-            )  # fmt: skip
-        os.close(theirs)
-        if not select.select([ready], [], [], START_S)[0] or os.read(ready, 1) != b"1":
-            raise RuntimeError(f"the warm process did not start\n{log.read_text(errors='replace')[-3000:]}")
-        os.close(ready)
+    def start(self, *, shared: bool = False) -> None:
+        """Start it without waiting for its imports; `shared`: for the processes that this one starts too."""
+        with self._lock:
+            if self._process is not None or SHARED in os.environ:
+                return
+            environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+            with self._log.open("wb") as stream:
+                self._process = subprocess.Popen(
+                    [COLD, "-m", "tests.functional.warm", self._address],
+                    cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream, start_new_session=True,
+                )  # fmt: skip
+            if shared:
+                os.environ[SHARED] = self._address
 
     def close(self) -> None:
         """End the process."""
@@ -78,13 +87,15 @@ class WarmPython:
         self._folder.cleanup()
 
 
-def serve(address: str, ready: int) -> dict[str, Any]:
+PROCESS = WarmPython()
+
+
+def serve(address: str) -> dict[str, Any]:
     """Wait for commands; returns in the child that is to run one."""
     listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
+    listener.bind(f"{address}.new")
     listener.listen(64)
-    os.write(ready, b"1")
-    os.close(ready)
+    os.rename(f"{address}.new", address)  # who sees it can connect
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who watch
     while True:
         if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
@@ -124,9 +135,12 @@ def _watch(connection: socket.socket, child: int) -> None:
                 connection.sendall(f"{os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}\n".encode())
             os._exit(0)
         number = connection.recv(1)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, number[0] if number else signal.SIGKILL)
-        if not number:
+        if number:
+            os.kill(child, number[0])
+        else:
+            with contextlib.suppress(ProcessLookupError):  # it has a session of its own as soon as it runs
+                os.killpg(child, signal.SIGKILL)
+            os.kill(child, signal.SIGKILL)
             os._exit(0)
 
 
@@ -201,7 +215,7 @@ def run(kind: str, name: str) -> None:
 if __name__ == "__main__":
     import_everything()
     gc.freeze()  # what is shared stays shared: a collection in a child would write to every page
-    kind, name = become(serve(sys.argv[1], int(sys.argv[2])))
+    kind, name = become(serve(sys.argv[1]))
     status: object = 1
     try:
         run(kind, name)
