@@ -1,6 +1,6 @@
 """Training on CPU ends well, again and again, on a machine that has other things to do.
 
-CI repeats a few times. The proof is sixty repeats, about half an hour on two cores, or a third of that where runs are
+The tests repeat a few times, on busy cores. The proof is sixty repeats, about half an hour on two cores, or a third of that where runs are
 each other's load:
 
     .venv/bin/python -m tests.functional.test_cpu_dependability --repeats 60
@@ -104,6 +104,7 @@ def repeat_under_load(
     return outcome
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(700)
 def test_repeats_under_load_end_well(tmp_path):
     """Megatron-FSDP freed buckets into which gloo's collectives still wrote: one run in fifteen crashed."""
