@@ -1,150 +1,20 @@
-"""A small GPT under the real Megatron-FSDP with the real optimizer, for tests that run on several ranks.
+"""A case's model under the real Megatron-FSDP with the real optimizer, for tests that run on several ranks.
 
-The sizes divide by nothing, the initial values and the gradients depend on names alone: they are the same for every
-strategy and number of ranks. Runs in the workers; importing it imports no Megatron.
+Runs in the workers; importing it imports no Megatron.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-SEQUENCE = 8
-VOCABULARY = 131
-LATENT = {"kv_lora_rank": 6, "qk_head_dim": 4, "qk_pos_emb_head_dim": 2, "v_head_dim": 3}
-QUERY_LATENT = 10
-STACKED = {"linear_fc1": (10, 6), "linear_fc2": (6, 5)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model and how it is trained.
-
-    Attributes:
-        ffn: with 45 Megatron-FSDP cuts a bucket every 90 elements, so ranks share matrices; with 47 every 1,410, so
-            small matrices lie whole on one rank and other ranks hold none of their rows.
-        optimizer: fields of MuonOptimizerConfig that differ from `config`'s.
-        frozen: a substring of parameter names for each kind of parameter that does not train.
-        own_loop: the loop leaves finishing the gradient reduction to the optimizer, as a script without Megatron's
-            finalize_model_grads does.
-        trainable: if given, only parameters with one of these substrings train.
-        tensor: tensor parallel size; `sequence` adds sequence parallelism.
-        context: context parallel size of the process groups; the model itself is built without.
-        instances: instances of the distributed optimizer (HSDP), which share its state if `outer` is "optim".
-        experts: number of experts of each layer, over `expert_parallel` ranks, each cut over `expert_tensor`.
-        stacked: each layer has weights `(stacked, rows, columns)` beside its MLP, as experts kept in one parameter are;
-            the forward pass does not use them.
-        latent: multi-latent attention, with the query's latent where `query_latent`.
-        output_gate: attention with a gate for each query head.
-        excluded: substrings of the names that `muon_exclude` names, for the reference.
-    """
-
-    strategy: str = "optim_grads_params"
-    layers: int = 2
-    hidden: int = 30
-    heads: int = 6
-    query_groups: int = 3
-    ffn: int = 45
-    swiglu: bool = False
-    tied: bool = False
-    bf16: bool = False
-    overlap: bool = False
-    own_loop: bool = False
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    frozen: tuple[str, ...] = ()
-    trainable: tuple[str, ...] | None = None
-    vocabulary: int = VOCABULARY
-    tensor: int = 1
-    sequence: bool = False
-    context: int = 1
-    instances: int = 1
-    outer: str = "no_shard"
-    experts: int = 0
-    expert_parallel: int = 1
-    expert_tensor: int = 1
-    stacked: int = 0
-    latent: bool = False
-    query_latent: bool = False
-    output_gate: bool = False
-    excluded: tuple[str, ...] = ()
-
-    def but(self, **changes: Any) -> Case:
-        """This case with other values."""
-        return replace(self, **changes)
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The optimizer's settings, also for the reference."""
-        return {
-            "optimizer": "muon",
-            "lr": 0.01,
-            "min_lr": 0.001,
-            "weight_decay": 0.1,
-            "decoupled_weight_decay": True,
-            "muon_lr": None,
-            "muon_min_lr": None,
-            "muon_momentum": 0.9,
-            "muon_nesterov": True,
-            "muon_split_qkv": True,
-            "muon_split_gated_mlp": False,
-            "muon_split_heads": False,
-            "muon_scale_mode": "spectral",
-            "muon_extra_scale_factor": 0.2,
-            "muon_fp32_matmul_prec": "highest",
-            "muon_scalar_optimizer": "adam",
-            "clip_grad": 0.0,
-            **self.optimizer,
-        }
-
-    def trains(self, name: str) -> bool:
-        """Whether the parameter of this name has a gradient."""
-        if self.trainable is not None:
-            return any(part in name for part in self.trainable)
-        return not any(part in name for part in self.frozen)
-
-    def muon_blocks(self) -> list[tuple[int, int]]:
-        """Shapes of the blocks that one step has to orthogonalise, each layer's in turn."""
-        settings, hidden, width = self.settings, self.hidden, self.hidden // self.heads
-        assert not self.latent
-        assert not self.stacked
-        per_query = 2 if self.output_gate else 1
-        qkv = [self.heads * width] * per_query + [self.query_groups * width] * 2
-        if settings["muon_split_heads"]:
-            qkv = [width] * (per_query * self.heads + 2 * self.query_groups)
-        elif not settings["muon_split_qkv"]:
-            qkv = [sum(qkv)]
-        first = [self.ffn] * (2 if self.swiglu else 1)
-        if not settings["muon_split_gated_mlp"]:
-            first = [sum(first)]
-        mlp = [*((rows, hidden) for rows in first), (hidden, self.ffn)]
-        router = [(self.experts, hidden)] if self.experts else []
-        per_layer = [(hidden, hidden), *((rows, hidden) for rows in qkv), *router, *mlp * (self.experts or 1)]
-        return per_layer * self.layers
-
-
-def values_of(name: str, shape: Sequence[int], *, salt: str = "") -> torch.Tensor:
-    """Normal fp32 numbers that depend on the name alone."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{salt}/{name}".encode()))
-    return torch.randn(tuple(shape), generator=generator)
-
-
-def initial_value(name: str, shape: Sequence[int]) -> torch.Tensor:
-    """A parameter's value before the first step."""
-    return (1.0 if "norm" in name and name.endswith("weight") else 0.0) + 0.1 * values_of(name, shape)
-
-
-def gradient_of(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
-    """A parameter's whole gradient at a step."""
-    return 0.01 * values_of(name, shape, salt=f"gradient{step}")
+from tests.functional.case import SEQUENCE, Case, batches, gradient_of
+from tests.functional.gpt import build_gpt, cut_along, global_name, transformer_config
 
 
 class Trainer:
@@ -174,8 +44,8 @@ class Trainer:
         )
         tensor_parallel.model_parallel_cuda_manual_seed(1)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
-        config = _transformer_config(case)
-        model = _gpt(case, config)
+        config = transformer_config(case)
+        model = build_gpt(case, config)
         if case.bf16:
             model = Float16Module(config, model)
         self.model = FullyShardedDataParallel(
@@ -197,7 +67,7 @@ class Trainer:
         self._buffer = self.model.param_and_grad_buffer
         first = parallel_state.get_expert_model_parallel_rank() * case.experts // case.expert_parallel
         self.parameters = {
-            _global_name(name, first): parameter for name, parameter in self._buffer.optimizer_named_parameters
+            global_name(name, first): parameter for name, parameter in self._buffer.optimizer_named_parameters
         }
         self.shapes = {}
         for shapes in self._of_all_ranks({name: tuple(p.shape) for name, p in self.parameters.items()}):
@@ -309,7 +179,7 @@ class Trainer:
         if shard.numel() and self.case.strategy != "no_shard":
             cut = parameter.megatron_fsdp_slice.start // math.prod(original.shape[1:])
             starts[0] = cut if shard.numel() < original.numel() else 0
-        if (dim := _cut_along(original)) is not None:
+        if (dim := cut_along(original)) is not None:
             group = self.groups.tp if getattr(original, "allreduce", True) else self.groups.expt_tp
             starts[dim] += group.rank() * original.shape[dim]
         return tuple(slice(start, start + size) for start, size in zip(starts, shard.shape, strict=True))
@@ -355,8 +225,8 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
     assert world_size == 1
     parallel_state.initialize_model_parallel()
     tensor_parallel.model_parallel_cuda_manual_seed(1)
-    config = _transformer_config(case)
-    model = DistributedDataParallel(config, DistributedDataParallelConfig(), _gpt(case, config))
+    config = transformer_config(case)
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(), build_gpt(case, config))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(optimizer="adam", lr=0.0, clip_grad=1.0, log_num_zeros_in_grad=True), [model]
     )
@@ -375,19 +245,6 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
     )
     _, norm, zeros = optimizer.step()
     return float(norm), float(zeros)
-
-
-def batches(count: int, *, size: int = 24) -> list[torch.Tensor]:
-    """`count` global batches of a text that can be learnt: each token follows from the one before, mostly."""
-    generator = torch.Generator().manual_seed(7)
-    result = []
-    for _ in range(count):
-        tokens = torch.randint(0, VOCABULARY, (size, 1), generator=generator)
-        for _ in range(SEQUENCE):
-            noise = torch.randint(0, 3, (size, 1), generator=generator)
-            tokens = torch.cat([tokens, (tokens[:, -1:] * 5 + noise) % VOCABULARY], dim=1)
-        result.append(tokens)
-    return result
 
 
 @contextmanager
@@ -441,121 +298,6 @@ def sabotaged(how: str) -> Iterator[None]:
         BlockBatch.orthogonalize = orthogonalize
 
 
-def _global_name(name: str, first_expert: int) -> str:
-    """A parameter's name without wrappers, its expert counted over all ranks."""
-    name = name.replace("module.", "")
-    return re.sub(r"local_experts\.(\d+)", lambda match: f"experts.{first_expert + int(match[1])}", name)
-
-
-def _cut_along(parameter: torch.Tensor) -> int | None:
-    """The dimension along which tensor parallelism cuts a parameter."""
-    return parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None
-
-
-def _transformer_config(case: Case) -> Any:
-    import torch.nn.functional as F
-    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-
-    more: dict[str, Any] = _expert_settings(case) if case.experts else {}
-    if case.latent:
-        more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
-        more |= {"add_bias_linear": False}
-    return (MLATransformerConfig if case.latent else TransformerConfig)(
-        num_layers=case.layers,
-        hidden_size=case.hidden,
-        ffn_hidden_size=case.ffn,
-        num_attention_heads=case.heads,
-        num_query_groups=case.heads if case.latent else case.query_groups,
-        attention_output_gate=case.output_gate,
-        gated_linear_unit=case.swiglu,
-        activation_func=F.silu if case.swiglu else F.gelu,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        persist_layer_norm=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        bf16=case.bf16,
-        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
-        tensor_model_parallel_size=case.tensor,
-        sequence_parallel=case.sequence,
-        **more,
-    )
-
-
-def _expert_settings(case: Case) -> dict[str, Any]:
-    return {
-        "num_moe_experts": case.experts,
-        "expert_model_parallel_size": case.expert_parallel,
-        "expert_tensor_parallel_size": case.expert_tensor,
-        "moe_ffn_hidden_size": case.ffn,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "add_bias_linear": False,
-    }
-
-
-class NoCoreAttention(torch.nn.Module):
-    """Stands for the part of attention that has no parameters, in a model that is not run."""
-
-    def __init__(self, *_args: Any, **_settings: Any) -> None:
-        super().__init__()
-
-
-def _gpt(case: Case, config: Any) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.parallel_state import get_expert_model_parallel_rank
-
-    spec = get_gpt_layer_local_spec(
-        num_experts=case.experts or None, moe_grouped_gemm=False, multi_latent_attention=case.latent
-    )
-    if case.latent:
-        # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
-        # steps with given gradients are made with such a model.
-        spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=case.vocabulary,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=case.tied,
-        position_embedding_type="learned_absolute",
-    )
-    if case.stacked:
-        config.num_moe_experts = case.stacked  # by which Megatron-FSDP makes groups for experts
-    for layer in model.decoder.layers if case.stacked else ():
-        layer.mlp.experts = torch.nn.ModuleDict({name: torch.nn.Module() for name in STACKED})
-        for name, module in layer.mlp.experts.items():
-            module.weight = torch.nn.Parameter(torch.empty(case.stacked, *STACKED[name]))
-            module.weight.allreduce = False  # as megatron-core marks the weights of experts
-    with torch.no_grad():
-        first = get_expert_model_parallel_rank() * case.experts // case.expert_parallel
-        for name, parameter in model.named_parameters():
-            name = _global_name(name, first)
-            parameter.copy_(_own_part(parameter, lambda shape, name=name: initial_value(name, shape)))
-            parameter.requires_grad_(case.trains(name))
-    return model
-
-
-def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:
-    """This tensor-parallel rank's part of a whole parameter's values."""
-    from megatron.core import parallel_state
-
-    dim = _cut_along(parameter)
-    if dim is None:
-        return whole(parameter.shape)
-    dense = getattr(parameter, "allreduce", True)
-    group = (
-        parallel_state.get_tensor_model_parallel_group if dense else parallel_state.get_expert_tensor_parallel_group
-    )()
-    shape = list(parameter.shape)
-    shape[dim] *= group.size()
-    return whole(shape).chunk(group.size(), dim)[group.rank()]
-
-
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -586,11 +328,6 @@ def _schedule(case: Case, optimizer: Any, steps: int) -> Any:
         wd_incr_steps=steps,
         wd_incr_style="constant",
     )
-
-
-def cosine(highest: float, lowest: float, step: int, steps: int) -> float:
-    """The learning rate of the step-th step of `steps`, by the formula and not by Megatron's code."""
-    return lowest + 0.5 * (1.0 + math.cos(math.pi * step / steps)) * (highest - lowest)
 
 
 def _forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

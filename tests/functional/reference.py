@@ -13,7 +13,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon
 from emerging_optimizers.scalar_optimizers import Lion
 
-from tests.functional.model import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
+from tests.functional.case import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
 
 
 def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:

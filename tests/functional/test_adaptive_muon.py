@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.model import STRATEGIES, Case, Trainer, sabotaged
+from tests.functional.case import STRATEGIES, Case
+from tests.functional.model import Trainer, sabotaged
 from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
@@ -210,7 +211,7 @@ def test_stacked_experts_are_matrices_of_their_own(ranks: Pool, method: str) -> 
 
 
 def check_alone(seen: dict[Any, Any], case: Case, name: str, expert: int, shape: Any, *, atol: float) -> None:
-    from tests.functional.model import gradient_of, initial_value
+    from tests.functional.case import gradient_of, initial_value
 
     reference = Reference(case.but(stacked=0), {name: shape[1:]}, steps=STEPS)
     with torch.no_grad():

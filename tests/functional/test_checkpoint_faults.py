@@ -20,7 +20,8 @@ from megatron_muon.checkpoint import checksums, files, lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.functional import cli
-from tests.functional.model import Case, Trainer, batches
+from tests.functional.case import Case, batches
+from tests.functional.model import Trainer
 from tests.functional.pool import Pool, RankError
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but

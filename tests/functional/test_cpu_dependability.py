@@ -1,7 +1,7 @@
 """Training on CPU ends well, again and again, on a machine that has other things to do.
 
-The tests repeat a few times, on busy cores. The proof is sixty repeats, about half an hour on two cores, or a third of that where runs are
-each other's load:
+The tests repeat a few times, on busy cores. The proof is sixty repeats, about half an hour on two cores, or a third of
+that where runs are each other's load:
 
     .venv/bin/python -m tests.functional.test_cpu_dependability --repeats 60
     .venv/bin/python -m tests.functional.test_cpu_dependability --repeats 60 --at-once 4

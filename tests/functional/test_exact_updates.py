@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.model import STRATEGIES, Case, Trainer, sabotaged
+from tests.functional.case import STRATEGIES, Case
+from tests.functional.model import Trainer, sabotaged
 from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.model import Case, Trainer, batches
+from tests.functional.case import Case, batches
+from tests.functional.model import Trainer
 from tests.functional.pool import Pool
 from tests.functional.reference import Reference, is_matrix
 from tests.functional.wide import wide_but

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.model import STRATEGIES, Case, Trainer, batches, ddp_statistics
+from tests.functional.case import STRATEGIES, Case, batches
+from tests.functional.model import Trainer, ddp_statistics
 from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import assert_same_bits, check, run
 from tests.functional.wide import wide_but

@@ -11,7 +11,8 @@ import torch
 
 from megatron_muon.runs.events import read_events
 from tests.functional import cli
-from tests.functional.model import Case, Trainer
+from tests.functional.case import Case
+from tests.functional.model import Trainer
 from tests.functional.pool import Pool
 from tests.functional.test_layouts import MOE, TP
 from tests.functional.training import Trainings

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.functional.model import Case, Trainer, gradient_of
+from tests.functional.case import Case, gradient_of
+from tests.functional.model import Trainer
 from tests.functional.pool import Pool
 from tests.functional.wide import wide_but
 

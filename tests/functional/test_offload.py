@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.functional import cli
-from tests.functional.model import Case
+from tests.functional.case import Case
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
 from tests.functional.test_layouts import MOE, TP

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.functional.model import STRATEGIES, Case, Trainer, batches, sabotaged
+from tests.functional.case import STRATEGIES, Case, batches
+from tests.functional.model import Trainer, sabotaged
 from tests.functional.pool import Pool
 from tests.functional.wide import wide_but
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.model import STRATEGIES, Case, Trainer, batches
+from tests.functional.case import STRATEGIES, Case, batches
+from tests.functional.model import Trainer
 from tests.functional.pool import Pool
 from tests.functional.wide import wide_but
 
