@@ -24,7 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.exchange.steps import Exchange
-from megatron_muon.core.momentum import Momentum, MomentumStore, StateMomentum
+from megatron_muon.core.momentum import Momentum, MomentumStore
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 
@@ -105,12 +105,12 @@ class ShardedMuon(torch.optim.Optimizer):
         if store is not None and store.rounds:
             for group in self.param_groups:
                 group.setdefault(STEPS, 0)
-        self._momentum: Momentum = store or StateMomentum(self._momentum_rows)
+        self._momentum = store or Momentum(lambda index: local_rows(self.state[self._matrices[index]][MOMENTUM]))
         self._compute_device = compute_device
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
-        self._places: dict[tuple[int, ...], torch.Tensor] = {}
+        self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # indices that `finalize` has been given
         self.initialize_state()
 
     def initialize_state(self) -> None:
@@ -128,7 +128,11 @@ class ShardedMuon(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("Muon takes no closure")
-        self._require_gradients()
+        for parameter in (self._matrices[index] for index in self._held):
+            if parameter.grad is None:
+                raise RuntimeError(
+                    f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
+                )
         self._to_prepare, self._to_finalize = set(self._held), set(self._held)
         with self._momentum.step(self) as rows:
             self.exchange.run(rows, self.probe)  # prepare, exchange, finalize, wave by wave
@@ -172,7 +176,7 @@ class ShardedMuon(torch.optim.Optimizer):
             self._count_skipped(indices, finite)
             for group, parameters, places in self._by_group(indices):
                 weights = [local_rows(parameter) for parameter in parameters]
-                rows = self._scaled(group, indices, places, updates, finite)
+                rows = self._scaled(indices, places, updates, finite)
                 self.probe.updates(rows)
                 if group["weight_decay"] and self.decoupled_weight_decay:
                     shares = finite.to(weights[0]).unbind()
@@ -183,17 +187,11 @@ class ShardedMuon(torch.optim.Optimizer):
                 torch._foreach_add_(weights, rows, alpha=-group["lr"])
 
     def _scaled(
-        self,
-        group: dict[str, Any],
-        indices: Sequence[int],
-        places: Sequence[int],
-        updates: Sequence[torch.Tensor],
-        finite: torch.Tensor,
+        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The updates of one group's matrices, to be subtracted. A variant with a second moment applies it here.
+        """The updates of one group's matrices, to be subtracted; `core.adaptive` applies a second moment here.
 
         Args:
-            group: the parameter group.
             indices: matrices of all groups.
             places: in `indices`, those of this group.
             updates: of all of `indices`.
@@ -219,14 +217,6 @@ class ShardedMuon(torch.optim.Optimizer):
         for group, places in groups.items():
             yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
 
-    def _require_gradients(self) -> None:
-        for index in self._held:
-            if self._matrices[index].grad is None:
-                raise RuntimeError(
-                    f"{self._names[self._matrices[index]]} has no gradient at the optimizer step; "
-                    "was finish_grad_sync() called?"
-                )
-
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite since the last call, by matrix, of those of which this rank holds rows.
 
@@ -240,14 +230,11 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def _count_skipped(self, indices: Sequence[int], finite: torch.Tensor) -> None:
         key = tuple(indices)
-        if key not in self._places:
-            self._places[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
+        if key not in self._on_device:
+            self._on_device[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
         if self._skipped is None:
             self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
-        self._skipped.index_add_(0, self._places[key], (~finite).int())
-
-    def _momentum_rows(self, index: int) -> torch.Tensor:
-        return local_rows(self.state[self._matrices[index]][MOMENTUM])
+        self._skipped.index_add_(0, self._on_device[key], (~finite).int())
 
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
@@ -287,5 +274,4 @@ def _sharded_like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tens
     """`elements`, fp32, as a tensor that is sharded as `parameter` is, without moving them to another device."""
     if not isinstance(parameter, DTensor):
         return elements.view(parameter.shape)
-    local = elements.view(parameter._local_tensor.shape)
-    return DTensor(local, parameter._spec, requires_grad=False)
+    return DTensor(elements.view(parameter._local_tensor.shape), parameter._spec, requires_grad=False)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import local_rows
 from megatron_muon.core.orthogonalize import unit_magnitude_exponent
 from megatron_muon.core.probe import SILENT, Probe

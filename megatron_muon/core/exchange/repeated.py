@@ -1,7 +1,8 @@
-"""The all-gather scheme: every rank receives every matrix and orthogonalises all of them.
+"""Every rank orthogonalises all matrices: what to read first.
 
-It is the readable reference: N ranks do the Newton-Schulz work N times and receive (N-1)/N of every matrix. The phases
-of a matrix are prepare, gather, orthogonalise, finalize own rows.
+`AllGatherExchange` is the readable reference: N ranks do the Newton-Schulz work N times and receive (N-1)/N of every
+matrix. The phases of a matrix are prepare, gather, orthogonalise, finalize own rows. `LocalExchange` is the same where
+every rank holds the matrices whole.
 """
 
 from __future__ import annotations
@@ -56,3 +57,41 @@ class AllGatherExchange(Exchange):
         for shard in matrix.shards:
             part = received[shard.rank, : shard.numel].view(shard.rows, shard.cols)
             rectangle_view(whole, shard).copy_(part)
+
+
+class LocalExchange(Exchange):
+    """Matrices that every rank holds whole, part by part, without communication.
+
+    Args:
+        layout: the matrices.
+        group: the ranks that hold them.
+        batches: makes batches of matrices.
+        buffer_bytes: what the matrices of a part may fill; a larger matrix is a part by itself.
+        device: where the matrices lie.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        batches: BatchMaker,
+        *,
+        buffer_bytes: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layout, group, device=device)
+        parts: list[list[int]] = []
+        room = 0
+        for index, matrix in enumerate(layout.matrices):
+            size = 4 * matrix.numel
+            if not parts or size > room:
+                parts.append([])
+                room = buffer_bytes
+            parts[-1].append(index)
+            room -= size
+        self._parts = [(part, batches(part)) for part in parts]
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
+        """One step, part by part. Not collective."""
+        for indices, batch in self._parts:
+            self._update_whole(indices, batch, rows, probe)
