@@ -93,14 +93,9 @@ class OffloadRun:
     def make_store(
         self, layout: Layout, rank: int, group_of: Sequence[int], *, kind: str, device: torch.device
     ) -> RecordStore:
-        """A store for what a rank holds of a layout. Collective where momentum goes to disk.
+        """A store for what `rank` holds of a layout, for arithmetic on `device`. Collective with momentum on disk.
 
-        Args:
-            layout: the matrices, in the order of their parameters.
-            rank: this one, in the group of the layout.
-            group_of: the number of each matrix's parameter group.
-            kind: "dense" or "experts", for the names of files.
-            device: where the arithmetic is.
+        `group_of` is the number of each matrix's parameter group, `kind`, "dense" or "experts", is for names of files.
 
         Raises:
             UserError: the directory has too little room, on any rank.
@@ -116,18 +111,19 @@ class OffloadRun:
             for index, place in enumerate(places):
                 if place == DISK:
                     of_group.setdefault(group_of[index], []).append(index)
-            headers = []
-            for group, indices in sorted(of_group.items()):
-                header = self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices])
-                headers.append((indices, header))
-                self._needed += header.room() + header.size
+            headers = [
+                (indices, self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices]))
+                for group, indices in sorted(of_group.items())
+            ]
+            self._needed += sum(header.room() + header.size for _, header in headers)
             error = None
             try:
                 for indices, header in headers:
                     file = MomentumFile(self._directory.path, header)
                     self._files.append(file)
                     file.take_space()
-                    files |= {i: (file, file.offset_of(number)) for number, i in enumerate(indices)}
+                    starts = (record[5] + file.header.front for record in header.records)
+                    files |= {i: (file, start) for i, start in zip(indices, starts, strict=True)}
             except OSError as refusal:
                 error = refusal.strerror or str(refusal)
             self._agree(error, about_room=True)
@@ -148,8 +144,9 @@ class OffloadRun:
         """Delete the files, or with `keep` name them after the iteration that they hold, and leave the directory."""
         if os.getpid() != self._process:
             return  # a forked child has the files of its parent
-        steps = max((store.steps - store.begun_at for store in self.stores), default=0)
-        at_end = self._iteration + steps if self.finished_iteration is None else self.finished_iteration
+        at_end = self.finished_iteration
+        if at_end is None:
+            at_end = self._iteration + max((store.steps - store.begun_at for store in self.stores), default=0)
         whole = bool(self.stores) and not any(store.in_step or store.failure for store in self.stores)
         for store in self.stores:
             store.close()
