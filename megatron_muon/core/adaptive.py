@@ -1,4 +1,4 @@
-"""Adaptive Muon on ZeRO-sharded matrices: a second moment after orthogonalisation.
+"""Adaptive Muon on ZeRO-sharded matrices: a second moment after orthogonalisation, which `ShardedMuon` takes.
 
 AdaMuon's second moment is elementwise: each rank advances that of its own rows when the update's rows arrive. NorMuon
 keeps one number for each row of a tall matrix and each column of a wide one, and keeps the update's norm: that takes
@@ -13,7 +13,7 @@ differs: every block is scaled by its own shape, as by plain Muon, and each expe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, override
 
@@ -22,13 +22,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.batch import Normalize
-from megatron_muon.core.exchange.steps import Exchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.optimizer import ShardedMuon, local_rows
-
-MOMENT2 = "moment2_buffer"
-"""The second moment's slot of the optimizer state, upstream's name."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,7 @@ class Holding:
 
 
 class SecondMoment(ABC):
-    """What a variant adds to a step of Muon.
+    """What a variant adds to a step of Muon, and to its state: `moment2_buffer`, fp32, of each parameter.
 
     Args:
         held: the matrices.
@@ -94,53 +89,18 @@ class SecondMoment(ABC):
     def scaled(
         self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
     ) -> list[torch.Tensor]:
-        """What is to be subtracted of this rank's rows; arguments as those of `ShardedMuon._scaled`."""
+        """What is to be subtracted of this rank's rows.
+
+        Args:
+            indices: matrices of all parameter groups.
+            places: in `indices`, those of one group.
+            updates: of all of `indices`, unscaled.
+            finite: which of these are finite.
+        """
         return [updates[place] for place in places]
 
     def end(self) -> None:  # noqa: B027
         """The exchange of a step is over. Collective where `begin` is."""
-
-
-class AdaptiveMuon(ShardedMuon):
-    """A Muon with a second moment.
-
-    State is `momentum_buffer` and `moment2_buffer` for each parameter, fp32, from construction on every rank.
-
-    Args:
-        params: as for ShardedMuon.
-        exchange: as for ShardedMuon; its batches have the moment's `normalizer`.
-        moment: the second moment.
-        settings: the other settings of ShardedMuon.
-    """
-
-    def __init__(
-        self, params: Iterable[dict[str, Any]], exchange: Exchange, *, moment: SecondMoment, **settings: Any
-    ) -> None:
-        self.moment = moment
-        super().__init__(params, exchange, **settings)
-        for group in self.param_groups:
-            group.update({name: value for name, value in moment.settings.items() if name not in group})
-
-    def initialize_state(self) -> None:
-        """Give every parameter that has none its momentum and second moment of zeros, on every rank alike."""
-        super().initialize_state()
-        for index, parameter in enumerate(self._matrices):
-            if MOMENT2 not in self.state[parameter]:
-                self.state[parameter][MOMENT2] = self.moment.zeros(index, parameter)
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix from its gradient."""
-        moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
-        self.moment.begin(moments, [self.param_groups[number] for number in self._group_of])
-        super().step(closure)
-        self.moment.end()
-
-    @override
-    def _scaled(
-        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
-    ) -> list[torch.Tensor]:
-        return self.moment.scaled(indices, places, updates, finite)
 
 
 class AdaMuon(SecondMoment):

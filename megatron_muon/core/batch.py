@@ -26,14 +26,7 @@ _Kind = tuple[int, int, float]
 
 
 class BlockBatch:
-    """Matrices that are orthogonalised together.
-
-    Args:
-        matrices: their shapes and blocks.
-        orthogonalize: works on one stack, in place.
-        scale: the scale of a block of `(rows, cols)`.
-        normalize: is given every whole update last.
-    """
+    """Matrices that are orthogonalised together: `Orthogonalizer.batch`; `scale` is of a block of `(rows, cols)`."""
 
     def __init__(
         self,

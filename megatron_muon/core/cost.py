@@ -44,19 +44,16 @@ negative from 0.88 of the norm on."""
 
 @dataclass(frozen=True)
 class Products:
-    """How a device forms products whose result is symmetric.
-
-    Attributes:
-        square: operations of X X^T as a share of the dense product's.
-        symmetric: operations of a product of two different symmetric matrices that commute, likewise.
-        from_rows: blocks with fewer rows get dense products.
-        multiple_of: both sides of a block must be multiples of this, else it gets dense products.
-    """
+    """How a device forms products whose result is symmetric."""
 
     square: float = 1.0
+    """Operations of X X^T as a share of the dense product's."""
     symmetric: float = 1.0
+    """Operations of a product of two different symmetric matrices that commute, likewise."""
     from_rows: int = 1
+    """Blocks with fewer rows get dense products."""
     multiple_of: int = 1
+    """Both sides of a block must be multiples of this, else it gets dense products."""
 
     def shares(self, rows: int, cols: int) -> tuple[float, float]:
         """`square` and `symmetric` for a block of `(rows, cols)`."""

@@ -224,12 +224,8 @@ def from_rectangles(
 ) -> Matrix:
     """The matrix of which each rank holds the given rectangle; equal rectangles are replicas.
 
-    Args:
-        name: the matrix's name.
-        shape: `(rows, cols)` of the whole matrix.
-        rectangles: for each rank of the group `(row_start, rows, col_start, cols)`; without elements where it holds
-            none.
-        split: how its rows make blocks; None makes it one block.
+    `rectangles` has `(row_start, rows, col_start, cols)` for each rank of the group, without elements where it holds
+    none; `split` None makes the matrix one block.
     """
     holders: dict[tuple[int, int, int, int], list[int]] = {}
     for rank, (row_start, rows, col_start, cols) in enumerate(rectangles):

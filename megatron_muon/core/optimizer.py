@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.exchange.steps import Exchange
 from megatron_muon.core.momentum import Momentum, MomentumStore
 from megatron_muon.core.numbers import check_number
@@ -30,6 +31,9 @@ from megatron_muon.core.probe import SILENT, Probe
 
 MOMENTUM = "momentum_buffer"
 """The momentum's slot of the optimizer state, upstream's name."""
+
+MOMENT2 = "moment2_buffer"
+"""The second moment's slot, upstream's name."""
 
 STEPS = "rounding_steps"
 """A parameter group's count of steps where momentum is rounded for storage."""
@@ -61,6 +65,7 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: decay rate, per unit of learning rate.
         decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
         names: a name for each parameter, for messages.
+        moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         compute_device: where momentum and exchange compute, if not where the parameters are.
 
@@ -82,6 +87,7 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: float,
         decoupled_weight_decay: bool,
         names: Mapping[torch.Tensor, str],
+        moment: SecondMoment | None = None,
         store: MomentumStore | None = None,
         compute_device: torch.device | None = None,
     ) -> None:
@@ -100,11 +106,13 @@ class ShardedMuon(torch.optim.Optimizer):
         self.nesterov = nesterov
         self.decoupled_weight_decay = decoupled_weight_decay
         self.exchange = exchange
+        self.moment = moment
         self.store = store
         self.probe: Probe = SILENT
-        if store is not None and store.rounds:
-            for group in self.param_groups:
-                group.setdefault(STEPS, 0)
+        added: dict[str, float] = {STEPS: 0} if store is not None and store.rounds else {}
+        added |= moment.settings if moment is not None else {}
+        for group in self.param_groups:
+            group.update({name: value for name, value in added.items() if name not in group})
         self._momentum = store or Momentum(lambda index: local_rows(self.state[self._matrices[index]][MOMENTUM]))
         self._compute_device = compute_device
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
@@ -114,10 +122,13 @@ class ShardedMuon(torch.optim.Optimizer):
         self.initialize_state()
 
     def initialize_state(self) -> None:
-        """Give every parameter that has none its momentum of zeros, on every rank alike."""
-        for parameter in self._matrices:
-            if MOMENTUM not in self.state[parameter] and self.store is None:
-                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+        """Give every parameter that has none its state of zeros, on every rank alike."""
+        for index, parameter in enumerate(self._matrices):
+            state = self.state[parameter]
+            if MOMENTUM not in state and self.store is None:
+                state[MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            if MOMENT2 not in state and self.moment is not None:
+                state[MOMENT2] = self.moment.zeros(index, parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -134,11 +145,16 @@ class ShardedMuon(torch.optim.Optimizer):
                     f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
                 )
         self._to_prepare, self._to_finalize = set(self._held), set(self._held)
+        if self.moment is not None:
+            moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
+            self.moment.begin(moments, [self.param_groups[number] for number in self._group_of])
         with self._momentum.step(self) as rows:
             self.exchange.run(rows, self.probe)  # prepare, exchange, finalize, wave by wave
         left = self._to_prepare | self._to_finalize
         assert not left, f"the exchange left out {len(left)} matrices"
         self._momentum.end_step()
+        if self.moment is not None:
+            self.moment.end()
         for group in self.param_groups:
             if STEPS in group:
                 group[STEPS] += 1
@@ -161,7 +177,7 @@ class ShardedMuon(torch.optim.Optimizer):
                         rows = [values.clone() for values in rows]
                     for place, values in zip(places, rows, strict=True):
                         ahead_of_part[place] = values
-                self.probe.momentum(part, momentum)
+                self.probe.momentum(part, momentum, self.exchange)
                 self._momentum.take_back(part)
                 ahead += ahead_of_part
         return ahead
@@ -176,7 +192,10 @@ class ShardedMuon(torch.optim.Optimizer):
             self._count_skipped(indices, finite)
             for group, parameters, places in self._by_group(indices):
                 weights = [local_rows(parameter) for parameter in parameters]
-                rows = self._scaled(indices, places, updates, finite)
+                if self.moment is not None:
+                    rows = self.moment.scaled(indices, places, updates, finite)
+                else:
+                    rows = [updates[place] for place in places]
                 self.probe.updates(rows)
                 if group["weight_decay"] and self.decoupled_weight_decay:
                     shares = finite.to(weights[0]).unbind()
@@ -185,19 +204,6 @@ class ShardedMuon(torch.optim.Optimizer):
                 if self._compute_device is not None:
                     rows = [update.to(weights[0].device) for update in rows]
                 torch._foreach_add_(weights, rows, alpha=-group["lr"])
-
-    def _scaled(
-        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """The updates of one group's matrices, to be subtracted; `core.adaptive` applies a second moment here.
-
-        Args:
-            indices: matrices of all groups.
-            places: in `indices`, those of this group.
-            updates: of all of `indices`.
-            finite: which of these are finite.
-        """
-        return [updates[place] for place in places]
 
     def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
@@ -252,7 +258,7 @@ class ShardedMuon(torch.optim.Optimizer):
         for index, (parameter, rows, room) in enumerate(zip(self._matrices, shards, rooms, strict=True)):
             if rows.numel() and not empty:
                 room.view(rows.shape).copy_(self.store.read(index))
-            state[parameter] = _sharded_like(parameter, room)
+            state[parameter] = sharded_like(parameter, room)
         return state
 
     def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -270,8 +276,8 @@ def _take(left: set[int], indices: Sequence[int]) -> None:
     left.difference_update(indices)
 
 
-def _sharded_like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """`elements`, fp32, as a tensor that is sharded as `parameter` is, without moving them to another device."""
-    if not isinstance(parameter, DTensor):
-        return elements.view(parameter.shape)
-    return DTensor(elements.view(parameter._local_tensor.shape), parameter._spec, requires_grad=False)
+def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """`elements`, of the shape of this rank's rows, as a tensor that is sharded as `other` is, wherever they lie."""
+    if not isinstance(other, DTensor):
+        return elements.view(other.shape)
+    return DTensor(elements.view(other._local_tensor.shape), other._spec, requires_grad=False)

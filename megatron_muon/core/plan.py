@@ -8,6 +8,7 @@ travel into waves that fit a buffer. Nothing here sends anything.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -76,15 +77,12 @@ class Plan:
     def exchanged_bytes(self, element_bytes: int) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for its own matrices, and its update rows of the others."""
         received = [0] * self.layout.world_size
-        for wave in self.waves:
-            for index in wave:
-                matrix, owner = self.layout.matrices[index], self.owners[index]
-                for shard in matrix.shards:
-                    if owner not in shard.holders:
-                        received[owner] += shard.numel * element_bytes
-                    for holder in shard.holders:
-                        if holder != owner:
-                            received[holder] += shard.numel * element_bytes
+        for index in itertools.chain(*self.waves):
+            owner = self.owners[index]
+            for shard in self.layout.matrices[index].shards:
+                # Each holder but the owner gets its update rows, and the owner the rows unless it holds them.
+                for rank in {*shard.holders} ^ {owner}:
+                    received[rank] += shard.numel * element_bytes
         return tuple(received)
 
     def buffer_bytes(self, element_bytes: int) -> int:
@@ -99,13 +97,11 @@ class Plan:
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     """Bytes that each rank receives in a step of the all-gather scheme: all of every matrix but its own part."""
-    total = sum(matrix.numel for matrix in layout.matrices)
-    held = [0] * layout.world_size
-    for matrix in layout.matrices:
-        for shard in matrix.shards:
-            for holder in shard.holders:
-                held[holder] += shard.numel
-    return tuple((total - own) * element_bytes for own in held)
+    missing = [sum(matrix.numel for matrix in layout.matrices)] * layout.world_size
+    for shard in itertools.chain(*(matrix.shards for matrix in layout.matrices)):
+        for holder in shard.holders:
+            missing[holder] -= shard.numel
+    return tuple(elements * element_bytes for elements in missing)
 
 
 def make_plan(layout: Layout, costs: Sequence[float], *, buffer_bytes: int, element_bytes: int) -> Plan:
@@ -115,7 +111,7 @@ def make_plan(layout: Layout, costs: Sequence[float], *, buffer_bytes: int, elem
         layout: all matrices of the group.
         costs: the work of orthogonalising each matrix, in any unit.
         buffer_bytes: what the waves that are under way at a time may fill on a rank.
-        element_bytes: bytes of an element on the wire.
+        element_bytes: of an element on the wire.
 
     Raises:
         ValueError: a cost for each matrix is missing, or the buffer is not positive.

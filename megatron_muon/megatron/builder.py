@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.core.adaptive import SECOND_MOMENTS, AdaptiveMuon, Holding, SecondMoment
+from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
@@ -100,18 +100,18 @@ class MuonBuilder:
         if self.offload is not None:
             rank, part = members.group.rank(), "experts" if is_expert else "dense"
             store = self.offload.make_store(members.layout, rank, members.group_of, kind=part, device=device)
-        exchange = self._exchange(members, orthogonalizer, moment, group=group, device=device)
-        settings = {
+        muon = ShardedMuon(
+            groups,
+            self._exchange(members, orthogonalizer, moment, group=group, device=device),
+            decoupled_weight_decay=config.decoupled_weight_decay,
             **self._common,
-            "decoupled_weight_decay": config.decoupled_weight_decay,
-            "store": store,
-            "compute_device": device if device != members.device else None,
-        }
+            moment=moment,
+            store=store,
+            compute_device=device if device != members.device else None,
+        )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
             dump_layout(config.muon_dump_layout, members.layout, is_expert=is_expert)
-        if moment is not None:
-            return AdaptiveMuon(groups, exchange, moment=moment, **settings)
-        return ShardedMuon(groups, exchange, **settings)
+        return muon
 
     @property
     def _common(self) -> dict[str, Any]:

@@ -9,16 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.core.adaptive import MOMENT2, SECOND_MOMENTS, AdaptiveMuon, Holding
+from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 
 SHAPES = [(9, 4), (4, 9)]
 
 
-def adaptive(method: str) -> AdaptiveMuon:
+def adaptive(method: str) -> ShardedMuon:
     """An adaptive Muon on one rank, its matrices whole."""
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=seeded(0))) for shape in SHAPES]
     layout = Layout(1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES)))
@@ -31,7 +32,7 @@ def adaptive(method: str) -> AdaptiveMuon:
     def batches(indices: Sequence[int]) -> Any:
         return orthogonalizer.batch([layout.matrices[i] for i in indices], moment.normalizer(indices))
 
-    return AdaptiveMuon(
+    return ShardedMuon(
         [{"params": parameters}],
         LocalExchange(layout, group, batches, buffer_bytes=1 << 20, device=torch.device("cpu")),
         moment=moment,

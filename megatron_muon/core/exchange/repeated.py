@@ -16,14 +16,7 @@ from megatron_muon.core.probe import Probe
 
 
 class AllGatherExchange(Exchange):
-    """One padded all-gather for each matrix, in the layout's order on every rank.
-
-    Args:
-        layout: the group's matrices.
-        group: its ranks.
-        batches: makes batches of matrices, here of one matrix each.
-        device: where the rows lie.
-    """
+    """One padded all-gather for each matrix, in the layout's order on every rank; batches are of one matrix each."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, batches: BatchMaker, *, device: torch.device) -> None:
         super().__init__(layout, group, device=device)
@@ -62,12 +55,7 @@ class AllGatherExchange(Exchange):
 class LocalExchange(Exchange):
     """Matrices that every rank holds whole, part by part, without communication.
 
-    Args:
-        layout: the matrices.
-        group: the ranks that hold them.
-        batches: makes batches of matrices.
-        buffer_bytes: what the matrices of a part may fill; a larger matrix is a part by itself.
-        device: where the matrices lie.
+    The matrices of a part fill at most `buffer_bytes`; a larger matrix is a part by itself.
     """
 
     def __init__(
