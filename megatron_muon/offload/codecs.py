@@ -51,14 +51,16 @@ class Codec(ABC):
     """
 
     name: str
+    dtype: torch.dtype
+    """Of the stored elements."""
 
-    @abstractmethod
     def record_bytes(self, rows: int, cols: int) -> int:
         """Bytes of the record of a (rows, cols) rectangle."""
+        return self.dtype.itemsize * rows * cols
 
-    @abstractmethod
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
         """The stored values, (rows, cols) fp32: a view of the record for fp32, new memory otherwise."""
+        return self._body(record, rows, cols).view(self.dtype).view(rows, cols).float()
 
     @abstractmethod
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -75,14 +77,7 @@ class Fp32(Codec):
     """Every bit, 4 bytes per element. What `decode` gives *is* the record, so encoding it again costs nothing."""
 
     name = "fp32"
-
-    @override
-    def record_bytes(self, rows: int, cols: int) -> int:
-        return 4 * rows * cols
-
-    @override
-    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        return self._body(record, rows, cols).view(torch.float32).view(rows, cols)
+    dtype = torch.float32
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -99,14 +94,7 @@ class Bf16(Codec):
     """
 
     name = "bf16"
-
-    @override
-    def record_bytes(self, rows: int, cols: int) -> int:
-        return 2 * rows * cols
-
-    @override
-    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        return self._body(record, rows, cols).view(torch.bfloat16).view(rows, cols).float()
+    dtype = torch.bfloat16
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
@@ -132,10 +120,11 @@ class Int8(Codec):
     """
 
     name = "int8"
+    dtype = torch.int8
 
     @override
     def record_bytes(self, rows: int, cols: int) -> int:
-        return rows * (cols + 4 * _blocks(cols))
+        return super().record_bytes(rows, cols) + 4 * rows * _blocks(cols)
 
     @override
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
@@ -188,11 +177,7 @@ MOMENTUM_DTYPES = tuple(_CODECS)
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of that name.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
+    """The codec of that name; a ValueError where there is none."""
     if name not in _CODECS:
         raise ValueError(f"momentum can not be stored as {name!r}: take one of {', '.join(MOMENTUM_DTYPES)}")
     return _CODECS[name]
