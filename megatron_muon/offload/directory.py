@@ -31,11 +31,8 @@ class RunDirectory:
 
     Files that killed runs left there are deleted, where it is certain that those runs are dead (`reason_to_leave`).
 
-    `run` names this start of the run, the same on all ranks; `save` is its checkpoint folder, as in `Header`.
-
-    Raises:
-        UserError: it is missing, not a directory, not writable, in use by another run, or holds files of another run
-            that may live or that kept them on purpose.
+    `run` names this start of the run, the same on all ranks; `save` is its checkpoint folder, as in `Header`. A
+    UserError where the directory cannot be used: another run has it, or files that may be wanted lie there.
     """
 
     def __init__(self, directory: Path, run: str, *, save: str = "") -> None:

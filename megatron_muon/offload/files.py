@@ -99,11 +99,7 @@ def in_pages(size: int) -> int:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file.
-
-    Raises:
-        UserError: it is not one of these files, of another version, or damaged.
-    """
+    """The header of a file; a UserError where it is not one of these files, of another version, or damaged."""
     try:
         with path.open("rb") as file:
             front = file.read(_FRONT.size)
@@ -125,11 +121,7 @@ class MomentumFile:
     """An open file of records at `path`; `direct` says whether reads and writes go past the page cache."""
 
     def __init__(self, directory: Path, header: Header) -> None:
-        """Make the file, still empty, so that `close` can delete it whatever happens next.
-
-        Raises:
-            OSError: it exists, or cannot be made.
-        """
+        """Make the file, still empty, so that `close` can delete it whatever happens next."""
         self.path = directory / header.name
         self.header = replace(header, front=header.room())
         self.direct = False
@@ -137,11 +129,7 @@ class MomentumFile:
         self._file = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
     def take_space(self) -> None:
-        """Lock the file, take its space and write its header.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Lock the file, take its space and write its header; an OSError where there is no room for it."""
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(self._file, self.header.pages(), 0)  # first: whoever finds the file can tell whose it is
         os.posix_fallocate(self._file, 0, self.header.front + self.header.size)
@@ -155,19 +143,11 @@ class MomentumFile:
             self._data = open_own(self.path, os.O_RDWR)
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`.
-
-        Raises:
-            OSError: what the system said, or EIO where the file has become too short.
-        """
+        """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
         self._move(os.preadv, offset, buffer, "the file ends before this record")
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer`, as `read` takes it, at `offset`.
-
-        Raises:
-            OSError: what the system said, or EIO where it takes nothing.
-        """
+        """Write `buffer`, as `read` takes it, at `offset`."""
         self._move(os.pwritev, offset, buffer, "the file takes no more of this record")
 
     def _move(self, move: Callable[..., int], offset: int, buffer: torch.Tensor, stopped: str) -> None:
@@ -221,11 +201,8 @@ class DiskRecords:
     """Records in files, read and written whatever the disk does; any thread may, one record in one thread at a time.
 
     When a write fails, the record stays in memory; when a read fails twice, it is zero, and stays in memory from then
-    on. `failure` tells what happened, lost records before all else.
-
-    Args:
-        places: the file of each record and the offset in it, by index.
-        names: of the matrices, by index.
+    on. `failure` tells what happened, lost records before all else. `places` has the file of each record and the offset
+    in it, by index.
     """
 
     def __init__(self, places: Mapping[int, tuple[MomentumFile, int]], names: Sequence[str]) -> None:
@@ -303,11 +280,7 @@ def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def require_writable(directory: Path) -> None:
-    """Check --muon-offload-dir.
-
-    Raises:
-        UserError: it is missing, not a directory, or not writable.
-    """
+    """Check --muon-offload-dir; a UserError where it is missing, not a directory, or not writable."""
     flag = f"--muon-offload-dir {directory}"
     try:
         if not directory.exists():

@@ -33,11 +33,7 @@ _open_runs: list[OffloadRun] = []
 
 @dataclass(eq=False)
 class OffloadRun:
-    """The stores of one run.
-
-    Raises:
-        UserError: the directory cannot be used, on any rank. Collective.
-    """
+    """The stores of one run. Collective; a UserError on every rank where one cannot use the directory."""
 
     offload: str
     """"none", "cpu" or "nvme"."""
@@ -87,9 +83,7 @@ class OffloadRun:
         """A store for what `rank` holds of a layout, for arithmetic on `device`. Collective with momentum on disk.
 
         `group_of` is the number of each matrix's parameter group, `kind`, "dense" or "experts", is for names of files.
-
-        Raises:
-            UserError: the directory has too little room, on any rank.
+        A UserError on every rank where the directory of one has too little room.
         """
         codec = codec_of(self.dtype)
         names, shards = [matrix.name for matrix in layout.matrices], layout.held(rank)
@@ -158,10 +152,9 @@ class OffloadRun:
         """
         if os.getpid() != self._process:
             return
-        for file in self._files:
-            if not self.keep:
-                with suppress(OSError):
-                    file.path.unlink()
+        for file in self._files if not self.keep else ():
+            with suppress(OSError):
+                file.path.unlink()
         if self._claimed is not None:
             self._claimed.close()
 

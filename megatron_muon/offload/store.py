@@ -40,31 +40,29 @@ class _Staged:
     """A shard's record on its way or in use."""
 
     index: int
-    host: Piece | None
-    """Of the ring in host memory, where it comes from a file."""
-    device: Piece | None
-    """Of the ring on the device, where that is not host memory."""
+    host: torch.Tensor
+    """Whole pages in host memory, that are read from a file or copied from."""
     record: torch.Tensor
-    """The bytes that the arithmetic sees."""
+    """The bytes that the arithmetic sees: these, or a copy on the device."""
+    pieces: list[Piece]
     ready: Future[Any]
     """When it has been read; its result is a CUDA event, or None."""
 
     def give_back(self) -> None:
-        for piece in (self.host, self.device):
-            if piece is not None:
-                piece.give_back()
+        for piece in self.pieces:
+            piece.give_back()
 
 
 class RecordStore(MomentumStore):
-    """Keeps momentum of shards.
+    """Keeps momentum of shards: this rank's of each matrix; those without elements are never asked for.
 
     Args:
         names: of the matrices.
-        shards: this rank's of each; those without elements are never asked for.
+        shards: of each.
         places: DEVICE, HOST or DISK for each.
         codec: the storage format.
         device: where the arithmetic is.
-        staging_bytes: of each ring; at least three times the largest record.
+        staging_bytes: of each ring; it takes three times the largest record in any case.
         files: for each shard on disk its file and the offset in it.
         on_disk: momentum is in files, on this rank or on another one.
     """
@@ -284,18 +282,17 @@ class RecordStore(MomentumStore):
 
     def _bring_in(self, index: int) -> _Staged | None:
         """Begin to read a record; None where the rings have no room."""
-        size = in_pages(self._sizes[index])
-        host = device = None
-        if index in self.disk and (host := self._host_ring.take(size)) is None:
+        size, on_disk = self._sizes[index], index in self.disk
+        rings = [self._host_ring] * on_disk + [self._device_ring] * self._on_gpu
+        taken = [ring.take(size) for ring in rings]
+        pieces = [piece for piece in taken if piece is not None]
+        if len(pieces) < len(rings):
+            for piece in pieces:
+                piece.give_back()
             return None
-        if self._on_gpu and (device := self._device_ring.take(size)) is None:
-            if host is not None:
-                host.give_back()
-            return None
-        source = self._in_host[index] if host is None else host.memory
-        seen = source if device is None else device.memory
-        ready = self._readers.submit(self._bring, index, source, device)
-        staged = _Staged(index, host, device, seen[: self._sizes[index]], ready)
+        host = pieces[0].memory if on_disk else self._in_host[index]
+        record = (pieces[-1].memory if self._on_gpu else host)[:size]
+        staged = _Staged(index, host, record, pieces, self._readers.submit(self._bring, index, host, record))
         self._staged[index] = staged
         return staged
 
@@ -340,24 +337,22 @@ class RecordStore(MomentumStore):
         self._settle()
         return self._at_hand.get(index, self._in_host.get(index))
 
-    def _bring(self, index: int, source: torch.Tensor, device: Piece | None) -> Any:
+    def _bring(self, index: int, host: torch.Tensor, record: torch.Tensor) -> Any:
         """In a thread: read a record, and copy it to the device."""
         if index in self.disk:
-            self.disk.read(index, source)
-        if device is None:
+            self.disk.read(index, host)
+        if not self._on_gpu:
             return None
         with torch.cuda.stream(self._streams[0]):
-            device.memory[: self._sizes[index]].copy_(source[: self._sizes[index]], non_blocking=True)
+            record.copy_(host[: self._sizes[index]], non_blocking=True)
             return self._streams[0].record_event()
 
     def _return(self, staged: _Staged, computed: Any) -> None:
         """In a thread: copy a record from the device, and write it."""
-        index = staged.index
-        target = self._in_host[index] if staged.host is None else staged.host.memory
-        if staged.device is not None:
+        if self._on_gpu:
             with torch.cuda.stream(self._streams[1]):
                 self._streams[1].wait_event(computed)
-                target[: self._sizes[index]].copy_(staged.record, non_blocking=True)
+                staged.host[: self._sizes[staged.index]].copy_(staged.record, non_blocking=True)
                 self._streams[1].record_event().synchronize()
-        if index in self.disk:
-            self.disk.write(index, target)
+        if staged.index in self.disk:
+            self.disk.write(staged.index, staged.host)
