@@ -113,11 +113,8 @@ class Exchange(ABC):
 class PlannedExchange(Exchange):
     """An exchange in which each matrix has one owner, which orthogonalises it, and travels in a wave.
 
-    Args:
-        plan: owners and waves; the same on every rank.
-        group: as for `Exchange`, and so for `wire_dtype` and `device`. What a rank has itself is rounded like what
-            travels, so that a result does not depend on who holds what.
-        batches: makes batches of matrices.
+    `plan` is the same on every rank; the other arguments are those of `Exchange`. What a rank has itself is rounded
+    like what travels, so that a result does not depend on who holds what.
     """
 
     def __init__(
