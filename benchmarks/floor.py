@@ -11,14 +11,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.blocks import RowSplit
-from megatron_muon.core.cost import KERNEL, Iteration, gram_runs, product_counts
+from megatron_muon.core.cost import KERNEL, Iteration
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import synchronize
@@ -55,7 +54,7 @@ def products(block: Block, iteration: Iteration, *, batch: int = 1) -> Counter[P
     Where symmetric products are formed in halves, only what is computed counts.
     """
     small, large = min(block), max(block)
-    counts = product_counts(iteration.method_for(*block), gram_runs(iteration.steps, half=iteration.half))
+    counts = iteration.counts(iteration.method_for(*block))
     square, symmetric = iteration.products.shares(*block)
 
     def kinds(inner: int, *, transposed: bool, share: float) -> Counter[Product]:
@@ -86,7 +85,6 @@ class Floor:
 
     Args:
         plan: owners and waves of the owner scheme.
-        splits: how the rows of each matrix make blocks.
         orthogonalizer: tells each block's iteration and the dtype of its products.
         group: the process group.
         device: where products run and buffers lie.
@@ -95,14 +93,13 @@ class Floor:
     def __init__(
         self,
         plan: Plan,
-        splits: Sequence[RowSplit],
         orthogonalizer: Orthogonalizer,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         self._group = group
         self._device = device
-        self._work = _work(plan, splits, orthogonalizer)
+        self._work = _work(plan, orthogonalizer)
         self._operands = {product: _operands(product, orthogonalizer.dtype, device) for product in self._work}
         itemsize = orthogonalizer.dtype.itemsize
         travels = _travels(plan, itemsize)
@@ -162,7 +159,7 @@ class Floor:
         return time.perf_counter() - start
 
 
-def _work(plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer) -> dict[Product, float]:
+def _work(plan: Plan, orthogonalizer: Orthogonalizer) -> dict[Product, float]:
     """How often each batch of products runs in a step, over all ranks; batches as large as an owner's in a wave."""
     blocks: Counter[Block] = Counter()
     stacks: dict[Block, list[int]] = {}
@@ -170,8 +167,7 @@ def _work(plan: Plan, splits: Sequence[RowSplit], orthogonalizer: Orthogonalizer
     for part in parts:
         owned: dict[int, Counter[Block]] = {}
         for index in part:
-            cols = plan.layout.matrices[index].shape[1]
-            shapes = [(min(shape), max(shape)) for shape in splits[index].block_shapes(cols)]
+            shapes = [(min(shape), max(shape)) for shape in plan.layout.matrices[index].blocks]
             owned.setdefault(plan.owners[index], Counter()).update(shapes)
         for counts in owned.values():
             blocks.update(counts)

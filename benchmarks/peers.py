@@ -32,7 +32,7 @@ import torch.distributed as dist
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
 
-from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
 from megatron_muon.patching import Patches
@@ -167,31 +167,30 @@ class UpstreamBatch:
     Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], settings: Orthogonalizer) -> None:
-        self._shapes = shapes
-        self._splits = splits
+    def __init__(self, of: Sequence[Matrix], settings: Orthogonalizer) -> None:
+        self._of = of
         self._settings = settings
         self._matrices: list[torch.Tensor] = []
 
     def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Room for each whole matrix `(rows, cols)`."""
-        self._matrices = [like.new_empty(shape) for shape in self._shapes]
+        self._matrices = [like.new_empty(matrix.shape) for matrix in self._of]
         return self._matrices
 
     def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The scaled updates, none of which is looked at."""
         matrices, self._matrices = self._matrices, []
-        updates = [self._update(matrix, split) for matrix, split in zip(matrices, self._splits, strict=True)]
+        updates = [self._update(matrix, of.split) for matrix, of in zip(matrices, self._of, strict=True)]
         return updates, torch.ones(len(updates), dtype=torch.bool, device=updates[0].device)
 
     def _update(self, matrix: torch.Tensor, split: RowSplit) -> torch.Tensor:
-        settings = self._settings
+        settings, iteration = self._settings, self._settings.iteration
         update = torch.empty_like(matrix)
         for block, place in zip(split.views(matrix), split.views(update), strict=True):
             whole_block = block.reshape(-1, matrix.shape[1])
-            with eo_utils.fp32_matmul_precision(settings.matmul_precision):
+            with eo_utils.fp32_matmul_precision(iteration.precision):
                 orthogonal = muon_utils.newton_schulz(
-                    whole_block, steps=settings.num_steps, coefficient_type=settings.coefficient_type
+                    whole_block, steps=iteration.steps, coefficient_type=iteration.coefficient_type
                 )
             scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
             place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))

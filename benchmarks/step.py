@@ -26,10 +26,10 @@ from benchmarks.memory import peak_extra_bytes
 from benchmarks.offload import DiskProbe, momentum_figures
 from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamBatch
 from megatron_muon.bench.command import StepSpec
-from megatron_muon.core.blocks import RowSplit, whole
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
-from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.layout import Layout, RowSplit, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
@@ -60,7 +60,6 @@ class Problem:
     """
 
     layout: Layout
-    splits: tuple[RowSplit, ...]
     weights: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
     orthogonalizer: Orthogonalizer
@@ -69,8 +68,8 @@ class Problem:
     device: torch.device
 
 
-def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> tuple[Layout, tuple[RowSplit, ...]]:
-    """The matrices of GPT blocks, and their splits: qkv into q, k and v over heads of `HEAD_SIZE`, if that divides."""
+def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
+    """The matrices of GPT blocks, qkv split into q, k and v over heads of `HEAD_SIZE`, if that divides."""
     heads, rest = divmod(hidden_size, HEAD_SIZE)
     head_size = hidden_size if rest else HEAD_SIZE
     qkv = RowSplit(1 if rest else heads, (head_size, head_size, head_size))
@@ -80,22 +79,22 @@ def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> tuple[Layout, t
         "fc1": (4 * hidden_size, hidden_size),
         "fc2": (hidden_size, 4 * hidden_size),
     }
-    matrices, splits = [], []
+    matrices = []
     for layer in range(num_layers):
         for name, shape in shapes.items():
             rows = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
-            matrices.append(row_sharded(f"layers.{layer}.{name}", shape, rows))
-            splits.append(qkv if name == "qkv" else whole(shape[0]))
-    return Layout(ranks, tuple(matrices)), tuple(splits)
+            matrices.append(row_sharded(f"layers.{layer}.{name}", shape, rows, qkv if name == "qkv" else None))
+    return Layout(ranks, tuple(matrices))
 
 
 def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> Problem:
     """Weights and gradients from a seed for each matrix: whole matrices are the same for any number of ranks."""
-    layout, splits = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
-    orthogonalizer = Orthogonalizer(matmul_precision="medium" if spec.ns_dtype == "bf16" else "highest", device=device)
+    layout = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
+    iteration = Iteration(precision="medium" if spec.ns_dtype == "bf16" else "highest")
+    orthogonalizer = Orthogonalizer(iteration, device=device)
     plan = make_plan(
         layout,
-        [orthogonalizer.flops(m.shape, split) for m, split in zip(layout.matrices, splits, strict=True)],
+        [orthogonalizer.flops(matrix) for matrix in layout.matrices],
         buffer_bytes=int(spec.buffer_mb * 2**20),
         element_bytes=orthogonalizer.dtype.itemsize,
     )
@@ -105,7 +104,7 @@ def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device)
         rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
         parts.append([full[rows].clone() for full in _whole_matrices(index, matrix.shape, device)])
     weights, gradients = zip(*parts, strict=True)
-    return Problem(layout, splits, weights, gradients, orthogonalizer, plan, group, device)
+    return Problem(layout, weights, gradients, orthogonalizer, plan, group, device)
 
 
 def _whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,14 +159,13 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
 
 def make_exchange(method: str, problem: Problem) -> Exchange:
     """The exchange of a method."""
-    orthogonalizer, splits = problem.orthogonalizer, problem.splits
-    shapes = [matrix.shape for matrix in problem.layout.matrices]
+    orthogonalizer, matrices = problem.orthogonalizer, problem.layout.matrices
 
     def batches(indices: Sequence[int]) -> Batch:
-        return orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices])
+        return orthogonalizer.batch([matrices[i] for i in indices])
 
     def of_upstream(indices: Sequence[int]) -> Batch:
-        return UpstreamBatch([shapes[i] for i in indices], [splits[i] for i in indices], orthogonalizer)
+        return UpstreamBatch([matrices[i] for i in indices], orthogonalizer)
 
     if method.startswith("allgather"):
         makes = of_upstream if method == "allgather" else batches
@@ -208,7 +206,7 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     }
     optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
     disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
-    floor = Floor(problem.plan, problem.splits, problem.orthogonalizer, group, device)
+    floor = Floor(problem.plan, problem.orthogonalizer, group, device)
     for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
         for optimizer in optimizers.values():
             _timed(optimizer, problem)

@@ -1,9 +1,9 @@
-"""Adaptive Muon on ZeRO-sharded matrices: AdaMuon and NorMuon, a second moment after orthogonalisation.
+"""Adaptive Muon on ZeRO-sharded matrices: a second moment after orthogonalisation, which `ShardedMuon` takes.
 
 AdaMuon's second moment is elementwise: each rank advances that of its own rows when the update's rows arrive. NorMuon
 keeps one number for each row of a tall matrix and each column of a wide one, and keeps the update's norm: that takes
 the whole update, so the rank that orthogonalises a matrix normalises it too, and the numbers go round once before and
-once after the exchange (`core.neurons`). In either way the update does not depend on who holds what.
+once after the exchange. In either way the update does not depend on who holds what.
 
 Source of the arithmetic, names and shapes: emerging-optimizers 0.3, AdaptiveMuon. The update is orthogonalised
 unscaled, then normalised, then scaled. Second moment and norm are those of the whole parameter, as there. Where it
@@ -12,93 +12,119 @@ differs: every block is scaled by its own shape, as by plain Muon, and each expe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, override
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.exchange.steps import Exchange
-from megatron_muon.core.neurons import NeuronMoments
+from megatron_muon.core.batch import Normalize
+from megatron_muon.core.layout import Layout
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.optimizer import ShardedMuon, local_rows
-
-METHODS = ("adamuon", "normuon")
-"""Second moments that this package shards. emerging-optimizers' "namo" needs norms of whole gradients besides."""
-
-MOMENT2 = "moment2_buffer"
-"""The second moment's slot of the optimizer state, upstream's name."""
 
 
-class AdaptiveMuon(ShardedMuon):
-    """A Muon with a second moment; its subclasses say of what.
+@dataclass(frozen=True)
+class Holding:
+    """The matrices of an adaptive Muon, and what this rank has of them.
 
-    State is `momentum_buffer` and `moment2_buffer` for each parameter, fp32, from construction on every rank.
+    Attributes:
+        layout: who holds which rows; the same on every rank.
+        group: the process group of the layout.
+        scales: for each matrix its factors `(rows, 1)` fp32, applied last.
+        experts: how many matrices each of the layout's matrices stacks.
+        columns: of each matrix, the first column that this rank's shards have and their number, for empty ones too.
+        replicated: every rank holds whole matrices and all of their state.
+        repeated: every rank orthogonalises every matrix.
+        over_tp: matrices are whole over tensor-parallel ranks.
+    """
+
+    layout: Layout
+    group: dist.ProcessGroup
+    scales: Sequence[torch.Tensor]
+    experts: Sequence[int]
+    columns: Sequence[tuple[int, int]]
+    replicated: bool = False
+    repeated: bool = False
+    over_tp: bool = False
+
+
+class SecondMoment(ABC):
+    """What a variant adds to a step of Muon, and to its state: `moment2_buffer`, fp32, of each parameter.
 
     Args:
-        params: as for ShardedMuon.
-        exchange: as for ShardedMuon.
+        held: the matrices.
         beta2: the second moment's exponential moving average keeps this share of the old one.
         eps: keeps the division finite.
-        settings: the other settings of ShardedMuon.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, or what ShardedMuon raises.
+        ValueError: beta2 or eps is out of range.
     """
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        exchange: Exchange,
-        *,
-        beta2: float,
-        eps: float,
-        **settings: Any,
-    ) -> None:
+    def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         check_number("adaptive_muon_beta2", beta2)
         check_number("adaptive_muon_eps", eps)
-        super().__init__(params, exchange, **settings)
-        for group in self.param_groups:
-            group.setdefault("beta2", beta2)
-            group.setdefault("eps", eps)
+        self.held = held
+        self.settings = {"beta2": beta2, "eps": eps}
+        self._moments: Sequence[torch.Tensor] = ()
+        self._groups: Sequence[dict[str, Any]] = ()
 
-    def initialize_state(self) -> None:
-        """Give every parameter that has none its momentum and second moment of zeros, on every rank alike."""
-        super().initialize_state()
-        for parameter in self._matrices:
-            if MOMENT2 not in self.state[parameter]:
-                self.state[parameter][MOMENT2] = self._new_moment(parameter)
+    @abstractmethod
+    def zeros(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        """The second moment of a matrix at the start, fp32, a DTensor as `parameter` is."""
 
-    def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError  # the subclass says what its second moment is of
+    def begin(self, moments: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> None:
+        """A step begins: this rank's part of each matrix's second moment, and its parameter group with beta2 and eps.
+
+        Collective where numbers of other ranks are needed.
+        """
+        self._moments, self._groups = moments, groups
+
+    def normalizer(self, indices: Sequence[int]) -> Normalize | None:
+        """What changes the whole updates of a batch of matrices, on the rank that orthogonalises them."""
+        return None
+
+    def scaled(
+        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What is to be subtracted of this rank's rows.
+
+        Args:
+            indices: matrices of all parameter groups.
+            places: in `indices`, those of one group.
+            updates: of all of `indices`, unscaled.
+            finite: which of these are finite.
+        """
+        return [updates[place] for place in places]
+
+    def end(self) -> None:  # noqa: B027
+        """The exchange of a step is over. Collective where `begin` is."""
 
 
-class AdaMuon(AdaptiveMuon):
-    """AdaMuon (https://arxiv.org/abs/2507.11005): each element of the update over the root of its second moment.
+class AdaMuon(SecondMoment):
+    """AdaMuon (https://arxiv.org/abs/2507.11005): each element of the update over the root of its second moment."""
 
-    Args:
-        scales: for each parameter, the factors `(rows, 1)` fp32 of this rank's rows, applied last.
-        settings: as for AdaptiveMuon.
-    """
+    def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
+        super().__init__(held, beta2=beta2, eps=eps)
+        shards = held.layout.held(held.group.rank())
+        self._scales = [
+            factors[shard.row_start : shard.row_start + shard.rows]
+            for factors, shard in zip(held.scales, shards, strict=True)
+        ]
 
-    def __init__(self, *args: Any, scales: Sequence[torch.Tensor], **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self._scales = scales
-
-    def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
+    @override
+    def zeros(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(parameter.detach(), dtype=torch.float32)
 
-    def _scaled(
-        self,
-        group: dict[str, Any],
-        indices: Sequence[int],
-        places: Sequence[int],
-        updates: Sequence[torch.Tensor],
-        finite: torch.Tensor,
+    @override
+    def scaled(
+        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The updates over the roots of their second moments, scaled."""
+        group = self._groups[indices[places[0]]]
         rows = [updates[place].float() for place in places]
-        moments = [local_rows(self.state[self._matrices[indices[place]]][MOMENT2]) for place in places]
+        moments = [self._moments[indices[place]] for place in places]
         shares = (finite * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
         torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
         roots = torch._foreach_sqrt(moments)
@@ -108,35 +134,115 @@ class AdaMuon(AdaptiveMuon):
         return rows
 
 
-class NorMuon(AdaptiveMuon):
+class NorMuon(SecondMoment):
     """NorMuon (https://arxiv.org/abs/2510.05491): each neuron's update over the root of its second moment.
 
     The second moment of a matrix with at least as many rows as columns has one number for each row, `(rows, 1)`,
     sharded as the rows are; that of a wider one has one for each column, `(1, cols)`, on every rank.
 
-    Args:
-        neurons: normalises whole updates within the exchange.
-        over_tp: matrices are whole over tensor-parallel ranks.
-        settings: as for AdaptiveMuon.
+    Before the exchange every rank gets all numbers, by one all-reduce of a vector in which each number has one rank
+    that does not send zero: a sum that rounds nothing. The owner of a matrix advances its own; after the exchange they
+    go round in the same way.
     """
 
-    def __init__(self, *args: Any, neurons: NeuronMoments, over_tp: bool = False, **settings: Any) -> None:
-        self._neurons = neurons
-        self._over_tp = over_tp
-        super().__init__(*args, **settings)
+    def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
+        super().__init__(held, beta2=beta2, eps=eps)
+        self._rank = held.group.rank()
+        counts = zip(held.layout.matrices, held.experts, strict=True)
+        self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
+        sizes = [count * (rows if rows >= cols else cols) for count, rows, cols in self._stacks]
+        self._all = torch.zeros(sum(sizes), device=held.scales[0].device if held.scales else None)
+        self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
+        self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
+        self._done: set[int] = set()
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every matrix from its gradient."""
-        moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
-        groups = [self.param_groups[number] for number in self._group_of]
-        self._neurons.collect(moments, [(group["beta2"], group["eps"]) for group in groups])
-        super().step(closure)
-        self._neurons.spread(moments)
+    def _by_row(self, index: int) -> bool:
+        """Whether a matrix has a number for each row; source: emerging-optimizers' AdaptiveMuon._init_group."""
+        _, rows, cols = self._stacks[index]
+        return rows >= cols
 
-    def _new_moment(self, parameter: torch.Tensor) -> torch.Tensor:
-        index = next(i for i, other in enumerate(self._matrices) if other is parameter)
-        return neuron_moment(parameter, by_row=self._neurons.by_row(index), over_tp=self._over_tp)
+    @override
+    def zeros(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        return neuron_moment(parameter, by_row=self._by_row(index), over_tp=self.held.over_tp)
+
+    @override
+    def begin(self, moments: Sequence[torch.Tensor], groups: Sequence[dict[str, Any]]) -> None:
+        super().begin(moments, groups)
+        self._done.clear()
+        self._all.zero_()
+        for index, moment in enumerate(moments):
+            part = self._part(index, sending=True)
+            if part is not None:
+                part.copy_(moment.reshape(-1))
+        if not self.held.replicated:
+            self._sum()
+
+    @override
+    def normalizer(self, indices: Sequence[int]) -> Normalize:
+        return lambda place, update, finite: self._normalize(indices[place], update, finite)
+
+    def _normalize(self, index: int, update: torch.Tensor, finite: torch.Tensor) -> None:
+        """Advance a matrix's second moment by its update and normalise and scale the update, in place.
+
+        Source: emerging-optimizers' AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
+
+        Args:
+            index: the matrix.
+            update: its whole unscaled update `(rows, cols)`, zero where it is not finite.
+            finite: whether it is, a bool; if not, the second moment stays as it is.
+        """
+        assert index not in self._done
+        self._done.add(index)
+        beta2, eps = self._groups[index]["beta2"], self._groups[index]["eps"]
+        dim = -1 if self._by_row(index) else -2
+        stack = update.float().reshape(self._stacks[index])
+        moments = self._whole[index].view(len(stack), -1).unsqueeze(dim)
+        normalized = []
+        for matrix, moment in zip(stack, moments, strict=True):
+            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite * (1.0 - beta2))
+            result = matrix * moment.clamp_min(eps).rsqrt_()
+            norm = torch.linalg.vector_norm(result).clamp_min(eps)
+            normalized.append(result * (torch.linalg.vector_norm(matrix) / norm))
+        update.copy_(torch.cat(normalized).mul_(self.held.scales[index]))
+
+    @override
+    def end(self) -> None:
+        if not self.held.repeated:
+            for index, whole in enumerate(self._whole):
+                if index not in self._done:
+                    whole.zero_()
+            self._sum()
+        for index, moment in enumerate(self._moments):
+            part = self._part(index, sending=False)
+            if part is not None and moment.numel():
+                moment.copy_(part.view(moment.shape))
+
+    def _sum(self) -> None:
+        if self.held.group.size() > 1 and self._all.numel():
+            dist.all_reduce(self._all, group=self.held.group)
+
+    def _part(self, index: int, *, sending: bool) -> torch.Tensor | None:
+        """This rank's numbers of a matrix; when sending, of those that several ranks hold only the first's."""
+        (experts, rows, _), shard, whole = self._stacks[index], self._shards[index], self._whole[index]
+        if self.held.replicated:
+            return whole
+        first_holder = shard is not None and shard.rank == self._rank
+        if not self._by_row(index) and experts == 1:
+            if sending and (shard is None or shard.row_start or not first_holder):
+                return None
+            first, count = self.held.columns[index]
+            return whole[first : first + count]
+        if shard is None or (sending and not first_holder):
+            return None
+        if self._by_row(index):
+            return None if sending and shard.col_start else whole[shard.row_start : shard.row_start + shard.rows]
+        first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank
+        return whole.view(experts, -1)[first:last].view(-1)
+
+
+SECOND_MOMENTS: dict[str, type[SecondMoment]] = {"adamuon": AdaMuon, "normuon": NorMuon}
+"""By the names of --adaptive-muon-moment2-method; a new one is a class here, a line here and its name in
+`flags.fields`. emerging-optimizers' "namo" needs norms of whole gradients besides."""
 
 
 def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:

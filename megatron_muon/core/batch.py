@@ -11,13 +11,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.layout import Matrix
 from megatron_muon.core.probe import SILENT, Probe
 
 OrthogonalizeStack = Callable[[torch.Tensor, float, Probe], torch.Tensor]
 """Puts updates times a scale in the place of a stack `(batch, m, n)` with m <= n, fp32 or bf16, zero where one is not
 finite; returns which are finite, `(batch,)` bool."""
-
 
 Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Changes the update `(rows, cols)` of the matrix in this place, in place; told whether it is finite, a bool."""
@@ -27,33 +26,24 @@ _Kind = tuple[int, int, float]
 
 
 class BlockBatch:
-    """Matrices that are orthogonalised together.
-
-    Args:
-        shapes: `(rows, cols)` of each matrix.
-        splits: how the rows of each matrix make blocks.
-        orthogonalize: works on one stack, in place.
-        scale: the scale of a block of `(rows, cols)`.
-        normalize: is given every whole update last.
-    """
+    """Matrices that are orthogonalised together: `Orthogonalizer.batch`; `scale` is of a block of `(rows, cols)`."""
 
     def __init__(
         self,
-        shapes: Sequence[tuple[int, int]],
-        splits: Sequence[RowSplit],
+        matrices: Sequence[Matrix],
         orthogonalize: OrthogonalizeStack,
         scale: Callable[[tuple[int, int]], float],
         normalize: Normalize | None = None,
     ) -> None:
-        self._shapes = tuple(shapes)
-        self._splits = tuple(splits)
+        self._shapes = [matrix.shape for matrix in matrices]
+        self._splits = [matrix.split if len(matrix.split.parts) > 1 else None for matrix in matrices]
         self._orthogonalize = orthogonalize
         self._normalize = normalize
-        self._members: dict[_Kind, list[tuple[int, int]]] = {}
-        for index, (split, (_, cols)) in enumerate(zip(splits, shapes, strict=True)):
-            for block, (rows, _) in enumerate(split.block_shapes(cols)):
+        self._members: dict[_Kind, list[tuple[int, int, tuple[int, int]]]] = {}  # (matrix, number of block, its shape)
+        for index, matrix in enumerate(matrices):
+            for block, (rows, cols) in enumerate(matrix.blocks):
                 kind = (min(rows, cols), max(rows, cols), scale((rows, cols)))
-                self._members.setdefault(kind, []).append((index, block))
+                self._members.setdefault(kind, []).append((index, block, (rows, cols)))
         self._stacks: dict[_Kind, torch.Tensor] = {}
         self._matrix_of_block: torch.Tensor | None = None
         self._matrices: list[torch.Tensor] = []
@@ -65,13 +55,13 @@ class BlockBatch:
         """
         self._stacks = {kind: like.new_empty((len(members), *kind[:2])) for kind, members in self._members.items()}
         self._matrices = [
-            like.new_empty(shape) if len(split.parts) > 1 else like
+            like if split is None else like.new_empty(shape)
             for shape, split in zip(self._shapes, self._splits, strict=True)
         ]
         for kind, members in self._members.items():
-            for place, (index, _) in enumerate(members):
-                if len(self._splits[index].parts) == 1:
-                    self._matrices[index] = _upright(self._stacks[kind][place], self._shapes[index])
+            for place, (index, _, shape) in enumerate(members):
+                if self._splits[index] is None:
+                    self._matrices[index] = _upright(self._stacks[kind][place], shape)
         return list(self._matrices)
 
     def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -80,12 +70,15 @@ class BlockBatch:
         self._stacks, self._matrices = {}, []
         if not matrices:
             return [], torch.empty(0, dtype=torch.bool)
-        self._copy_blocks(stacks, matrices, back=False)
+        in_stacks, in_matrices = self._split_blocks(stacks, matrices)
+        if in_stacks:
+            torch._foreach_copy_(in_stacks, in_matrices)
         of_blocks = [self._orthogonalize(stack, kind[2], probe) for kind, stack in stacks.items()]
         finite = self._of_matrices(torch.cat(of_blocks))
-        self._copy_blocks(stacks, matrices, back=True)
+        if in_stacks:
+            torch._foreach_copy_(in_matrices, in_stacks)
         for place, (matrix, keep, split) in enumerate(zip(matrices, finite, self._splits, strict=True)):
-            if len(split.parts) > 1:
+            if split is not None:
                 matrix.mul_(keep)
             if self._normalize is not None:
                 self._normalize(place, matrix, keep)
@@ -94,30 +87,25 @@ class BlockBatch:
     def _of_matrices(self, finite: torch.Tensor) -> torch.Tensor:
         """Which matrices have finite blocks alone, from the blocks in the order of the stacks."""
         if self._matrix_of_block is None:
-            indices = [index for members in self._members.values() for index, _ in members]
+            indices = [index for members in self._members.values() for index, _, _ in members]
             self._matrix_of_block = torch.tensor(indices, device=finite.device)
         failed = torch.zeros(len(self._shapes), dtype=torch.int32, device=finite.device)
         return failed.index_add_(0, self._matrix_of_block, (~finite).int()) == 0
 
-    def _copy_blocks(self, stacks: dict[_Kind, torch.Tensor], matrices: list[torch.Tensor], *, back: bool) -> None:
-        """Copy the blocks of matrices that have several into their stacks, or back into their matrices."""
-        parts = [
-            split.views(matrix) if len(split.parts) > 1 else []
-            for split, matrix in zip(self._splits, matrices, strict=True)
+    def _split_blocks(
+        self, stacks: dict[_Kind, torch.Tensor], matrices: list[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The blocks of matrices that have several: views of their stacks, and views of their matrices."""
+        blocks = [
+            None if split is None else split.views(matrix) for split, matrix in zip(self._splits, matrices, strict=True)
         ]
         in_stacks, in_matrices = [], []
         for kind, members in self._members.items():
-            for place, (index, block) in enumerate(members):
-                if parts[index]:
-                    view = parts[index][block]
-                    in_stacks.append(_upright(stacks[kind][place], self._block_shape(index, block)).view(view.shape))
-                    in_matrices.append(view)
-        if in_stacks:
-            targets, sources = (in_matrices, in_stacks) if back else (in_stacks, in_matrices)
-            torch._foreach_copy_(targets, sources)
-
-    def _block_shape(self, index: int, block: int) -> tuple[int, int]:
-        return self._splits[index].block_shapes(self._shapes[index][1])[block]
+            for place, (index, block, shape) in enumerate(members):
+                if (of_matrix := blocks[index]) is not None:
+                    in_matrices.append(of_matrix[block])
+                    in_stacks.append(_upright(stacks[kind][place], shape).view(of_matrix[block].shape))
+        return in_stacks, in_matrices
 
 
 def _upright(wide: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.numbers import check_number
 
 STANDARD = "standard"
 GRAM = "gram"
@@ -43,19 +44,16 @@ negative from 0.88 of the norm on."""
 
 @dataclass(frozen=True)
 class Products:
-    """How a device forms products whose result is symmetric.
-
-    Attributes:
-        square: operations of X X^T as a share of the dense product's.
-        symmetric: operations of a product of two different symmetric matrices that commute, likewise.
-        from_rows: blocks with fewer rows get dense products.
-        multiple_of: both sides of a block must be multiples of this, else it gets dense products.
-    """
+    """How a device forms products whose result is symmetric."""
 
     square: float = 1.0
+    """Operations of X X^T as a share of the dense product's."""
     symmetric: float = 1.0
+    """Operations of a product of two different symmetric matrices that commute, likewise."""
     from_rows: int = 1
+    """Blocks with fewer rows get dense products."""
     multiple_of: int = 1
+    """Both sides of a block must be multiples of this, else it gets dense products."""
 
     def shares(self, rows: int, cols: int) -> tuple[float, float]:
         """`square` and `symmetric` for a block of `(rows, cols)`."""
@@ -78,33 +76,49 @@ It takes one block at a time, as A A^T; below 1,024 rows a batch of dense produc
 operations (read from launch times, not measured on a GPU)."""
 
 
+class ProductCounts(NamedTuple):
+    """Products of an iteration on a block of `(n, m)`, n <= m."""
+
+    gram: int  # X X^T
+    square: int  # squares of symmetric (n, n) matrices
+    symmetric: int  # products of two different symmetric (n, n) matrices
+    wide: int  # (n, n) @ (n, m)
+
+
 @dataclass(frozen=True)
 class Iteration:
     """Settings that decide which iteration a block gets and what it costs.
 
     Attributes:
+        coefficient_type: a set of emerging-optimizers.
         steps: Newton-Schulz steps.
-        half: the products run in bf16, not in fp32.
+        precision: "highest" and "high" iterate in fp32, "medium" and "low" in bf16, as
+            torch.set_float32_matmul_precision names them.
         method: "standard", "gram", or "auto" for the one with fewer operations, of those that are proven.
         products: how the device forms symmetric products.
-        coefficient_type: a set of emerging-optimizers.
     """
 
+    coefficient_type: str = "quintic"
     steps: int = 5
-    half: bool = True
+    precision: str = "medium"
     method: str = AUTO
     products: Products = DENSE
-    coefficient_type: str = "quintic"
 
-    def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
+    @property
+    def half(self) -> bool:
+        """Whether the products run in bf16, and not in fp32."""
+        return self.precision in ("medium", "low")
+
+    @property
+    def gram_is_proven(self) -> bool:
+        """Whether the Gram iteration is proven where the standard one is."""
+        return not self.half or self.steps <= GRAM_IN_HALF.get(self.coefficient_type, 0)
 
     def method_for(self, rows: int, cols: int) -> str:
         """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
         if self.method != AUTO:
             return self.method
-        if not gram_is_proven(self.coefficient_type, self.steps, half=self.half):
+        if not self.gram_is_proven:
             return STANDARD
         return min((STANDARD, GRAM), key=lambda method: self._flops(rows, cols, method))
 
@@ -115,35 +129,57 @@ class Iteration:
     def _flops(self, rows: int, cols: int, method: str) -> int:
         n, m = min(rows, cols), max(rows, cols)
         square, symmetric = self.products.shares(rows, cols)
-        counts = product_counts(method, gram_runs(self.steps, half=self.half))
+        counts = self.counts(method)
         return round(
             counts.gram * square * 2 * n * n * m
             + (counts.square * square + counts.symmetric * symmetric) * 2 * n**3
             + counts.wide * 2 * n * n * m
         )
 
+    def counts(self, method: str) -> ProductCounts:
+        """The products of `method`, "standard" or "gram".
 
-class ProductCounts(NamedTuple):
-    """Products of an iteration on a block of `(n, m)`, n <= m."""
+        A standard step forms X X^T, its square and the product with X. Source:
+        https://kellerjordan.github.io/posts/muon, "Runtime analysis". A run of the Gram iteration forms X X^T and
+        applies its result to X once; each of its steps squares, all but the first update the accumulated factor, and
+        all but the last update the Gram matrix, by two products. Source:
+        https://github.com/Dao-AILab/gram-newton-schulz.
+        """
+        steps, runs = self.steps, len(gram_runs(self.steps, half=self.half))
+        if method == STANDARD:
+            return ProductCounts(gram=steps, square=steps, symmetric=0, wide=steps)
+        return ProductCounts(gram=runs, square=steps, symmetric=3 * (steps - runs), wide=runs)
 
-    gram: int  # X X^T
-    square: int  # squares of symmetric (n, n) matrices
-    symmetric: int  # products of two different symmetric (n, n) matrices
-    wide: int  # (n, n) @ (n, m)
+    def check(self) -> None:
+        """Refuse iterations whose result may be far from orthogonal.
 
-
-def product_counts(method: str, runs: tuple[int, ...]) -> ProductCounts:
-    """The products of `method`, "standard" or "gram", with steps in `runs` (see `gram_runs`).
-
-    A standard step forms X X^T, its square and the product with X. Source: https://kellerjordan.github.io/posts/muon,
-    "Runtime analysis". A run of the Gram iteration forms X X^T and applies its result to X once; each of its steps
-    squares, all but the first update the accumulated factor, and all but the last update the Gram matrix, by two
-    products. Source: https://github.com/Dao-AILab/gram-newton-schulz.
-    """
-    steps = sum(runs)
-    if method == STANDARD:
-        return ProductCounts(gram=steps, square=steps, symmetric=0, wide=steps)
-    return ProductCounts(gram=len(runs), square=steps, symmetric=3 * (steps - len(runs)), wide=len(runs))
+        Raises:
+            UserError: names the value and the remedy.
+        """
+        check_number("muon_num_ns_steps", self.steps)
+        if self.method not in METHODS:
+            raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
+        chosen = f"--muon-coefficient-type {self.coefficient_type}"
+        if self.coefficient_type in REVERSING_SETS:
+            raise UserError(
+                f"{chosen} turns updates round where one direction dominates a matrix; use another set, such as quintic"
+            )
+        if self.coefficient_type in FULL_PRECISION_SETS and self.precision != "highest":
+            raise UserError(
+                f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use highest, or another set, "
+                "such as quintic"
+            )
+        proven = PROVEN_STEPS.get(self.coefficient_type)
+        if proven is not None and self.steps not in proven:
+            raise UserError(
+                f"--muon-num-ns-steps {self.steps} is not proven with {chosen}; choose one of "
+                f"{', '.join(map(str, proven))}; 5 is usual"
+            )
+        if self.method == GRAM and not self.gram_is_proven:
+            raise UserError(
+                f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use --muon-ns auto, or "
+                "--muon-fp32-matmul-prec high"
+            )
 
 
 def gram_runs(steps: int, *, half: bool) -> tuple[int, ...]:
@@ -155,48 +191,3 @@ def gram_runs(steps: int, *, half: bool) -> tuple[int, ...]:
     """
     longest = 2 if half else 3
     return tuple(min(longest, steps - done) for done in range(0, steps, longest))
-
-
-def runs_in_half(matmul_precision: str) -> bool:
-    """Whether `--muon-fp32-matmul-prec` has the products run in bf16, and not in fp32."""
-    return matmul_precision in ("medium", "low")
-
-
-def gram_is_proven(coefficient_type: str, steps: int, *, half: bool) -> bool:
-    """Whether the Gram iteration is proven where the standard one is."""
-    return not half or steps <= GRAM_IN_HALF.get(coefficient_type, 0)
-
-
-def check_proven(coefficient_type: str, steps: int, matmul_precision: str, method: str) -> None:
-    """Refuse iterations whose result may be far from orthogonal.
-
-    Args:
-        coefficient_type: a set of emerging-optimizers.
-        steps: Newton-Schulz steps.
-        matmul_precision: "highest", "high", "medium" or "low".
-        method: "auto", "standard" or "gram".
-
-    Raises:
-        UserError: names the value and the remedy.
-    """
-    if coefficient_type in REVERSING_SETS:
-        raise UserError(
-            f"--muon-coefficient-type {coefficient_type} turns updates round where one direction dominates a matrix; "
-            "use another set, such as quintic"
-        )
-    if coefficient_type in FULL_PRECISION_SETS and matmul_precision != "highest":
-        raise UserError(
-            f"--muon-coefficient-type {coefficient_type} is not stable with --muon-fp32-matmul-prec "
-            f"{matmul_precision}; use highest, or another set, such as quintic"
-        )
-    proven = PROVEN_STEPS.get(coefficient_type)
-    if proven is not None and steps not in proven:
-        raise UserError(
-            f"--muon-num-ns-steps {steps} is not proven with --muon-coefficient-type {coefficient_type}; choose one of "
-            f"{', '.join(map(str, proven))}; 5 is usual"
-        )
-    if method == GRAM and not gram_is_proven(coefficient_type, steps, half=runs_in_half(matmul_precision)):
-        raise UserError(
-            f"--muon-ns gram is not stable in bf16 with {steps} steps of --muon-coefficient-type {coefficient_type}; "
-            "use --muon-ns auto, or --muon-fp32-matmul-prec high"
-        )

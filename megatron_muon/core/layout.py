@@ -1,7 +1,10 @@
-"""Who holds which part of which matrix.
+"""Who holds which part of which matrix, and which of its rows are orthogonalised as blocks of their own.
 
-A *matrix* is a parameter as Muon sees it, a *shard* the rectangle of it that one rank of the group holds. Layouts are
-frozen, checked once for tiling, and known to every rank alike. This module does not decide who orthogonalises what.
+A *matrix* is a parameter as Muon sees it, a *shard* the rectangle of it that one rank of the group holds. Fused
+projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group.
+Orthogonalising them together would mix their singular vectors, so the rows of a matrix are split into *blocks*.
+Layouts are frozen, checked once for tiling, and known to every rank alike; they need no torch. This module does not
+decide who orthogonalises what.
 """
 
 from __future__ import annotations
@@ -10,12 +13,61 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from megatron_muon.core.blocks import RowSplit
+if TYPE_CHECKING:
+    import torch
+
+MAX_RANKS = 1 << 20
+"""Most ranks of a group: a plan counts for each of them. No machine has so many."""
+
+MAX_NUMEL = 1 << 40
+"""Most elements of a matrix, so that sums over matrices and bytes stay in 64 bits. None is so large."""
 
 
 class LayoutError(ValueError):
-    """A layout whose shards do not tile its matrices."""
+    """A layout whose shards do not tile its matrices, or whose blocks do not add up to their rows."""
+
+
+@dataclass(frozen=True)
+class RowSplit:
+    """Rows of a matrix as `groups` repetitions of consecutive `parts`; block i gathers part i of every group.
+
+    `RowSplit(1, (rows,))` is the whole matrix, `RowSplit(query_groups, (q, k, v))` Megatron's fused QKV with `q`, `k`
+    and `v` rows in each query group (source: megatron.core.transformer.attention,
+    SelfAttention.get_query_key_value_tensors), `RowSplit(T, (f, f))` the gate and up rows of a gated MLP that T
+    tensor-parallel ranks share, `RowSplit(1, (w,) * heads)` heads of w rows each by itself.
+    """
+
+    groups: int
+    parts: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.groups < 1 or not self.parts or min(self.parts) < 1:
+            raise ValueError(f"groups and parts must be positive, got groups={self.groups}, parts={self.parts}")
+
+    @property
+    def rows(self) -> int:
+        """Rows of the whole matrix."""
+        return self.groups * sum(self.parts)
+
+    def views(self, matrix: torch.Tensor) -> list[torch.Tensor]:
+        """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`: row after row they are a block.
+
+        Raises:
+            ValueError: the matrix does not have `rows` rows.
+        """
+        if matrix.ndim != 2 or len(matrix) != self.rows:
+            raise ValueError(
+                f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, "
+                f"got {tuple(matrix.shape)}"
+            )
+        return list(matrix.unflatten(0, (self.groups, -1)).split(self.parts, dim=1))
+
+
+def whole(rows: int) -> RowSplit:
+    """The split of a matrix of `rows` rows that is one block."""
+    return RowSplit(groups=1, parts=(rows,))
 
 
 @dataclass(frozen=True)
@@ -58,16 +110,26 @@ class Shard:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A named matrix, its global shape `(rows, cols)` and its non-empty shards, which tile it, ordered by rank."""
+    """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks."""
 
     name: str
     shape: tuple[int, int]
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...] = ()
+    split: RowSplit = None  # type: ignore[assignment]  # one block, where it is not given
+
+    def __post_init__(self) -> None:
+        if self.split is None:
+            object.__setattr__(self, "split", whole(self.shape[0]))  # type: ignore[unreachable]
 
     @property
     def numel(self) -> int:
         """Number of elements of the whole matrix."""
         return math.prod(self.shape)
+
+    @property
+    def blocks(self) -> list[tuple[int, int]]:
+        """Shapes of the blocks that are orthogonalised alone."""
+        return [(self.split.groups * part, self.shape[1]) for part in self.split.parts]
 
     def shard_of(self, rank: int) -> Shard | None:
         """The shard that `rank` holds, or None where it holds nothing."""
@@ -93,24 +155,14 @@ class Matrix:
         band: list[Shard] = []  # those with rows between two edges
         for top, bottom in itertools.pairwise(edges):
             band = [shard for shard in band if shard.row_start + shard.rows > top] + starting.get(top, [])
+            spans = [(shard.col_start, shard.col_start + shard.cols) for shard in band]
             reached = 0
-            for shard in sorted(band, key=lambda shard: shard.col_start):
-                if shard.col_start != reached:
-                    fault = "no rank holds" if shard.col_start > reached else "several ranks hold"
-                    first, last = sorted((reached, shard.col_start))
-                    raise LayoutError(f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {first} to {last - 1}")
-                reached = shard.col_start + shard.cols
-            if reached != cols:
-                raise LayoutError(
-                    f"{self.name}: no rank holds rows {top} to {bottom - 1}, columns {reached} to {cols - 1}"
-                )
-
-
-MAX_RANKS = 1 << 20
-"""Most ranks of a group: a plan counts for each of them. No machine has so many."""
-
-MAX_NUMEL = 1 << 40
-"""Most elements of a matrix, so that sums over matrices and bytes stay in 64 bits. None is so large."""
+            for first, end in [*sorted(spans), (cols, cols)]:
+                if first != reached:
+                    fault = "no rank holds" if first > reached else "several ranks hold"
+                    low, high = sorted((reached, first))
+                    raise LayoutError(f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {low} to {high - 1}")
+                reached = end
 
 
 def check_ranks(world_size: int) -> None:
@@ -129,7 +181,7 @@ class Layout:
 
     Raises:
         LayoutError: more ranks or elements than can be planned, two matrices share a name, a shard names a rank outside
-            the group, or a matrix is not tiled.
+            the group, a matrix is not tiled, or its blocks do not add up to its rows.
     """
 
     world_size: int
@@ -139,75 +191,59 @@ class Layout:
         check_ranks(self.world_size)
         seen: set[str] = set()
         for matrix in self.matrices:
+            name, split = matrix.name, matrix.split
             if matrix.numel > MAX_NUMEL:
-                raise LayoutError(f"{matrix.name}: {matrix.numel:,} elements are too many; at most {MAX_NUMEL:,}")
-            if matrix.name in seen:
-                raise LayoutError(f"{matrix.name}: this name stands for two matrices")
-            seen.add(matrix.name)
-            holders = [rank for shard in matrix.shards for rank in shard.holders]
-            for rank in holders:
+                raise LayoutError(f"{name}: {matrix.numel:,} elements are too many; at most {MAX_NUMEL:,}")
+            if name in seen:
+                raise LayoutError(f"{name}: this name stands for two matrices")
+            seen.add(name)
+            held: set[int] = set()
+            for rank in (rank for shard in matrix.shards for rank in shard.holders):
                 if not 0 <= rank < self.world_size:
-                    raise LayoutError(f"{matrix.name}: rank {rank} is not in a group of {self.world_size}")
-            if len(set(holders)) < len(holders):
-                twice = next(rank for rank in holders if holders.count(rank) > 1)
-                raise LayoutError(
-                    f"{matrix.name}: rank {twice} holds two shards; a rank holds one rectangle of a matrix"
-                )
+                    raise LayoutError(f"{name}: rank {rank} is not in a group of {self.world_size}")
+                if rank in held:
+                    raise LayoutError(f"{name}: rank {rank} holds two shards; a rank holds one rectangle of a matrix")
+                held.add(rank)
             matrix.check_tiling()
+            if split.rows != matrix.shape[0]:
+                raise LayoutError(
+                    f"{name}: blocks of {split.groups} x {list(split.parts)} rows do not make its "
+                    f"{matrix.shape[0]} rows"
+                )
 
     def held(self, rank: int) -> list[Shard]:
         """What `rank` holds of each matrix; a shard without rows where it holds nothing."""
         return [matrix.shard_of(rank) or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in self.matrices]
 
 
-@dataclass(frozen=True)
-class BlockedLayout:
-    """A layout, and how the rows of each matrix make blocks.
-
-    Raises:
-        LayoutError: the blocks of a matrix do not add up to its rows.
-    """
-
-    layout: Layout
-    splits: tuple[RowSplit, ...]
-
-    def __post_init__(self) -> None:
-        for matrix, split in zip(self.layout.matrices, self.splits, strict=True):
-            if split.rows != matrix.shape[0]:
-                raise LayoutError(
-                    f"{matrix.name}: blocks of {split.groups} x {list(split.parts)} rows do not make its "
-                    f"{matrix.shape[0]} rows"
-                )
-
-    def block_shapes(self, index: int) -> list[tuple[int, int]]:
-        """Shapes of the blocks that are orthogonalised alone, of the matrix with this index."""
-        return self.splits[index].block_shapes(self.layout.matrices[index].shape[1])
-
-
-def from_rectangles(name: str, shape: tuple[int, int], rectangles: Sequence[tuple[int, int, int, int]]) -> Matrix:
+def from_rectangles(
+    name: str,
+    shape: tuple[int, int],
+    rectangles: Sequence[tuple[int, int, int, int]],
+    split: RowSplit | None = None,
+) -> Matrix:
     """The matrix of which each rank holds the given rectangle; equal rectangles are replicas.
 
-    Args:
-        name: the matrix's name.
-        shape: `(rows, cols)` of the whole matrix.
-        rectangles: for each rank of the group `(row_start, rows, col_start, cols)`; without elements where it holds
-            none.
+    `rectangles` has `(row_start, rows, col_start, cols)` for each rank of the group, without elements where it holds
+    none; `split` None makes the matrix one block.
     """
     holders: dict[tuple[int, int, int, int], list[int]] = {}
     for rank, (row_start, rows, col_start, cols) in enumerate(rectangles):
         if rows and cols:
             holders.setdefault((row_start, rows, col_start, cols), []).append(rank)
-    shards = (Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
-    return Matrix(name=name, shape=shape, shards=tuple(shards))
+    shards = tuple(Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
+    return Matrix(name, shape, shards, split or whole(shape[0]))
 
 
-def replicated(name: str, shape: tuple[int, int], world_size: int) -> Matrix:
+def replicated(name: str, shape: tuple[int, int], world_size: int, split: RowSplit | None = None) -> Matrix:
     """The matrix that every rank holds whole."""
-    return from_rectangles(name, shape, [(0, shape[0], 0, shape[1])] * world_size)
+    return from_rectangles(name, shape, [(0, shape[0], 0, shape[1])] * world_size, split)
 
 
-def row_sharded(name: str, shape: tuple[int, int], rows_per_rank: Sequence[int]) -> Matrix:
+def row_sharded(
+    name: str, shape: tuple[int, int], rows_per_rank: Sequence[int], split: RowSplit | None = None
+) -> Matrix:
     """The matrix whose rank r holds the next `rows_per_rank[r]` rows, as ZeRO sharding cuts it; zeros are allowed."""
     ends = itertools.accumulate(rows_per_rank)
     rectangles = [(end - rows, rows, 0, shape[1]) for end, rows in zip(ends, rows_per_rank, strict=True)]
-    return from_rectangles(name, shape, rectangles)
+    return from_rectangles(name, shape, rectangles, split)

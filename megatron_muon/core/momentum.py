@@ -5,21 +5,27 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import override
 
 import torch
 
 from megatron_muon.core.exchange.steps import RowPhases
 
 
-class Momentum(ABC):
-    """Gives the momentum of shards to a step, part by part; here all at once.
+class Momentum:
+    """Momentum as the optimizer's state, fp32, where the parameters are: lent to a step all at once.
+
+    Args:
+        of_shard: finds the momentum of a shard. It is looked up in every step, because loading a checkpoint replaces an
+            optimizer's state.
 
     Attributes:
         staged: what is lent is taken away again, so it must not be kept.
     """
 
     staged = False
+
+    def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
+        self._of_shard = of_shard
 
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
         """Around the exchange of a step: the phases that the exchange is to call, `rows` or what stands before them."""
@@ -29,35 +35,19 @@ class Momentum(ABC):
         """`indices` in parts that can be lent at once, in order."""
         yield list(indices)
 
-    @abstractmethod
     def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
+        return [self._of_shard(index) for index in indices]
 
-    def take_back(self, indices: Sequence[int]) -> None:  # noqa: B027
+    def take_back(self, indices: Sequence[int]) -> None:
         """What was lent last has its new value."""
 
-    def end_step(self) -> None:  # noqa: B027
+    def end_step(self) -> None:
         """Every shard has been taken back once."""
 
 
-class StateMomentum(Momentum):
-    """Momentum as the optimizer's state, fp32, where the parameters are.
-
-    Args:
-        of_shard: finds the momentum of a shard. It is looked up in every step, because loading a checkpoint replaces an
-            optimizer's state.
-    """
-
-    def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
-        self._of_shard = of_shard
-
-    @override
-    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        return [self._of_shard(index) for index in indices]
-
-
-class MomentumStore(Momentum):
-    """Keeps momentum outside of the optimizer's state; see `offload.store`."""
+class MomentumStore(Momentum, ABC):
+    """Keeps momentum outside of the optimizer's state, and lends it part by part; see `offload.store`."""
 
     @property
     @abstractmethod

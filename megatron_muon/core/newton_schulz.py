@@ -49,12 +49,12 @@ def standard(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
         `(batch, m, n)` of the same dtype, orthogonalised. A block with an element that is not finite becomes NaN.
     """
     first, *others = steps
-    r, inverse_norm = _normalized(_square(x))
-    z = _symmetric(r, r, r, beta=first[1], alpha=first[2])
+    r, inverse_norm = _normalized(_product(x, x))
+    z = _product(r, r, r, beta=first[1], alpha=first[2])
     x = _with_diagonal(z, first[0], inverse_norm) @ x
     for a, b, c in others:
-        r = _square(x)
-        z = _symmetric(r, r, r, beta=b, alpha=c)
+        r = _product(x, x)
+        z = _product(r, r, r, beta=b, alpha=c)
         x = torch.baddbmm(x, z, x, beta=a)
     return x
 
@@ -70,19 +70,19 @@ def gram(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
     inverse_norm: torch.Tensor | None = None
     for number, length in enumerate(gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
         run, remaining = remaining[:length], remaining[length:]
-        r = _square(x)  # (batch, m, m)
+        r = _product(x, x)  # (batch, m, m)
         if number == 0:
             r, inverse_norm = _normalized(r)
         q: torch.Tensor | None = None
         for step, (a, b, c) in enumerate(run):
-            z = _symmetric(r, r, r, beta=b, alpha=c)  # Z without its a I
+            z = _product(r, r, r, beta=b, alpha=c)  # Z without its a I
             if q is None:
                 q = _with_diagonal(z.clone(), a, inverse_norm if number == 0 else None)
             else:
-                q = _symmetric(q, z, q, beta=a)
+                q = _product(z, q, q, beta=a)
             if step + 1 < len(run):
-                r = _symmetric(r, z, r, beta=a)
-                r = _symmetric(r, r, z, beta=a)
+                r = _product(z, r, r, beta=a)
+                r = _product(r, z, r, beta=a)
         assert q is not None
         x = q @ x
     return x
@@ -124,45 +124,26 @@ def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None) -> to
     return z
 
 
-def _square(x: torch.Tensor) -> torch.Tensor:
-    """X X^T of each `(m, n)` block, `(batch, m, m)`."""
-    batch, m, n = x.shape
-    products = products_on(x.device, x.dtype)
-    if products.shares(m, n)[0] == 1.0:
-        return x @ x.mT
-    if products is KERNEL:
-        return torch.stack([muon_utils.triton_kernels.tsyrk_ex(block) for block in x])
-    half = m // 2
-    out = x.new_empty(batch, m, m)
-    for block, result in zip(x, out, strict=True):
-        torch.mm(block, block[:half].mT, out=result[:, :half])
-        torch.mm(block[half:], block[half:].mT, out=result[half:, half:])
-    return _mirrored(out)
-
-
-def _symmetric(
-    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, *, beta: float, alpha: float = 1.0
+def _product(
+    left: torch.Tensor, right: torch.Tensor, base: torch.Tensor | None = None, *, beta: float = 0.0, alpha: float = 1.0
 ) -> torch.Tensor:
-    """beta * base + alpha * left @ right, all `(batch, m, m)` and symmetric, the product too."""
-    m = base.shape[-1]
-    products = products_on(base.device, base.dtype)
-    square, symmetric = products.shares(m, m)
-    if products is KERNEL and square < 1.0 and left is right:
+    """beta * base + alpha * left @ right^T of each block, `(batch, m, m)`, where all of it is symmetric.
+
+    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute.
+    """
+    batch, m, n = left.shape
+    products = products_on(left.device, left.dtype)
+    if products.shares(m, n)[0 if left is right else 1] == 1.0:
+        return left @ right.mT if base is None else torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+    if products is KERNEL:
+        bases = [None] * batch if base is None else base
         tsyrk = muon_utils.triton_kernels.tsyrk_ex
-        return torch.stack([tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, base, strict=True)])
-    if symmetric == 1.0:
-        return torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+        return torch.stack([tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, bases, strict=True)])
     half = m // 2
-    out = torch.empty_like(base)
-    for c, a, b, result in zip(base, left, right, out, strict=True):
+    out = left.new_empty(batch, m, m)
+    for c, a, b, result in zip(out if base is None else base, left, right, out, strict=True):
         # Rows of a symmetric matrix are its columns, and lie together.
         torch.addmm(c[:, :half], a, b[:half].mT, beta=beta, alpha=alpha, out=result[:, :half])
         torch.addmm(c[half:, half:], a[half:], b[half:].mT, beta=beta, alpha=alpha, out=result[half:, half:])
-    return _mirrored(out)
-
-
-def _mirrored(x: torch.Tensor) -> torch.Tensor:
-    """Each block with the quarter above the diagonal's halves filled from the one below, in place."""
-    half = x.shape[-1] // 2
-    x[:, :half, half:].copy_(x[:, half:, :half].mT)
-    return x
+    out[:, :half, half:].copy_(out[:, half:, :half].mT)
+    return out

@@ -6,7 +6,6 @@ Imports neither torch nor Megatron.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
@@ -17,23 +16,14 @@ from megatron_muon.core.errors import UserError
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers that a setting may have; never NaN or infinite.
-
-    Attributes:
-        low: none is less.
-        high: all are less, or at most this where `closed`.
-        above: `low` itself is too low.
-        closed: `high` itself is possible.
-        whole: whole numbers only.
-        hint: what else to say of a number outside.
-    """
+    """Numbers that a setting may have, from `low` to less than `high`; never NaN or infinite."""
 
     low: float = 0.0
     high: float = math.inf
-    above: bool = False
-    closed: bool = False
+    above: bool = False  # `low` itself is too low
+    closed: bool = False  # `high` itself is possible
     whole: bool = False
-    hint: str = ""
+    hint: str = ""  # what else to say of a number outside
 
     def holds(self, value: float) -> bool:
         """Whether `value` is one of them."""
@@ -74,18 +64,12 @@ RANGES = {
 }
 """The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""
 
-
 _INFINITE = ("grad_norm_skip_threshold",)
 """Fields of megatron-core's OptimizerConfig that are infinite unless they are set."""
 
 
 def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
-    """Check one setting.
-
-    Args:
-        name: one of `RANGES`.
-        value: what it was given.
-        flag: what the user typed for it, where that is not the flag of this name.
+    """Check one setting, a name of `RANGES`; `flag` is what the user typed for it, where that is another flag.
 
     Raises:
         UserError: a value out of its range, or none that is a number.
@@ -99,10 +83,7 @@ def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
 
 
 def check_numbers(values: Any) -> None:
-    """Check all numbers of a run: ranges, no NaN and no infinity anywhere, no lowest rate above its peak.
-
-    Args:
-        values: parsed flags, or a config of megatron-core's with or without this package's settings.
+    """Check all numbers of parsed flags or of a config: ranges, nothing NaN or infinite, no lowest rate above its peak.
 
     Raises:
         UserError: names the value and the remedy.
@@ -112,8 +93,9 @@ def check_numbers(values: Any) -> None:
         if given[name] is not None:
             check_number(name, given[name])
     for name, value in given.items():
-        for number in _numbers(value) if name not in _INFINITE else ():
-            _require_finite(_flag(name), number, "a finite number")
+        for number in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(number, (int, float)) and name not in _INFINITE:
+                _require_finite(_flag(name), number, "a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         low, high = (_first_given(given, name) for name in (lowest, peak))
         if low and high and low[1] > high[1]:
@@ -127,12 +109,6 @@ def _first_given(given: dict[str, Any], name: str) -> tuple[str, float] | None:
     """A rate's name and value; of a rate of Muon's that is not given, those of the rate that it takes."""
     names = (name, name.removeprefix("muon_"))
     return next(((each, given[each]) for each in names if given.get(each) is not None), None)
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    for each in value if isinstance(value, (list, tuple)) else (value,):
-        if isinstance(each, (int, float)):
-            yield each
 
 
 def _require_finite(flag: str, value: Any, possible: str) -> None:

@@ -23,13 +23,17 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.exchange.steps import Exchange
-from megatron_muon.core.momentum import Momentum, MomentumStore, StateMomentum
+from megatron_muon.core.momentum import Momentum, MomentumStore
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 
 MOMENTUM = "momentum_buffer"
 """The momentum's slot of the optimizer state, upstream's name."""
+
+MOMENT2 = "moment2_buffer"
+"""The second moment's slot, upstream's name."""
 
 STEPS = "rounding_steps"
 """A parameter group's count of steps where momentum is rounded for storage."""
@@ -61,6 +65,7 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: decay rate, per unit of learning rate.
         decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
         names: a name for each parameter, for messages.
+        moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         compute_device: where momentum and exchange compute, if not where the parameters are.
 
@@ -82,6 +87,7 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: float,
         decoupled_weight_decay: bool,
         names: Mapping[torch.Tensor, str],
+        moment: SecondMoment | None = None,
         store: MomentumStore | None = None,
         compute_device: torch.device | None = None,
     ) -> None:
@@ -100,24 +106,29 @@ class ShardedMuon(torch.optim.Optimizer):
         self.nesterov = nesterov
         self.decoupled_weight_decay = decoupled_weight_decay
         self.exchange = exchange
+        self.moment = moment
         self.store = store
         self.probe: Probe = SILENT
-        if store is not None and store.rounds:
-            for group in self.param_groups:
-                group.setdefault(STEPS, 0)
-        self._momentum: Momentum = store or StateMomentum(self._momentum_rows)
+        added: dict[str, float] = {STEPS: 0} if store is not None and store.rounds else {}
+        added |= moment.settings if moment is not None else {}
+        for group in self.param_groups:
+            group.update({name: value for name, value in added.items() if name not in group})
+        self._momentum = store or Momentum(lambda index: local_rows(self.state[self._matrices[index]][MOMENTUM]))
         self._compute_device = compute_device
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
-        self._places: dict[tuple[int, ...], torch.Tensor] = {}
+        self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # indices that `finalize` has been given
         self.initialize_state()
 
     def initialize_state(self) -> None:
-        """Give every parameter that has none its momentum of zeros, on every rank alike."""
-        for parameter in self._matrices:
-            if MOMENTUM not in self.state[parameter] and self.store is None:
-                self.state[parameter][MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+        """Give every parameter that has none its state of zeros, on every rank alike."""
+        for index, parameter in enumerate(self._matrices):
+            state = self.state[parameter]
+            if MOMENTUM not in state and self.store is None:
+                state[MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+            if MOMENT2 not in state and self.moment is not None:
+                state[MOMENT2] = self.moment.zeros(index, parameter)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -128,13 +139,22 @@ class ShardedMuon(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("Muon takes no closure")
-        self._require_gradients()
+        for parameter in (self._matrices[index] for index in self._held):
+            if parameter.grad is None:
+                raise RuntimeError(
+                    f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
+                )
         self._to_prepare, self._to_finalize = set(self._held), set(self._held)
+        if self.moment is not None:
+            moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
+            self.moment.begin(moments, [self.param_groups[number] for number in self._group_of])
         with self._momentum.step(self) as rows:
             self.exchange.run(rows, self.probe)  # prepare, exchange, finalize, wave by wave
         left = self._to_prepare | self._to_finalize
         assert not left, f"the exchange left out {len(left)} matrices"
         self._momentum.end_step()
+        if self.moment is not None:
+            self.moment.end()
         for group in self.param_groups:
             if STEPS in group:
                 group[STEPS] += 1
@@ -157,7 +177,7 @@ class ShardedMuon(torch.optim.Optimizer):
                         rows = [values.clone() for values in rows]
                     for place, values in zip(places, rows, strict=True):
                         ahead_of_part[place] = values
-                self.probe.momentum(part, momentum)
+                self.probe.momentum(part, momentum, self.exchange)
                 self._momentum.take_back(part)
                 ahead += ahead_of_part
         return ahead
@@ -172,7 +192,10 @@ class ShardedMuon(torch.optim.Optimizer):
             self._count_skipped(indices, finite)
             for group, parameters, places in self._by_group(indices):
                 weights = [local_rows(parameter) for parameter in parameters]
-                rows = self._scaled(group, indices, places, updates, finite)
+                if self.moment is not None:
+                    rows = self.moment.scaled(indices, places, updates, finite)
+                else:
+                    rows = [updates[place] for place in places]
                 self.probe.updates(rows)
                 if group["weight_decay"] and self.decoupled_weight_decay:
                     shares = finite.to(weights[0]).unbind()
@@ -181,25 +204,6 @@ class ShardedMuon(torch.optim.Optimizer):
                 if self._compute_device is not None:
                     rows = [update.to(weights[0].device) for update in rows]
                 torch._foreach_add_(weights, rows, alpha=-group["lr"])
-
-    def _scaled(
-        self,
-        group: dict[str, Any],
-        indices: Sequence[int],
-        places: Sequence[int],
-        updates: Sequence[torch.Tensor],
-        finite: torch.Tensor,
-    ) -> list[torch.Tensor]:
-        """The updates of one group's matrices, to be subtracted. A variant with a second moment applies it here.
-
-        Args:
-            group: the parameter group.
-            indices: matrices of all groups.
-            places: in `indices`, those of this group.
-            updates: of all of `indices`.
-            finite: which of these are finite.
-        """
-        return [updates[place] for place in places]
 
     def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
@@ -219,14 +223,6 @@ class ShardedMuon(torch.optim.Optimizer):
         for group, places in groups.items():
             yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
 
-    def _require_gradients(self) -> None:
-        for index in self._held:
-            if self._matrices[index].grad is None:
-                raise RuntimeError(
-                    f"{self._names[self._matrices[index]]} has no gradient at the optimizer step; "
-                    "was finish_grad_sync() called?"
-                )
-
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite since the last call, by matrix, of those of which this rank holds rows.
 
@@ -240,14 +236,11 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def _count_skipped(self, indices: Sequence[int], finite: torch.Tensor) -> None:
         key = tuple(indices)
-        if key not in self._places:
-            self._places[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
+        if key not in self._on_device:
+            self._on_device[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
         if self._skipped is None:
             self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
-        self._skipped.index_add_(0, self._places[key], (~finite).int())
-
-    def _momentum_rows(self, index: int) -> torch.Tensor:
-        return local_rows(self.state[self._matrices[index]][MOMENTUM])
+        self._skipped.index_add_(0, self._on_device[key], (~finite).int())
 
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
@@ -265,7 +258,7 @@ class ShardedMuon(torch.optim.Optimizer):
         for index, (parameter, rows, room) in enumerate(zip(self._matrices, shards, rooms, strict=True)):
             if rows.numel() and not empty:
                 room.view(rows.shape).copy_(self.store.read(index))
-            state[parameter] = _sharded_like(parameter, room)
+            state[parameter] = sharded_like(parameter, room)
         return state
 
     def load_momentum(self, state: Mapping[torch.Tensor, torch.Tensor]) -> None:
@@ -283,9 +276,8 @@ def _take(left: set[int], indices: Sequence[int]) -> None:
     left.difference_update(indices)
 
 
-def _sharded_like(parameter: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """`elements`, fp32, as a tensor that is sharded as `parameter` is, without moving them to another device."""
-    if not isinstance(parameter, DTensor):
-        return elements.view(parameter.shape)
-    local = elements.view(parameter._local_tensor.shape)
-    return DTensor(local, parameter._spec, requires_grad=False)
+def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
+    """`elements`, of the shape of this rank's rows, as a tensor that is sharded as `other` is, wherever they lie."""
+    if not isinstance(other, DTensor):
+        return elements.view(other.shape)
+    return DTensor(elements.view(other._local_tensor.shape), other._spec, requires_grad=False)

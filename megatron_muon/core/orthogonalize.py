@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from emerging_optimizers import utils as eo_utils
@@ -16,8 +16,8 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.batch import BlockBatch, Normalize
-from megatron_muon.core.blocks import RowSplit
-from megatron_muon.core.cost import AUTO, GRAM, KERNEL, Iteration, check_proven, runs_in_half
+from megatron_muon.core.cost import GRAM, KERNEL, Iteration
+from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 
@@ -53,80 +53,68 @@ class Orthogonalizer:
     """Turns momentum matrices into Muon's update directions, block by block.
 
     Attributes:
-        coefficient_type: coefficient set of emerging-optimizers, for instance "quintic".
-        num_steps: Newton-Schulz steps.
+        iteration: coefficients, steps, precision and method; its `products` become those of `device`.
         scale_mode: "spectral", "unit_rms_norm" or "shape_scaling" (emerging-optimizers' `get_muon_scale_factor`).
         extra_scale_factor: multiplies every update; 0.2 with "spectral" matches AdamW's update RMS
             (https://arxiv.org/abs/2502.16982, section 2.2).
-        matmul_precision: "highest" or "high" iterate in fp32, "medium" in bf16, as torch.set_float32_matmul_precision
-            names them.
-        method: "standard", "gram", or "auto" for the one with fewer operations.
         scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
         device: where it runs, which decides what an iteration costs.
+
+    Raises:
+        ValueError: a setting is out of range, or the iteration is not proven.
     """
 
-    coefficient_type: str = "quintic"
-    num_steps: int = 5
+    iteration: Iteration = field(default_factory=Iteration)
     scale_mode: str = "spectral"
     extra_scale_factor: float = 1.0
-    matmul_precision: str = "medium"
-    method: str = AUTO
     scaled: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def __post_init__(self) -> None:
-        check_number("muon_num_ns_steps", self.num_steps)
         check_number("muon_extra_scale_factor", self.extra_scale_factor)
-        self._steps = ns.coefficients(self.coefficient_type, self.num_steps)
-        check_proven(self.coefficient_type, self.num_steps, self.matmul_precision, self.method)
-        self.iteration = Iteration(
-            steps=self.num_steps,
-            half=self.dtype == torch.bfloat16,
-            method=self.method,
-            products=ns.products_on(self.device, self.dtype),
-            coefficient_type=self.coefficient_type,
-        )
+        self.iteration.check()
+        self._steps = ns.coefficients(self.iteration.coefficient_type, self.iteration.steps)
+        self.iteration = replace(self.iteration, products=ns.products_on(self.device, self.dtype))
 
     @property
     def dtype(self) -> torch.dtype:
         """What the iteration's products run in."""
-        return torch.bfloat16 if runs_in_half(self.matmul_precision) else torch.float32
+        return torch.bfloat16 if self.iteration.half else torch.float32
 
-    def flops(self, shape: tuple[int, int], split: RowSplit) -> int:
-        """Operations of orthogonalising a matrix of `shape`, over its blocks, by the iteration that each gets."""
-        return sum(self.iteration.flops(*block) for block in split.block_shapes(shape[1]))
+    def flops(self, matrix: Matrix) -> int:
+        """Operations of orthogonalising a matrix, over its blocks, by the iteration that each gets."""
+        return sum(self.iteration.flops(*block) for block in matrix.blocks)
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """What the update of a block of `shape` is multiplied by."""
-        if not self.scaled:
-            return 1.0
-        return float(get_muon_scale_factor(*shape, mode=self.scale_mode)) * self.extra_scale_factor
+        """What the update of a block of `shape` is multiplied by, where `scaled`."""
+        return self._factor(shape) if self.scaled else 1.0
 
-    def row_scales(self, shape: tuple[int, int], split: RowSplit) -> torch.Tensor:
-        """What each row of an update of `shape` is multiplied by, `(rows, 1)` fp32: its block's scale."""
-        factors = torch.empty(shape[0], 1)
-        for rows, block in zip(split.views(factors), split.block_shapes(shape[1]), strict=True):
-            rows.fill_(get_muon_scale_factor(*block, mode=self.scale_mode) * self.extra_scale_factor)
+    def row_scales(self, matrix: Matrix) -> torch.Tensor:
+        """What each row of a matrix's update is to be multiplied by, `(rows, 1)` fp32: its block's scale."""
+        factors = torch.empty(matrix.shape[0], 1)
+        for rows, block in zip(matrix.split.views(factors), matrix.blocks, strict=True):
+            rows.fill_(self._factor(block))
         return factors
 
-    def batch(
-        self, shapes: Sequence[tuple[int, int]], splits: Sequence[RowSplit], normalize: Normalize | None = None
-    ) -> BlockBatch:
-        """A batch of matrices of these shapes, each split into blocks as given."""
-        return BlockBatch(shapes, splits, self.orthogonalize_stack, self.scale, normalize)
+    def _factor(self, shape: tuple[int, int]) -> float:
+        return float(get_muon_scale_factor(*shape, mode=self.scale_mode)) * self.extra_scale_factor
 
-    def __call__(self, matrix: torch.Tensor, split: RowSplit) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self, matrices: Sequence[Matrix], normalize: Normalize | None = None) -> BlockBatch:
+        """Room for these matrices, to be orthogonalised together; `normalize` is given every whole update last."""
+        return BlockBatch(matrices, self.orthogonalize_stack, self.scale, normalize)
+
+    def __call__(self, matrix: torch.Tensor, split: RowSplit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled update of one whole matrix.
 
         Args:
             matrix: 2D `(rows, cols)` fp32, the whole matrix without padding; not modified.
-            split: how its rows make blocks.
+            split: how its rows make blocks; None makes it one block.
 
         Returns:
             2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape; and whether it was
             finite, `(1,)` bool. It is zero where it was not.
         """
-        batch = self.batch([(matrix.shape[0], matrix.shape[1])], [split])
+        batch = self.batch([Matrix("", (matrix.shape[0], matrix.shape[1]), split=split or whole(len(matrix)))])
         batch.allocate(matrix)[0].copy_(matrix)
         updates, finite = batch.orthogonalize()
         return updates[0], finite
@@ -160,28 +148,22 @@ class Orthogonalizer:
         Triton tunes it in every process for each size that it meets first, for up to 90 s. In a step the other ranks
         would wait for that in a collective.
         """
-        kinds = {(min(shape), max(shape), self.scale(shape)) for shape in shapes}
         if self.iteration.products is not KERNEL:
             return 0
-        tuned = [kind for kind in sorted(kinds) if KERNEL.shares(*kind[:2])[0] < 1.0]
-        for rows, cols, scale in tuned:
+        kinds = {(min(shape), max(shape), self.scale(shape)) for shape in shapes if KERNEL.shares(*shape)[0] < 1.0}
+        for rows, cols, scale in sorted(kinds):
             self._iterate(torch.ones(1, rows, cols, dtype=self.dtype, device=self.device), scale)
-        return len(tuned)
+        return len(kinds)
 
     def _iterate(self, start: torch.Tensor, scale: float) -> torch.Tensor:
         """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype."""
         *first, (a, b, c) = self._steps
         steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
         iterate = ns.gram if self.iteration.method_for(*start.shape[1:]) == GRAM else ns.standard
-        with self._precision():
+        # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
+        precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)
+        with precise or contextlib.nullcontext():
             return iterate(start, steps)
-
-    def _precision(self) -> contextlib.AbstractContextManager[None]:
-        """The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches."""
-        if self.dtype == torch.bfloat16:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[None] = eo_utils.fp32_matmul_precision(self.matmul_precision)
-        return context
 
 
 def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

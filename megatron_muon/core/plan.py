@@ -8,15 +8,15 @@ travel into waves that fit a buffer. Nothing here sends anything.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.blocks import RowSplit
 from megatron_muon.core.layout import Layout, Matrix
 
 UPDATE_BYTES = 4
@@ -60,10 +60,10 @@ class Plan:
         mean = sum(self.loads) / len(self.loads)
         return max(self.loads) / mean if mean else 1.0
 
-    def digest(self, splits: Sequence[RowSplit]) -> str:
+    def digest(self) -> str:
         """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine."""
         shapes = [matrix.shape for matrix in self.layout.matrices]
-        blocks = [(split.groups, split.parts) for split in splits]
+        blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
         content = json.dumps([shapes, blocks, self.owners, self.whole, self.waves, self.wave_bytes])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
@@ -77,15 +77,12 @@ class Plan:
     def exchanged_bytes(self, element_bytes: int) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for its own matrices, and its update rows of the others."""
         received = [0] * self.layout.world_size
-        for wave in self.waves:
-            for index in wave:
-                matrix, owner = self.layout.matrices[index], self.owners[index]
-                for shard in matrix.shards:
-                    if owner not in shard.holders:
-                        received[owner] += shard.numel * element_bytes
-                    for holder in shard.holders:
-                        if holder != owner:
-                            received[holder] += shard.numel * element_bytes
+        for index in itertools.chain(*self.waves):
+            owner = self.owners[index]
+            for shard in self.layout.matrices[index].shards:
+                # Each holder but the owner gets its update rows, and the owner the rows unless it holds them.
+                for rank in {*shard.holders} ^ {owner}:
+                    received[rank] += shard.numel * element_bytes
         return tuple(received)
 
     def buffer_bytes(self, element_bytes: int) -> int:
@@ -100,26 +97,21 @@ class Plan:
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     """Bytes that each rank receives in a step of the all-gather scheme: all of every matrix but its own part."""
-    total = sum(matrix.numel for matrix in layout.matrices)
-    held = [0] * layout.world_size
-    for matrix in layout.matrices:
-        for shard in matrix.shards:
-            for holder in shard.holders:
-                held[holder] += shard.numel
-    return tuple((total - own) * element_bytes for own in held)
+    missing = [sum(matrix.numel for matrix in layout.matrices)] * layout.world_size
+    for shard in itertools.chain(*(matrix.shards for matrix in layout.matrices)):
+        for holder in shard.holders:
+            missing[holder] -= shard.numel
+    return tuple(elements * element_bytes for elements in missing)
 
 
-def make_plan(
-    layout: Layout, costs: Sequence[float], *, buffer_bytes: int, element_bytes: int, ranks: Sequence[int] | None = None
-) -> Plan:
+def make_plan(layout: Layout, costs: Sequence[float], *, buffer_bytes: int, element_bytes: int) -> Plan:
     """Plan a layout.
 
     Args:
         layout: all matrices of the group.
         costs: the work of orthogonalising each matrix, in any unit.
         buffer_bytes: what the waves that are under way at a time may fill on a rank.
-        element_bytes: bytes of an element on the wire.
-        ranks: ranks that may own; all of the group where None.
+        element_bytes: of an element on the wire.
 
     Raises:
         ValueError: a cost for each matrix is missing, or the buffer is not positive.
@@ -128,7 +120,7 @@ def make_plan(
         raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
     if buffer_bytes <= 0:
         raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
-    owners = _assign(layout, costs, list(range(layout.world_size)) if ranks is None else list(ranks))
+    owners = _assign(layout, costs)
     loads = [0.0] * layout.world_size
     whole: list[list[int]] = [[] for _ in range(layout.world_size)]
     travelling = []
@@ -140,30 +132,23 @@ def make_plan(
             travelling.append(index)
     wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
     waves, oversized = _waves(layout, owners, costs, travelling, wave_bytes, element_bytes)
-    return Plan(
-        layout=layout,
-        owners=tuple(owners),
-        whole=tuple(map(tuple, whole)),
-        waves=waves,
-        loads=tuple(loads),
-        oversized=oversized,
-        wave_bytes=wave_bytes,
-    )
+    return Plan(layout, tuple(owners), tuple(map(tuple, whole)), waves, tuple(loads), oversized, wave_bytes)
 
 
-def _assign(layout: Layout, costs: Sequence[float], ranks: list[int]) -> list[int]:
+def _assign(layout: Layout, costs: Sequence[float]) -> list[int]:
     """An owner for each matrix: the most even of a few longest-first assignments, then the one that moves least.
 
     Each assignment lets a matrix stay with the rank that holds most of it as long as that rank's load stays below a
     cap, and otherwise gives it to the least loaded rank. A cap of zero is the classical longest-processing-time rule.
     """
     order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
-    holders = [_holders(matrix, set(ranks)) for matrix in layout.matrices]
-    fair = max(sum(costs) / len(ranks), max(costs, default=0.0))
+    held = [sorted((-s.numel, rank) for s in matrix.shards for rank in s.holders) for matrix in layout.matrices]
+    holders = [tuple(rank for _, rank in largest_first) for largest_first in held]
+    fair = max(sum(costs) / layout.world_size, max(costs, default=0.0))
     best: tuple[float, int] | None = None
     chosen: list[int] = []
     for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
-        owners, heaviest = _assign_under(cap, order, costs, holders, layout.world_size, ranks)
+        owners, heaviest = _assign_under(cap, order, costs, holders, layout.world_size)
         moved = sum(
             matrix.numel - sum(s.numel for s in matrix.shards if owner in s.holders)
             for matrix, owner in zip(layout.matrices, owners, strict=True)
@@ -176,15 +161,10 @@ def _assign(layout: Layout, costs: Sequence[float], ranks: list[int]) -> list[in
 
 
 def _assign_under(
-    cap: float,
-    order: list[int],
-    costs: Sequence[float],
-    holders: list[tuple[int, ...]],
-    world_size: int,
-    ranks: list[int],
+    cap: float, order: list[int], costs: Sequence[float], holders: list[tuple[int, ...]], world_size: int
 ) -> tuple[list[int], float]:
-    loads = np.full(world_size, np.inf)
-    loads[ranks] = 0.0
+    """Owners, and the largest load."""
+    loads = np.zeros(world_size)
     owners = [0] * len(order)
     for index in order:
         cost = costs[index]
@@ -195,13 +175,7 @@ def _assign_under(
             owner = next((rank for rank in holders[index] if loads[rank] <= least), owner)
         loads[owner] += cost
         owners[index] = owner
-    return owners, float(loads[ranks].max())
-
-
-def _holders(matrix: Matrix, ranks: set[int]) -> tuple[int, ...]:
-    """Ranks that hold part of the matrix, largest part first."""
-    held = sorted((-shard.numel, rank) for shard in matrix.shards for rank in shard.holders if rank in ranks)
-    return tuple(rank for _, rank in held)
+    return owners, float(loads.max())
 
 
 def _waves(
@@ -226,11 +200,22 @@ def _waves(
     peak = np.zeros(layout.world_size, dtype=np.int64)
     for ranks, sizes in footprint.values():
         peak[ranks] += sizes
-    # A limit smaller than the largest matrix would put every matrix into a wave of its own.
-    least = max((_round_bytes(layout.matrices[index], element_bytes) for index in travelling), default=0)
+    # A limit smaller than the largest matrix would put every matrix into a wave of its own: a rank has to own it while
+    # it serves as many rows to other owners.
+    largest = max((layout.matrices[index].numel for index in travelling), default=0)
+    least = 2 * largest * (2 * element_bytes + UPDATE_BYTES)
     room = max(wave_bytes, least) if oversized else wave_bytes
     limit = min(room, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), least))
-    return _cut(_interleave(travelling, owners, costs, layout), footprint, limit, layout), oversized
+    waves: list[list[int]] = []
+    filled = np.zeros(layout.world_size, dtype=np.int64)
+    for index in _interleave(travelling, owners, costs, layout):
+        ranks, sizes = footprint[index]
+        if not waves or (filled[ranks] + sizes).max() > limit:
+            waves.append([])
+            filled[:] = 0
+        waves[-1].append(index)
+        filled[ranks] += sizes
+    return tuple(map(tuple, waves)), oversized
 
 
 def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[float], layout: Layout) -> list[int]:
@@ -247,31 +232,6 @@ def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[f
             before += costs[index]
     sequence.sort()
     return [index for _, index in sequence]
-
-
-def _cut(
-    sequence: Sequence[int], footprint: Mapping[int, tuple[_Ints, _Ints]], limit: int, layout: Layout
-) -> tuple[tuple[int, ...], ...]:
-    """Cut the sequence where a rank's buffer would overflow."""
-    waves: list[tuple[int, ...]] = []
-    current: list[int] = []
-    filled = np.zeros(layout.world_size, dtype=np.int64)
-    for index in sequence:
-        ranks, sizes = footprint[index]
-        if current and (filled[ranks] + sizes).max() > limit:
-            waves.append(tuple(current))
-            current = []
-            filled[:] = 0
-        current.append(index)
-        filled[ranks] += sizes
-    if current:
-        waves.append(tuple(current))
-    return tuple(waves)
-
-
-def _round_bytes(matrix: Matrix, element_bytes: int) -> int:
-    """What a rank needs to own this matrix while it serves as many rows to other owners."""
-    return 2 * matrix.numel * (2 * element_bytes + UPDATE_BYTES)
 
 
 def _footprint(matrix: Matrix, owner: int, element_bytes: int) -> tuple[_Ints, _Ints]:

@@ -9,24 +9,23 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol, override
 
 import torch
 
-PHASES = (
-    "momentum",
-    "gather",
-    "gather_wait",
-    "orthogonalize",
-    "send_back",
-    "scatter_wait",
-    "apply",
-    "other",
-)
+PHASES = ("momentum", "gather", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply", "other")
 """In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
 rows (all of its gathering, for the all-gather scheme); orthogonalize: assembly and iteration; send_back: packing the
 update's rows; scatter_wait: waiting for them; apply: `finalize`; other: what lies between."""
 
 _NOTHING = nullcontext()
+
+
+class Holders(Protocol):
+    """Knows who holds what; an exchange does."""
+
+    def replicas(self, index: int) -> int:
+        """How many ranks hold the same rows of a matrix as this one."""
 
 
 class Probe:
@@ -36,7 +35,7 @@ class Probe:
         """Around one of `PHASES`; a phase within another counts for itself alone."""
         return _NOTHING
 
-    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
+    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], holders: Holders) -> None:
         """This rank's new momentum `(rows, cols)` fp32 of the matrices with these indices."""
 
     def updates(self, rows: Sequence[torch.Tensor]) -> None:
@@ -53,16 +52,9 @@ SILENT = Probe()
 
 
 class PhaseTimer(Probe):
-    """Adds up seconds by phase.
+    """Adds up seconds by phase, and bytes from other ranks.
 
     On CUDA each phase is synchronised, so phases that overlap elsewhere do not here.
-
-    Args:
-        device: where the step computes.
-
-    Attributes:
-        seconds: by phase.
-        bytes_received: from other ranks.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,9 +63,9 @@ class PhaseTimer(Probe):
         self._device = device
         self._within = [0.0]
 
+    @override
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time within to `name`."""
         self._within.append(0.0)
         start = time.perf_counter()
         yield
@@ -82,8 +74,8 @@ class PhaseTimer(Probe):
         self.seconds[name] += elapsed - self._within.pop()  # type: ignore[assignment]  # a Counter of floats
         self._within[-1] += elapsed
 
+    @override
     def received(self, size: int) -> None:
-        """Add up bytes."""
         self.bytes_received += size
 
 

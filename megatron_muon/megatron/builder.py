@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.core.adaptive import AdaMuon, NorMuon
-from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
-from megatron_muon.core.layout import BlockedLayout, Layout
-from megatron_muon.core.neurons import NeuronMoments
+from megatron_muon.core.layout import Layout
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
@@ -37,8 +36,7 @@ class Members:
     Attributes:
         parameters: in the order of their groups.
         group_of: the number of each parameter's group.
-        layout: who holds which rectangle of each.
-        splits: how the rows of each make blocks.
+        layout: who holds which rectangle of each, and its blocks.
         group: the ranks of the layout; with `over_tp` tensor-parallel ones too, over which matrices are whole.
         replicated: every rank holds whole matrices.
         rectangles: what this rank holds of each sharded matrix, see `parameters.local_rectangles`.
@@ -47,7 +45,6 @@ class Members:
     parameters: Sequence[torch.Tensor]
     group_of: Sequence[int]
     layout: Layout
-    splits: Sequence[RowSplit]
     group: dist.ProcessGroup
     replicated: bool
     over_tp: bool
@@ -57,11 +54,6 @@ class Members:
     def device(self) -> torch.device:
         """Where the parameters lie."""
         return self.parameters[0].device
-
-    @property
-    def shapes(self) -> list[tuple[int, int]]:
-        """`(rows, cols)` of each whole matrix."""
-        return [matrix.shape for matrix in self.layout.matrices]
 
 
 @dataclass
@@ -95,32 +87,30 @@ class MuonBuilder:
         if device.type != "cpu" and config.muon_ns_device == "cpu":  # momentum and iteration compute on the host
             device, group = torch.device("cpu"), mp.over_gloo(group)
         orthogonalizer = Orthogonalizer(
-            coefficient_type=config.muon_coefficient_type,
-            num_steps=config.muon_num_ns_steps,
+            Iteration(
+                config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec, config.muon_ns
+            ),
             scale_mode=config.muon_scale_mode,
             extra_scale_factor=config.muon_extra_scale_factor,
-            matmul_precision=config.muon_fp32_matmul_prec,
-            method=config.muon_ns,
             scaled=not adaptive,
             device=device,
         )
-        kind, variant = self._variant(members, orthogonalizer) if adaptive else (ShardedMuon, {})
+        moment = self._second_moment(members, orthogonalizer) if adaptive else None
         store = None
         if self.offload is not None:
             rank, part = members.group.rank(), "experts" if is_expert else "dense"
             store = self.offload.make_store(members.layout, rank, members.group_of, kind=part, device=device)
-        muon = kind(
+        muon = ShardedMuon(
             groups,
-            self._exchange(members, orthogonalizer, variant.get("neurons"), group=group, device=device),
+            self._exchange(members, orthogonalizer, moment, group=group, device=device),
             decoupled_weight_decay=config.decoupled_weight_decay,
             **self._common,
+            moment=moment,
             store=store,
             compute_device=device if device != members.device else None,
-            **variant,
         )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
-            blocked = BlockedLayout(members.layout, tuple(members.splits))
-            dump_layout(config.muon_dump_layout, blocked, is_expert=is_expert)
+            dump_layout(config.muon_dump_layout, members.layout, is_expert=is_expert)
         return muon
 
     @property
@@ -149,68 +139,57 @@ class MuonBuilder:
             group = mp.matrix_group(group, self.pg_collection.expt_tp if is_expert else self.pg_collection.tp)
         rectangles: dict[torch.Tensor, tuple[int, int, int, int]] = {}
         if self._replicated:
-            layout = mp.replicated_layout(parameters, self.names, group)
+            layout = mp.replicated_layout(parameters, self.names, group, block_settings(self.config))
         else:
             rectangles = mp.local_rectangles(self.model_chunks)
-            layout = mp.layout_of(parameters, self.names, rectangles, group, over_tp=over_tp)
+            blocks = block_settings(self.config)
+            layout = mp.layout_of(parameters, self.names, rectangles, group, blocks, over_tp=over_tp)
         return Members(
             parameters=parameters,
             group_of=[number for number, member in enumerate(groups) for _ in member["params"]],
             layout=layout,
-            splits=[mp.block_split(p, block_settings(self.config), over_tp=over_tp) for p in parameters],
             group=group,
             replicated=self._replicated,
             over_tp=over_tp,
             rectangles=rectangles,
         )
 
-    def _variant(self, members: Members, orthogonalizer: Orthogonalizer) -> tuple[type[ShardedMuon], dict[str, Any]]:
-        """The adaptive Muon that the config asks for, and its settings beside those of ShardedMuon."""
-        config, layout, rank = self.config, members.layout, members.group.rank()
-        scales = [
-            orthogonalizer.row_scales(shape, split).to(members.device)
-            for shape, split in zip(members.shapes, members.splits, strict=True)
-        ]
-        settings: dict[str, Any] = {"beta2": config.adaptive_muon_beta2, "eps": config.adaptive_muon_eps}
-        if config.adaptive_muon_moment2_method == "normuon":
-            columns = [(0, cols) for _, cols in members.shapes]
-            if not members.replicated:
-                held = [members.rectangles[parameter] for parameter in members.parameters]
-                columns = [(start % cols, count) for (_, _, start, count), (_, cols) in zip(held, columns, strict=True)]
-            repeated = not config.muon_share_replicated if members.replicated else config.muon_exchange == "allgather"
-            settings["neurons"] = NeuronMoments(
-                layout,
-                [mp.experts_in(parameter) for parameter in members.parameters],
-                members.group,
-                scales,
-                columns=columns,
-                replicated=members.replicated,
-                everywhere=repeated,
-                device=members.device,
-            )
-            return NorMuon, {**settings, "over_tp": members.over_tp}
-        shards = [matrix.shard_of(rank) for matrix in layout.matrices]
-        scales = [
-            factors[:0] if shard is None else factors[shard.row_start : shard.row_start + shard.rows]
-            for factors, shard in zip(scales, shards, strict=True)
-        ]
-        return AdaMuon, {**settings, "scales": scales}
+    def _second_moment(self, members: Members, orthogonalizer: Orthogonalizer) -> SecondMoment:
+        """What the adaptive Muon that the config asks for adds."""
+        config, matrices = self.config, members.layout.matrices
+        columns = [(0, matrix.shape[1]) for matrix in matrices]
+        if not members.replicated:
+            held = [members.rectangles[parameter] for parameter in members.parameters]
+            columns = [(start % cols, count) for (_, _, start, count), (_, cols) in zip(held, columns, strict=True)]
+        repeated = not config.muon_share_replicated if members.replicated else config.muon_exchange == "allgather"
+        holding = Holding(
+            members.layout,
+            members.group,
+            scales=[orthogonalizer.row_scales(matrix).to(members.device) for matrix in matrices],
+            experts=[mp.experts_in(parameter) for parameter in members.parameters],
+            columns=columns,
+            replicated=members.replicated,
+            repeated=repeated,
+            over_tp=members.over_tp,
+        )
+        kind = SECOND_MOMENTS[config.adaptive_muon_moment2_method]
+        return kind(holding, beta2=config.adaptive_muon_beta2, eps=config.adaptive_muon_eps)
 
     def _exchange(
         self,
         members: Members,
         orthogonalizer: Orthogonalizer,
-        neurons: NeuronMoments | None,
+        moment: SecondMoment | None,
         *,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> Exchange:
         """What makes the matrices whole."""
-        config, layout, shapes, splits = self.config, members.layout, members.shapes, members.splits
+        config, layout = self.config, members.layout
 
         def batches(indices: Sequence[int]) -> Batch:
-            normalize = None if neurons is None else neurons.normalizer(indices)
-            return orthogonalizer.batch([shapes[i] for i in indices], [splits[i] for i in indices], normalize)
+            normalize = None if moment is None else moment.normalizer(indices)
+            return orthogonalizer.batch([layout.matrices[i] for i in indices], normalize)
 
         if members.replicated and not config.muon_share_replicated:
             return LocalExchange(layout, group, batches, buffer_bytes=self._buffer_bytes, device=device)
@@ -228,27 +207,26 @@ class MuonBuilder:
 
     def _plan(self, members: Members, orthogonalizer: Orthogonalizer, wire_dtype: torch.dtype) -> Plan:
         """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
-        shapes, splits, rank = members.shapes, members.splits, members.group.rank()
+        matrices, rank = members.layout.matrices, members.group.rank()
         plan = make_plan(
             members.layout,
-            [orthogonalizer.flops(shape, split) for shape, split in zip(shapes, splits, strict=True)],
+            [orthogonalizer.flops(matrix) for matrix in matrices],
             buffer_bytes=self._buffer_bytes,
             element_bytes=wire_dtype.itemsize,
         )
         if plan.oversized and rank == 0:
-            largest = max(plan.oversized, key=lambda index: members.layout.matrices[index].numel)
+            largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
             print(
-                f"megatron-muon: {len(plan.oversized)} of {len(shapes)} matrices do not fit --muon-exchange-buffer-mb "
-                f"{self.config.muon_exchange_buffer_mb:g}; waves are as large as "
-                f"{members.layout.matrices[largest].name} needs, "
-                f"{plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
+                f"megatron-muon: {len(plan.oversized)} of {len(matrices)} matrices do not fit "
+                f"--muon-exchange-buffer-mb {self.config.muon_exchange_buffer_mb:g}; waves are as large as "
+                f"{largest.name} needs, {plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
                 flush=True,
             )
-        digest = plan.digest(splits)
+        digest = plan.digest()
         require_same_plan(digest, members.group, members.device)
         self.digests.append(digest)
-        owned = [index for index, owner in enumerate(plan.owners) if owner == rank]
-        blocks = (block for index in owned for block in splits[index].block_shapes(shapes[index][1]))
+        owned = (matrix for matrix, owner in zip(matrices, plan.owners, strict=True) if owner == rank)
+        blocks = (block for matrix in owned for block in matrix.blocks)
         if (kinds := orthogonalizer.warm_up(blocks)) and rank == 0:
             print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
         return plan

@@ -17,8 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from megatron_muon.core.blocks import RowSplit, whole
-from megatron_muon.core.layout import BlockedLayout, Layout, Matrix, Shard
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, whole
 from megatron_muon.errors import UserError
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
@@ -46,7 +45,7 @@ class _StoredLayout(msgspec.Struct, forbid_unknown_fields=True):
     matrices: list[_StoredMatrix]
 
 
-def read_layout(path: str | Path) -> BlockedLayout:
+def read_layout(path: str | Path) -> Layout:
     """The layout in a file.
 
     Raises:
@@ -57,9 +56,7 @@ def read_layout(path: str | Path) -> BlockedLayout:
     try:
         content = Path(path).read_bytes()
         stored = msgspec.json.decode(content, type=_StoredLayout)
-        layout = Layout(stored.world_size, tuple(_matrix(matrix) for matrix in stored.matrices))
-        splits = (RowSplit(*matrix.blocks) if matrix.blocks else whole(matrix.shape[0]) for matrix in stored.matrices)
-        return BlockedLayout(layout, tuple(splits))
+        return Layout(stored.world_size, tuple(_matrix(matrix) for matrix in stored.matrices))
     except OSError as error:
         raise UserError(f"cannot read layout {str(path)!r}: {error.strerror}") from None
     except ValueError as error:  # msgspec's, a LayoutError, or what is not UTF-8
@@ -74,23 +71,25 @@ def _matrix(stored: _StoredMatrix) -> Matrix:
         rank, *replicas = sorted([shard.rank, *shard.replicas])
         shards.append(Shard(rank, shard.row_start, shard.rows, shard.col_start, shard.cols, tuple(replicas)))
     shards.sort(key=lambda shard: (shard.rank, shard.row_start, shard.col_start))
-    return Matrix(stored.name, stored.shape, tuple(shards))
+    split = RowSplit(*stored.blocks) if stored.blocks else whole(stored.shape[0])
+    return Matrix(stored.name, stored.shape, tuple(shards), split)
 
 
-def write_layout(path: str | Path, blocked: BlockedLayout) -> None:
+def write_layout(path: str | Path, layout: Layout) -> None:
     """Write a layout, one matrix a line; an existing file is replaced.
 
     Raises:
         UserError: the file cannot be written.
     """
     lines = []
-    for matrix, split in zip(blocked.layout.matrices, blocked.splits, strict=True):
+    for matrix in layout.matrices:
+        split = matrix.split
         shards = [_StoredShard(s.rank, s.row_start, s.rows, s.col_start, s.cols, s.replicas) for s in matrix.shards]
         blocks = None if split == whole(split.rows) else (split.groups, split.parts)
         lines.append(msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks)).decode())
     body = ",\n".join(lines)
     try:
-        Path(path).write_text(f'{{"world_size": {blocked.layout.world_size},\n"matrices": [\n{body}\n]}}\n', "utf-8")
+        Path(path).write_text(f'{{"world_size": {layout.world_size},\n"matrices": [\n{body}\n]}}\n', "utf-8")
     except OSError as error:
         raise UserError(f"cannot write layout {str(path)!r}: {error.strerror}") from None
 
@@ -101,19 +100,19 @@ def dump_file(path: str | Path, *, is_expert: bool) -> Path:
     return path.with_name(f"{path.stem}.experts{path.suffix}") if is_expert else path
 
 
-def dump_layout(path: str | Path, blocked: BlockedLayout, *, is_expert: bool) -> None:
+def dump_layout(path: str | Path, layout: Layout, *, is_expert: bool) -> None:
     """Write the layout of a run and print a line that says so; for one rank to call.
 
     Args:
         path: what `--muon-dump-layout` was given.
-        blocked: the layout of this rank's group.
+        layout: that of this rank's group.
         is_expert: whether its matrices are those of experts.
 
     Raises:
         UserError: the file cannot be written.
     """
-    file, layout = dump_file(path, is_expert=is_expert), blocked.layout
-    write_layout(file, blocked)
+    file = dump_file(path, is_expert=is_expert)
+    write_layout(file, layout)
     print(
         f"megatron-muon: {file}: the layout of {len(layout.matrices)} {'expert' if is_expert else 'dense'} matrices "
         f"over {layout.world_size} rank{'s' * (layout.world_size != 1)}; for megatron-muon plan --layout {file}",

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import override
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, local_rows
-from megatron_muon.core.probe import SILENT, PhaseTimer, Probe, synchronize
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.probe import SILENT, Holders, PhaseTimer, synchronize
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 
 _OF_PHASES = {
@@ -65,10 +66,9 @@ class Sampler:
             yield
             return
         device = self._muons[0].param_groups[0]["params"][0].device
-        timer, sums = PhaseTimer(device), _Sums(device)
+        probe = _StepProbe(device)
         for muon in self._muons:
-            replicas = muon.exchange.replicas if isinstance(muon, ShardedMuon) else None
-            muon.probe = _StepProbe(timer, sums, replicas)
+            muon.probe = probe
         synchronize(device)
         start = time.perf_counter()
         try:
@@ -77,87 +77,54 @@ class Sampler:
         finally:
             for muon in self._muons:
                 muon.probe = SILENT
-        elapsed = time.perf_counter() - start
-        for muon in self._muons:
-            if isinstance(muon, ReplicatedMuon):
-                sums.add_momentum([local_rows(state[MOMENTUM]) for state in muon.state.values()], muon.replicas)
-        phases = [sum(timer.seconds[phase] for phase in group) for group in _OF_PHASES.values()]
-        values = sums.reduced(phases, elapsed, timer.bytes_received)
+        values = probe.reduced(time.perf_counter() - start)
         self.latest = StepMetrics(self.steps, values | {"skipped_steps": float(self.skipped_steps)})
 
 
-class _StepProbe(Probe):
-    """Times the phases of a step, and adds up what one Muon computes in it; `timer` and `sums` are common to all.
-
-    `replicas` says how many ranks hold this rank's rows of a matrix, by its index; None where `momentum` is not called.
-    """
-
-    def __init__(self, timer: PhaseTimer, sums: _Sums, replicas: Callable[[int], int] | None) -> None:
-        self._timer = timer
-        self._sums = sums
-        self._replicas = replicas
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        return self._timer.phase(name)
-
-    def received(self, size: int) -> None:
-        self._timer.received(size)
-
-    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor]) -> None:
-        assert self._replicas is not None
-        by_count = defaultdict(list)
-        for index, values in zip(indices, rows, strict=True):
-            by_count[self._replicas(index)].append(values)
-        for count, alike in by_count.items():
-            self._sums.add_momentum(alike, count)
-
-    def updates(self, rows: Sequence[torch.Tensor]) -> None:
-        self._sums.add_updates(rows)
-
-    def block(self, block: torch.Tensor, scale: float) -> None:
-        self._sums.add_block(block, scale)
-
-
-class _Sums:
-    """Sums on this rank, on the device until they are reduced."""
+class _StepProbe(PhaseTimer):
+    """Times the phases of a step, and adds up what this rank computes in it, on the device until it is reduced."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self.update, self.momentum, self.error = (self._zero.clone() for _ in range(3))
-        self.elements = 0
-        self.blocks = 0
+        self._update, self._momentum, self._error = (self._zero.clone() for _ in range(3))
+        self._elements = self._blocks = 0
 
-    def add_updates(self, updates: Sequence[torch.Tensor]) -> None:
-        """Scaled updates, rows of this rank."""
-        if updates:
-            self.update += _squares(updates).to(self.update.device)
-            self.elements += sum(update.numel() for update in updates)
+    @override
+    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], holders: Holders) -> None:
+        by_count = defaultdict(list)
+        for index, values in zip(indices, rows, strict=True):
+            by_count[holders.replicas(index)].append(values)
+        for count, alike in by_count.items():
+            self._momentum += _squares(alike).to(self._zero.device) / count
 
-    def add_momentum(self, momentum: Sequence[torch.Tensor], replicas: float) -> None:
-        """Momentum, rows of this rank, which so many ranks hold alike."""
-        if momentum:
-            self.momentum += _squares(momentum).to(self.momentum.device) / replicas
+    @override
+    def updates(self, rows: Sequence[torch.Tensor]) -> None:
+        if rows:
+            self._update += _squares(rows).to(self._zero.device)
+            self._elements += sum(update.numel() for update in rows)
 
-    def add_block(self, block: torch.Tensor, scale: float) -> None:
-        """An orthogonalised block `(m, n)`, m <= n, times `scale`."""
-        if self.blocks < _BLOCKS:
+    @override
+    def block(self, block: torch.Tensor, scale: float) -> None:
+        if self._blocks < _BLOCKS:
             block = block.float() / scale
             gram = block @ block.mT
             gram.diagonal().sub_(1.0)
-            self.error += (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self.error.device)
-            self.blocks += 1
+            self._error += (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self._zero.device)
+            self._blocks += 1
 
-    def reduced(self, phases: Sequence[float], elapsed: float, received: int) -> dict[str, float]:
-        """The metrics of all ranks. Collective."""
-        numbers = [self.elements, self.blocks, *phases, elapsed, received, 1]
-        mine = torch.stack([self.update, self.momentum, self.error, *(self._zero + number for number in numbers)])
+    def reduced(self, elapsed: float) -> dict[str, float]:
+        """The metrics of all ranks for a step that took `elapsed` seconds. Collective."""
+        seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
+        numbers = [self._elements, self._blocks, *seconds, elapsed, self.bytes_received, 1]
+        mine = torch.stack([self._update, self._momentum, self._error, *(self._zero + number for number in numbers)])
         dist.all_reduce(mine)
         update, momentum, error, elements, blocks, *rest, ranks = mine.tolist()
         *phases, elapsed, received = (value / ranks for value in rest)
         values = {"update_rms": math.sqrt(update / max(elements, 1.0)), "momentum_norm": math.sqrt(momentum)}
         if blocks:
             values["orthogonality_error"] = error / blocks
-        values |= {name: 1e3 * seconds for name, seconds in zip(_OF_PHASES, phases, strict=True)}
+        values |= {name: 1e3 * mean for name, mean in zip(_OF_PHASES, phases, strict=True)}
         return {**values, "step_ms": 1e3 * elapsed, "exchanged_mb": received / 1e6}
 
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
-from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.blocks import RowSplit
-from megatron_muon.core.optimizer import local_rows
+from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.optimizer import MOMENTUM, local_rows, sharded_like
 from megatron_muon.core.orthogonalize import unit_magnitude_exponent
 from megatron_muon.core.probe import SILENT, Probe
 
@@ -34,7 +33,7 @@ def has_blocks(parameter: torch.Tensor) -> bool:
 
 
 class ReplicatedMuon(TensorParallelMuon):
-    """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors.
+    """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors, to the last bit.
 
     A matrix whose update is not finite keeps its weights, as with ShardedMuon. `names` are for messages.
     """
@@ -81,16 +80,8 @@ class ReplicatedMuon(TensorParallelMuon):
         with self.probe.phase("orthogonalize"):
             update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
         self.probe.updates([update])
-        if isinstance(grad, DTensor):
-            return DTensor.from_local(
-                update.view(grad._local_tensor.shape),
-                grad.device_mesh,
-                grad.placements,
-                run_check=False,
-                shape=grad.shape,
-                stride=grad.stride(),
-            )
-        return update.view(grad.shape)
+        self.probe.momentum([0], [local_rows(self.state[p][MOMENTUM])], self)
+        return sharded_like(grad, update)
 
     def _orthogonalize_rows(self, p: torch.Tensor, rows: torch.Tensor, /, **kwargs: Any) -> torch.Tensor:
         """The scaled update, zero where it is not finite."""
@@ -103,8 +94,7 @@ class ReplicatedMuon(TensorParallelMuon):
         self._finite = update.sum().isfinite()
         return torch.where(self._finite, update, 0.0)
 
-    @property
-    def replicas(self) -> int:
+    def replicas(self, index: int) -> int:
         """How many ranks hold these matrices alike."""
         experts = any(getattr(p, "expert_tp", False) for group in self.param_groups for p in group["params"])
         group: dist.ProcessGroup = self.pg_collection.expt_dp if experts else self.pg_collection.dp_cp

@@ -15,9 +15,10 @@ its 8-bit state and bitsandbytes 0.50.2 round to the nearest.
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import override
 
 import torch
 from torch import Tensor
@@ -35,20 +36,14 @@ _CHUNK_DEVICE = 1 << 22
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rectangle lies, so that rounding does not depend on who holds which part of a matrix.
-
-    Attributes:
-        key: 32 bits that stand for the matrix: `matrix_key` of its name.
-        row: First row of the rectangle within the whole matrix.
-        col: First column of the rectangle within the whole matrix.
-    """
+    """Where a rectangle lies: its matrix (`matrix_key` of the name), first row and first column in the whole matrix."""
 
     key: int
     row: int
     col: int
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """A storage format. A record of zero bytes decodes to zeros in every format.
 
     Records are 1D contiguous uint8 tensors, aligned to at least 4 bytes, of at least `record_bytes` bytes; bytes
@@ -56,38 +51,42 @@ class Codec(Protocol):
     """
 
     name: str
+    dtype: torch.dtype
+    """Of the stored elements."""
 
     def record_bytes(self, rows: int, cols: int) -> int:
         """Bytes of the record of a (rows, cols) rectangle."""
+        return self.dtype.itemsize * rows * cols
 
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
         """The stored values, (rows, cols) fp32: a view of the record for fp32, new memory otherwise."""
+        return self._body(record, rows, cols).view(self.dtype).view(rows, cols).float()
 
+    @abstractmethod
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
         """Stores (rows, cols) fp32 values in the record, in place; `step` picks the random bits."""
 
+    def _body(self, record: Tensor, rows: int, cols: int) -> Tensor:
+        size = self.record_bytes(rows, cols)
+        if record.numel() < size:
+            raise ValueError(f"a record of {record.numel()} bytes is too short: these rows and columns take {size}")
+        return record[:size]
 
-class Fp32:
+
+class Fp32(Codec):
     """Every bit, 4 bytes per element. What `decode` gives *is* the record, so encoding it again costs nothing."""
 
     name = "fp32"
+    dtype = torch.float32
 
-    def record_bytes(self, rows: int, cols: int) -> int:
-        """4 bytes per element."""
-        return 4 * rows * cols
-
-    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        """A view (rows, cols) fp32 of the record."""
-        return _head(record, self.record_bytes(rows, cols)).view(torch.float32).view(rows, cols)
-
+    @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Copies the values, unless they are the record's own view."""
         stored = self.decode(record, *values.shape)
         if values.data_ptr() != stored.data_ptr():
             stored.copy_(values)
 
 
-class Bf16:
+class Bf16(Codec):
     """The upper half of fp32's bits, 2 bytes per element, rounded stochastically.
 
     The error stays under one spacing of bf16 and averages to zero. Infinities stay, NaN stays NaN; a finite value
@@ -95,18 +94,12 @@ class Bf16:
     """
 
     name = "bf16"
+    dtype = torch.bfloat16
 
-    def record_bytes(self, rows: int, cols: int) -> int:
-        """2 bytes per element."""
-        return 2 * rows * cols
-
-    def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        """The stored values as new (rows, cols) fp32."""
-        return _head(record, self.record_bytes(rows, cols)).view(torch.bfloat16).view(rows, cols).float()
-
+    @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
         """Adds 16 random bits below those that are kept, and cuts."""
-        stored = _head(record, self.record_bytes(*values.shape)).view(torch.int16).view(values.shape)
+        stored = self._body(record, *values.shape).view(torch.int16).view(values.shape)
         inf = float("inf")
         for rows, noise in _noise(values, place, step=step):
             # Every NaN becomes the canonical one: a NaN whose bits are all ones would carry over into -0.
@@ -115,7 +108,7 @@ class Bf16:
             stored[rows].copy_(noise)
 
 
-class Int8:
+class Int8(Codec):
     """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale, rounded stochastically.
 
     A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and then the codes
@@ -127,13 +120,14 @@ class Int8:
     """
 
     name = "int8"
+    dtype = torch.int8
 
+    @override
     def record_bytes(self, rows: int, cols: int) -> int:
-        """1 byte per element and 4 bytes per block."""
-        return rows * (cols + 4 * _blocks(cols))
+        return super().record_bytes(rows, cols) + 4 * rows * _blocks(cols)
 
+    @override
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        """Signed squares of the codes times scales, as new (rows, cols) fp32."""
         scales, codes = self._parts(record, rows, cols)
         values = torch.empty(rows, cols, dtype=torch.float32, device=record.device)
         for chunk in _chunks(rows, cols, record.device):
@@ -144,6 +138,7 @@ class Int8:
                 block.mul_(scales[chunk, blocks, None])
         return values
 
+    @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
         """Scales each block to [0, 127^2] and rounds each magnitude to one of the two squares around it."""
         rows, cols = values.shape
@@ -152,9 +147,12 @@ class Int8:
             scaled = values[chunk].abs()
             for block_cols, blocks in _equal_blocks(cols):
                 block = scaled[:, block_cols].unflatten(1, (blocks.stop - blocks.start, -1))
-                scale, inverse = _scale_and_inverse(block.amax(dim=-1))
+                # A product, because CUDA divides by a constant that way and the CPU does not. Zero where all values are
+                # nearly so, not finite where one is not.
+                scale = block.amax(dim=-1) * (1.0 / _INT8_MAX**2)
+                scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
                 scales[chunk, blocks] = scale
-                block.mul_(inverse[..., None])
+                block.mul_(torch.where(scale > 0, scale.reciprocal(), 0.0)[..., None])
             # The root of c^2 <= scaled < (c + 1)^2 becomes c + p + 1/2, where p is scaled's part of the way between the
             # two squares, (scaled - c^2) / (2 c + 1).
             root = scaled.sqrt().floor_()
@@ -167,7 +165,8 @@ class Int8:
             codes[chunk].copy_(root.copysign_(values[chunk]))
 
     def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-        body = _head(record, self.record_bytes(rows, cols))
+        """Scales and codes."""
+        body = self._body(record, rows, cols)
         scale_bytes = 4 * rows * _blocks(cols)
         scales = body[:scale_bytes].view(torch.float32).view(rows, _blocks(cols))
         return scales, body[scale_bytes:].view(torch.int8).view(rows, cols)
@@ -175,15 +174,10 @@ class Int8:
 
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
 MOMENTUM_DTYPES = tuple(_CODECS)
-"""Names that `codec_of` knows."""
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of that name.
-
-    Raises:
-        ValueError: There is none of that name.
-    """
+    """The codec of that name; a ValueError where there is none."""
     if name not in _CODECS:
         raise ValueError(f"momentum can not be stored as {name!r}: take one of {', '.join(MOMENTUM_DTYPES)}")
     return _CODECS[name]
@@ -192,12 +186,6 @@ def codec_of(name: str) -> Codec:
 def matrix_key(name: str) -> int:
     """32 bits from a parameter's name, the same in every process and run."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "big")
-
-
-def _head(record: Tensor, size: int) -> Tensor:
-    if record.numel() < size:
-        raise ValueError(f"a record of {record.numel()} bytes is too short: these rows and columns take {size}")
-    return record[:size]
 
 
 def _blocks(cols: int) -> int:
@@ -211,14 +199,6 @@ def _equal_blocks(cols: int) -> Iterator[tuple[slice, slice]]:
         yield slice(0, full * BLOCK_COLS), slice(0, full)
     if cols % BLOCK_COLS:
         yield slice(full * BLOCK_COLS, cols), slice(full, full + 1)
-
-
-def _scale_and_inverse(largest: Tensor) -> tuple[Tensor, Tensor]:
-    """Each block's scale, 0 for zeros and not finite where a value is not, and the factor that scales its values."""
-    # A product, because CUDA divides by a constant that way and the CPU does not.
-    scale = largest * (1.0 / _INT8_MAX**2)
-    scale = torch.where(scale < _SMALLEST_SCALE, 0.0, scale)
-    return scale, torch.where(scale > 0, scale.reciprocal(), 0.0)
 
 
 def _chunks(rows: int, cols: int, device: torch.device) -> Iterator[slice]:

@@ -31,20 +31,15 @@ class RunDirectory:
 
     Files that killed runs left there are deleted, where it is certain that those runs are dead (`reason_to_leave`).
 
-    Args:
-        directory: must exist.
-        run: the name of this start of the run, the same on all ranks.
-        save: the run's checkpoint folder, as in `Header`.
-
-    Raises:
-        UserError: it is missing, not a directory, not writable, in use by another run, or holds files of another run
-            that may live or that kept them on purpose.
+    `run` names this start of the run, the same on all ranks; `save` is its checkpoint folder, as in `Header`. A
+    UserError where the directory cannot be used: another run has it, or files that may be wanted lie there.
     """
 
     def __init__(self, directory: Path, run: str, *, save: str = "") -> None:
         self.path = directory
         self.run = run
         self._save = save
+        self._flag = f"--muon-offload-dir {directory}"
         require_writable(directory)
         self._lock = self._claim()
 
@@ -68,26 +63,23 @@ class RunDirectory:
         """
         give_up = time.monotonic() + _SECONDS_TO_CLAIM
         while True:
-            try:
-                lock = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            with contextlib.ExitStack() as undo:
                 try:
+                    lock = open_own(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+                    undo.callback(close, lock)
                     holder = self._hold(lock)
-                except BaseException:
-                    close(lock)
-                    raise
-            except OSError as error:
-                raise UserError(
-                    f"--muon-offload-dir {self.path}: cannot lock {LOCK} there ({error.strerror}); remove it if no run "
-                    "uses the directory, or choose another one"
-                ) from error
-            if holder is not None and holder.get("run") == self.run:
-                return lock
-            close(lock)
+                except OSError as error:
+                    raise UserError(
+                        f"{self._flag}: cannot lock {LOCK} there ({error.strerror}); remove it if no run uses the "
+                        "directory, or choose another one"
+                    ) from error
+                if holder is not None and holder.get("run") == self.run:
+                    undo.pop_all()
+                    return lock
             if holder is not None and time.monotonic() > give_up:
                 raise UserError(
-                    f"--muon-offload-dir {self.path} is in use by run {holder.get('run', '?')} (process "
-                    f"{holder.get('pid', '?')} on {holder.get('host', '?')}); choose another directory, or wait for "
-                    "its end"
+                    f"{self._flag} is in use by run {holder.get('run', '?')} (process {holder.get('pid', '?')} on "
+                    f"{holder.get('host', '?')}); choose another directory, or wait for its end"
                 )
             time.sleep(0.02)
 
@@ -122,9 +114,8 @@ class RunDirectory:
             first, reason = next(iter(stay.items()))
             more = f" and {len(stay) - 1} more" if len(stay) > 1 else ""
             raise UserError(
-                f"--muon-offload-dir {self.path} holds {first.name}{more}, left by another run ({reason}); momentum "
-                f"files are never read again: type megatron-muon doctor --offload-dir {self.path} --remove, or choose "
-                "another directory"
+                f"{self._flag} holds {first.name}{more}, left by another run ({reason}); momentum files are never read "
+                f"again: type megatron-muon doctor --offload-dir {self.path} --remove, or choose another directory"
             )
         if found:
             print(
@@ -139,11 +130,7 @@ def reason_to_leave(path: Path, *, save: str = "") -> str | None:
 
     A lock tells for certain whether a process of this machine lives, and only since the machine was started; a file
     system may keep locks from other machines. So a file is given up if it was made since this machine was started, or
-    on a machine of this one's name by an earlier start of the same run.
-
-    Args:
-        path: the file, not of this run.
-        save: the checkpoint folder of the run that asks.
+    on a machine of this one's name by an earlier start of the same run: one with the same checkpoint folder `save`.
     """
     try:
         if not stat.S_ISREG(path.lstat().st_mode):
@@ -165,30 +152,18 @@ def reason_to_leave(path: Path, *, save: str = "") -> str | None:
 
 
 def momentum_files(directory: Path) -> list[Path]:
-    """What has a momentum file's name in a directory: files of any run, whole or damaged.
-
-    Raises:
-        OSError: the directory cannot be read.
-    """
+    """What has a momentum file's name in a directory: files of any run, whole or damaged."""
     return sorted(path for path in directory.iterdir() if path.name.startswith(PREFIX))
 
 
 def in_use(path: Path) -> bool:
-    """Whether a living process holds this file.
-
-    Raises:
-        OSError: it may not be opened, so nobody can tell.
-    """
+    """Whether a living process holds this file; an OSError where it may not be opened, so that nobody can tell."""
     with _opened(path) as descriptor:
         return not try_lock(descriptor)
 
 
 def delete_unused(path: Path) -> bool:
-    """Delete a file that no living process holds; whether it did.
-
-    Raises:
-        OSError: it may not be opened or deleted.
-    """
+    """Delete a file that no living process holds; whether it did. An OSError where it may not be opened or deleted."""
     with _opened(path) as descriptor:
         unused = try_lock(descriptor) and is_still(descriptor, path)
         if unused:
@@ -197,11 +172,7 @@ def delete_unused(path: Path) -> bool:
 
 
 def holder(directory: Path) -> tuple[dict[str, Any], bool]:
-    """The run, host and pid that the lock's file of a directory names, and whether that run lives.
-
-    Raises:
-        OSError: the file may not be opened.
-    """
+    """The run, host and pid that the lock's file of a directory names, and whether that run lives."""
     try:
         with _opened(directory / LOCK) as lock:
             return signature(lock), not try_lock(lock)

@@ -21,9 +21,10 @@ import struct
 import tempfile
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import torch
@@ -51,36 +52,27 @@ def boot_id() -> str:
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about itself.
-
-    Attributes:
-        run: the run that made it.
-        iteration: the last iteration before its first step, or with `--muon-offload-keep` the one that it ended with.
-        rank: of the world.
-        part: the parameter group, as "dense0" or "experts1".
-        dtype: the storage format of its records.
-        size: bytes of all records.
-        records: `[name, first row, rows, first column, columns, offset, bytes]` of each shard; the first has offset 0.
-        front: bytes before the first record, set as the file is made.
-        kept: whether its run came to an end and left it on purpose, so that it holds what it says.
-        keep: whether its run leaves it on purpose, however that ends.
-        save: the folder that its run saves checkpoints in, the same for later starts of that run; empty without one.
-        host: the machine.
-        pid: the process.
-        boot: the start of the machine, as the system names it.
-    """
+    """What a file says about itself."""
 
     run: str
     iteration: int
+    """The last one before its first step, or with `--muon-offload-keep` the one that it ended with."""
     rank: int
     part: str
+    """The parameter group, as "dense0" or "experts1"."""
     dtype: str
     size: int
+    """Bytes of all records."""
     records: tuple[tuple[str, int, int, int, int, int, int], ...] = ()
+    """`[name, first row, rows, first column, columns, offset, bytes]` of each shard; the first has offset 0."""
     front: int = 0
+    """Bytes before the first record, set as the file is made."""
     kept: bool = False
+    """Its run came to an end and left it on purpose, so that it holds what it says."""
     keep: bool = False
+    """Its run leaves it on purpose, however that ends."""
     save: str = ""
+    """The folder that its run saves checkpoints in, the same for later starts of that run; empty without one."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
     boot: str = field(default_factory=boot_id)
@@ -107,11 +99,7 @@ def in_pages(size: int) -> int:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file.
-
-    Raises:
-        UserError: it is not one of these files, of another version, or damaged.
-    """
+    """The header of a file; a UserError where it is not one of these files, of another version, or damaged."""
     try:
         with path.open("rb") as file:
             front = file.read(_FRONT.size)
@@ -123,28 +111,17 @@ def read_header(path: Path) -> Header:
             text = file.read(length)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    try:
+    with contextlib.suppress(ValueError):
         if zlib.crc32(text) == checksum:
             return msgspec.json.decode(text, type=Header)
-    except ValueError:
-        pass
     raise UserError(f"{path} has a damaged header")
 
 
 class MomentumFile:
-    """An open file of records.
-
-    Attributes:
-        path: where it is.
-        direct: whether reads and writes go past the page cache.
-    """
+    """An open file of records at `path`; `direct` says whether reads and writes go past the page cache."""
 
     def __init__(self, directory: Path, header: Header) -> None:
-        """Make the file, still empty, so that `close` can delete it whatever happens next.
-
-        Raises:
-            OSError: it exists, or cannot be made.
-        """
+        """Make the file, still empty, so that `close` can delete it whatever happens next."""
         self.path = directory / header.name
         self.header = replace(header, front=header.room())
         self.direct = False
@@ -152,45 +129,33 @@ class MomentumFile:
         self._file = open_own(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
     def take_space(self) -> None:
-        """Lock the file, take its space and write its header.
-
-        Raises:
-            OSError: there is no room for it.
-        """
+        """Lock the file, take its space and write its header; an OSError where there is no room for it."""
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.pwrite(self._file, self.header.pages(), 0)  # first: whoever finds the file can tell whose it is
         os.posix_fallocate(self._file, 0, self.header.front + self.header.size)
         os.fsync(self._file)
-        self.direct, self._data = _open_for_data(self.path)
-
-    def offset_of(self, number: int) -> int:
-        """Where the record of this number begins in the file."""
-        return self.header.front + self.header.records[number][5]
+        try:
+            self._data = open_own(self.path, os.O_RDWR | os.O_DIRECT)
+            self.direct = True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self._data = open_own(self.path, os.O_RDWR)
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
-        """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`.
-
-        Raises:
-            OSError: what the system said, or EIO where the file has become too short.
-        """
-        view, done = memoryview(buffer.numpy()), 0
-        while done < len(view):
-            count = os.preadv(self._data, [view[done:]], offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, "the file ends before this record")
-            done += count
+        """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
+        self._move(os.preadv, offset, buffer, "the file ends before this record")
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer`, as `read` takes it, at `offset`.
+        """Write `buffer`, as `read` takes it, at `offset`."""
+        self._move(os.pwritev, offset, buffer, "the file takes no more of this record")
 
-        Raises:
-            OSError: what the system said, or EIO where it takes nothing.
-        """
+    def _move(self, move: Callable[..., int], offset: int, buffer: torch.Tensor, stopped: str) -> None:
         view, done = memoryview(buffer.numpy()), 0
         while done < len(view):
-            count = os.pwritev(self._data, [view[done:]], offset + done)
+            count = move(self._data, [view[done:]], offset + done)
             if count == 0:
-                raise OSError(errno.EIO, "the file takes no more of this record")
+                raise OSError(errno.EIO, stopped)
             done += count
 
     def close(self, *, keep_as: Header | None = None) -> None:
@@ -210,29 +175,11 @@ class MomentumFile:
         self._file = self._data = -1
 
 
-def _open_for_data(path: Path) -> tuple[bool, int]:
-    """A descriptor for the records, past the page cache if the file system can."""
-    try:
-        return True, open_own(path, os.O_RDWR | os.O_DIRECT)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-    return False, open_own(path, os.O_RDWR)
-
-
 @dataclass(frozen=True)
 class Failure:
-    """The first failed read or write.
+    """The first failed read or write, and the matrices whose momentum could not be read."""
 
-    Attributes:
-        doing: "read" or "write".
-        path: the file.
-        offset: bytes from its start.
-        reason: what the system said.
-        lost: the matrices whose momentum could not be read.
-    """
-
-    doing: str
+    doing: Literal["read", "write"]
     path: Path
     offset: int
     reason: str
@@ -254,11 +201,8 @@ class DiskRecords:
     """Records in files, read and written whatever the disk does; any thread may, one record in one thread at a time.
 
     When a write fails, the record stays in memory; when a read fails twice, it is zero, and stays in memory from then
-    on. `failure` tells what happened, lost records before all else.
-
-    Args:
-        places: the file of each record and the offset in it, by index.
-        names: of the matrices, by index.
+    on. `failure` tells what happened, lost records before all else. `places` has the file of each record and the offset
+    in it, by index.
     """
 
     def __init__(self, places: Mapping[int, tuple[MomentumFile, int]], names: Sequence[str]) -> None:
@@ -283,14 +227,12 @@ class DiskRecords:
         try:
             file.read(offset, buffer)
         except OSError as first:
-            lost: tuple[str, ...] = ()
             try:
                 file.read(offset, buffer)
             except OSError:
                 self._kept[index] = buffer.zero_().clone()
                 self._lost.add(index)
-                lost = (self._names[index],)
-            self._fail("read", index, first, lost)
+            self._fail("read", index, first)
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages."""
@@ -305,8 +247,9 @@ class DiskRecords:
             self._kept[index] = buffer.clone()
             self._fail("write", index, error)
 
-    def _fail(self, doing: str, index: int, error: OSError, lost: tuple[str, ...] = ()) -> None:
+    def _fail(self, doing: Literal["read", "write"], index: int, error: OSError) -> None:
         file, offset = self._places[index]
+        lost = (self._names[index],) if index in self._lost else ()
         with self._guard:
             if self.failure is None or (lost and not self.failure.lost):
                 self.failure = Failure(doing, file.path, offset, error.strerror or str(error), lost)
@@ -337,20 +280,15 @@ def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
 
 
 def require_writable(directory: Path) -> None:
-    """Check --muon-offload-dir.
-
-    Raises:
-        UserError: it is missing, not a directory, or not writable.
-    """
+    """Check --muon-offload-dir; a UserError where it is missing, not a directory, or not writable."""
+    flag = f"--muon-offload-dir {directory}"
     try:
         if not directory.exists():
-            raise UserError(f"--muon-offload-dir {directory} does not exist; make it: mkdir -p {directory}")
+            raise UserError(f"{flag} does not exist; make it: mkdir -p {directory}")
         if not directory.is_dir():
-            raise UserError(f"--muon-offload-dir {directory} is not a directory; choose one on a local disk")
+            raise UserError(f"{flag} is not a directory; choose one on a local disk")
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        raise UserError(
-            f"--muon-offload-dir {directory}: cannot write there ({error.strerror}); choose a directory that this "
-            "user may write"
-        ) from error
+        why = f"cannot write there ({error.strerror}); choose a directory that this user may write"
+        raise UserError(f"{flag}: {why}") from error

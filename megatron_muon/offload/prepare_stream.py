@@ -26,11 +26,7 @@ _WAVES = 2
 
 
 class PrepareStream:
-    """Runs `prepare` of a step on a stream of its own: stands before the rows of the step.
-
-    Args:
-        device: a GPU.
-    """
+    """Runs `prepare` of a step on a stream of its own, on a GPU: stands before the rows of the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -19,63 +19,49 @@ from megatron_muon.offload.files import PAGE, in_pages
 
 @dataclass(eq=False)
 class Piece:
-    """Some of a ring's memory, whole pages at an address of whole pages.
-
-    Attributes:
-        ring: the ring.
-        start: its first byte there.
-        memory: its bytes, uint8.
-        free: whether it has been given back.
-    """
+    """Bytes of a ring from `start` on: uint8, whole pages at an address of whole pages."""
 
     ring: Ring
     start: int
     memory: torch.Tensor
     free: bool = False
 
+    @property
+    def end(self) -> int:
+        """The first byte of the ring behind it."""
+        return self.start + self.memory.numel()
+
     def give_back(self) -> None:
         """The piece is no longer used; its memory is free when all older pieces, or all younger ones, are."""
         self.free = True
-        self.ring.drop_free()
+        taken = self.ring.taken
+        while taken and taken[0].free:
+            taken.popleft()
+        while taken and taken[-1].free:
+            taken.pop()
 
 
 class Ring:
-    """Memory for staging.
-
-    Args:
-        memory: whole pages at an address of whole pages.
-    """
+    """Memory for staging: whole pages at an address of whole pages."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self.size = memory.numel()
-        self._taken: deque[Piece] = deque()  # oldest first
+        self.taken = deque[Piece]()  # oldest first
 
     def take(self, size: int) -> Piece | None:
         """`size` bytes, rounded up to whole pages; None where that much does not lie together and free."""
         size = in_pages(size)
-        start: int | None = 0
-        if self._taken:
-            tail = self._taken[0].start
-            head = self._taken[-1].start + self._taken[-1].memory.numel()
-            if head > tail and size > self.size - head:  # no room at the end: at the front, before the oldest
-                start = 0 if size <= tail else None
-            else:
-                start = head if head > tail or size <= tail - head else None
-        elif size > self.size:
-            start = None
-        if start is None:
+        tail, head = (self.taken[0].start, self.taken[-1].end) if self.taken else (self.size, 0)
+        wrapped = bool(self.taken) and head <= tail
+        start, end = head, tail if wrapped else self.size
+        if not wrapped and size > end - start:  # no room at the end: at the front, before the oldest
+            start, end = 0, tail if self.taken else 0
+        if size > end - start:
             return None
         piece = Piece(self, start, self.memory[start : start + size])
-        self._taken.append(piece)
+        self.taken.append(piece)
         return piece
-
-    def drop_free(self) -> None:
-        """Forget the pieces at both ends that have been given back."""
-        while self._taken and self._taken[0].free:
-            self._taken.popleft()
-        while self._taken and self._taken[-1].free:
-            self._taken.pop()
 
 
 def aligned(size: int, *, device: torch.device) -> torch.Tensor:
@@ -101,11 +87,9 @@ def transfer_memory(size: int) -> torch.Tensor:
 
 def lock(memory: torch.Tensor) -> torch.Tensor:
     """Lock host memory, so that transfers to a GPU go on beside computation; `unlock` before it is given back."""
-    status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)
-    if int(status) != 0:
-        raise RuntimeError(
-            f"cannot lock {memory.numel():,} bytes of host memory for transfers: CUDA error {int(status)}"
-        )
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status != 0:
+        raise RuntimeError(f"cannot lock {memory.numel():,} bytes of host memory for transfers: CUDA error {status}")
     return memory
 
 

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,58 +31,45 @@ _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
 _open_runs: list[OffloadRun] = []
 
 
+@dataclass(eq=False)
 class OffloadRun:
-    """The stores of one run.
+    """The stores of one run. Collective; a UserError on every rank where one cannot use the directory."""
 
-    Args:
-        offload: "none", "cpu" or "nvme".
-        dtype: the storage format, "fp32", "bf16" or "int8".
-        fraction: the share of each rank's momentum that leaves the device, largest shards first.
-        directory: for "nvme".
-        buffer_mb: MiB of a ring for records on their way; parts of 8 MiB, a third of it, keep a disk busy.
-        keep: leave the files at the end.
-        iteration: the last iteration before the first step.
-        save: the folder that the run saves checkpoints in, by which its next start knows it; empty without one.
+    offload: str
+    """"none", "cpu" or "nvme"."""
+    dtype: str
+    """The storage format, "fp32", "bf16" or "int8"."""
+    _: KW_ONLY
+    fraction: float = 1.0
+    """The share of each rank's momentum that leaves the device, largest shards first."""
+    directory: str | None = None
+    """For "nvme"."""
+    buffer_mb: float = 24.0
+    """MiB of a ring for records on their way; parts of 8 MiB, a third of it, keep a disk busy."""
+    keep: bool = False
+    """Leave the files at the end."""
+    iteration: int = 0
+    """The last one before the first step."""
+    save: str = ""
+    """The folder that the run saves checkpoints in, by which its next start knows it; empty without one."""
 
-    Raises:
-        UserError: the directory cannot be used, on any rank. Collective.
-    """
-
-    def __init__(
-        self,
-        offload: str,
-        dtype: str,
-        *,
-        fraction: float = 1.0,
-        directory: str | None = None,
-        buffer_mb: float = 24.0,
-        keep: bool = False,
-        iteration: int = 0,
-        save: str = "",
-    ) -> None:
-        self.offload = offload
-        self.dtype = dtype
-        self.fraction = fraction
+    def __post_init__(self) -> None:
         self.stores: list[RecordStore] = []
         self.finished_iteration: int | None = None
         """The last one, where the training loop tells: a step that is skipped counts there, and not for the stores."""
         self._files: list[MomentumFile] = []
         self._kinds: list[str] = []
         self._needed = 0
-        self._iteration = iteration
-        self._keep = keep
-        self._save = save
-        self._staging_bytes = int(buffer_mb * 2**20)
         self._process = os.getpid()
-        self._directory: RunDirectory | None = None
-        if offload == "nvme":
-            assert directory is not None
+        self._claimed: RunDirectory | None = None
+        if self.offload == "nvme":
+            assert self.directory is not None
             shared: list[Any] = [secrets.token_hex(4)]
             dist.broadcast_object_list(shared, src=0)
             self.name: str = shared[0]
             error = None
             try:
-                self._directory = RunDirectory(Path(directory).absolute(), self.name, save=save)
+                self._claimed = RunDirectory(Path(self.directory).absolute(), self.name, save=self.save)
             except UserError as refusal:
                 error = str(refusal)
             _open_runs.append(self)
@@ -93,41 +80,35 @@ class OffloadRun:
     def make_store(
         self, layout: Layout, rank: int, group_of: Sequence[int], *, kind: str, device: torch.device
     ) -> RecordStore:
-        """A store for what a rank holds of a layout. Collective where momentum goes to disk.
+        """A store for what `rank` holds of a layout, for arithmetic on `device`. Collective with momentum on disk.
 
-        Args:
-            layout: the matrices, in the order of their parameters.
-            rank: this one, in the group of the layout.
-            group_of: the number of each matrix's parameter group.
-            kind: "dense" or "experts", for the names of files.
-            device: where the arithmetic is.
-
-        Raises:
-            UserError: the directory has too little room, on any rank.
+        `group_of` is the number of each matrix's parameter group, `kind`, "dense" or "experts", is for names of files.
+        A UserError on every rank where the directory of one has too little room.
         """
         codec = codec_of(self.dtype)
         names, shards = [matrix.name for matrix in layout.matrices], layout.held(rank)
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         files: dict[int, tuple[MomentumFile, int]] = {}
-        if self._directory is not None:
+        if self._claimed is not None:
             self._kinds.append(kind)
             of_group: dict[int, list[int]] = {}
             for index, place in enumerate(places):
                 if place == DISK:
                     of_group.setdefault(group_of[index], []).append(index)
-            headers = []
-            for group, indices in sorted(of_group.items()):
-                header = self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices])
-                headers.append((indices, header))
-                self._needed += header.room() + header.size
+            headers = [
+                (indices, self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices]))
+                for group, indices in sorted(of_group.items())
+            ]
+            self._needed += sum(header.room() + header.size for _, header in headers)
             error = None
             try:
                 for indices, header in headers:
-                    file = MomentumFile(self._directory.path, header)
+                    file = MomentumFile(self._claimed.path, header)
                     self._files.append(file)
                     file.take_space()
-                    files |= {i: (file, file.offset_of(number)) for number, i in enumerate(indices)}
+                    starts = (record[5] + file.header.front for record in header.records)
+                    files |= {i: (file, start) for i, start in zip(indices, starts, strict=True)}
             except OSError as refusal:
                 error = refusal.strerror or str(refusal)
             self._agree(error, about_room=True)
@@ -137,9 +118,9 @@ class OffloadRun:
             places,
             codec,
             device=device,
-            staging_bytes=self._staging_bytes,
+            staging_bytes=int(self.buffer_mb * 2**20),
             files=files,
-            on_disk=self._directory is not None,
+            on_disk=self._claimed is not None,
         )
         self.stores.append(store)
         return store
@@ -148,17 +129,18 @@ class OffloadRun:
         """Delete the files, or with `keep` name them after the iteration that they hold, and leave the directory."""
         if os.getpid() != self._process:
             return  # a forked child has the files of its parent
-        steps = max((store.steps - store.begun_at for store in self.stores), default=0)
-        at_end = self._iteration + steps if self.finished_iteration is None else self.finished_iteration
+        at_end = self.finished_iteration
+        if at_end is None:
+            at_end = self.iteration + max((store.steps - store.begun_at for store in self.stores), default=0)
         whole = bool(self.stores) and not any(store.in_step or store.failure for store in self.stores)
         for store in self.stores:
             store.close()
         for file in self._files:
-            file.close(keep_as=replace(file.header, iteration=at_end, kept=whole) if self._keep else None)
+            file.close(keep_as=replace(file.header, iteration=at_end, kept=whole) if self.keep else None)
         self.stores, self._files = [], []
-        if self._directory is not None:
-            self._directory.close()
-            self._directory = None
+        if self._claimed is not None:
+            self._claimed.close()
+            self._claimed = None
         with suppress(ValueError):
             _open_runs.remove(self)
         atexit.unregister(self.close)
@@ -170,12 +152,11 @@ class OffloadRun:
         """
         if os.getpid() != self._process:
             return
-        for file in self._files:
-            if not self._keep:
-                with suppress(OSError):
-                    file.path.unlink()
-        if self._directory is not None:
-            self._directory.close()
+        for file in self._files if not self.keep else ():
+            with suppress(OSError):
+                file.path.unlink()
+        if self._claimed is not None:
+            self._claimed.close()
 
     def _header(self, part: str, held: Sequence[tuple[str, Shard, int]]) -> Header:
         """The header of a parameter group's file of `(name, shard, bytes)`: what is where in it."""
@@ -185,14 +166,14 @@ class OffloadRun:
             end += in_pages(size)
         return Header(
             run=self.name,
-            iteration=self._iteration,
+            iteration=self.iteration,
             rank=dist.get_rank(),
             part=part,
             dtype=self.dtype,
             size=end,
             records=tuple(records),
-            keep=self._keep,
-            save=self._save,
+            keep=self.keep,
+            save=self.save,
         )
 
     def _agree(self, error: str | None, *, about_room: bool = False) -> None:
@@ -202,7 +183,7 @@ class OffloadRun:
         failed = next((one for one in everyone if one[0] is not None), None)
         if failed is None:
             return
-        path = self._directory.path if self._directory is not None else Path()
+        path = self._claimed.path if self._claimed is not None else Path()
         self.close()
         if not about_room:
             raise UserError(failed[0])

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, override
 
 import torch
 
@@ -37,39 +37,32 @@ _PARTS = 3
 
 @dataclass(eq=False)
 class _Staged:
-    """A record on its way or in use.
-
-    Attributes:
-        index: the shard.
-        host: its piece of the ring in host memory, where it comes from a file.
-        device: its piece of the ring on the device, where that is not host memory.
-        record: the bytes that the arithmetic sees.
-        ready: when it has been read; its result is a CUDA event, or None.
-    """
+    """A shard's record on its way or in use."""
 
     index: int
-    host: Piece | None
-    device: Piece | None
+    host: torch.Tensor
+    """Whole pages in host memory, that are read from a file or copied from."""
     record: torch.Tensor
+    """The bytes that the arithmetic sees: these, or a copy on the device."""
+    pieces: list[Piece]
     ready: Future[Any]
+    """When it has been read; its result is a CUDA event, or None."""
 
     def give_back(self) -> None:
-        """Free its pieces."""
-        for piece in (self.host, self.device):
-            if piece is not None:
-                piece.give_back()
+        for piece in self.pieces:
+            piece.give_back()
 
 
 class RecordStore(MomentumStore):
-    """Keeps momentum of shards.
+    """Keeps momentum of shards: this rank's of each matrix; those without elements are never asked for.
 
     Args:
         names: of the matrices.
-        shards: this rank's of each; those without elements are never asked for.
+        shards: of each.
         places: DEVICE, HOST or DISK for each.
         codec: the storage format.
         device: where the arithmetic is.
-        staging_bytes: of each ring; at least three times the largest record.
+        staging_bytes: of each ring; it takes three times the largest record in any case.
         files: for each shard on disk its file and the offset in it.
         on_disk: momentum is in files, on this rank or on another one.
     """
@@ -131,13 +124,9 @@ class RecordStore(MomentumStore):
         return self.disk.failure
 
     @property
-    def rounds(self) -> bool:
-        """Whether the storage format rounds momentum."""
-        return self.codec.name != "fp32"
-
-    def set_step_count(self, steps: int) -> None:
-        """The training has taken `steps` steps."""
-        self.steps = self.begun_at = steps
+    def in_step(self) -> bool:
+        """Whether a step has begun and not ended, so that some records are older than others."""
+        return bool(self._asked)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -152,10 +141,20 @@ class RecordStore(MomentumStore):
         """Bytes of the rings."""
         return self._host_ring.size + self._device_ring.size
 
+    @property
+    @override
+    def rounds(self) -> bool:
+        return self.codec.name != "fp32"
+
+    @override
+    def set_step_count(self, steps: int) -> None:
+        self.steps = self.begun_at = steps
+
+    @override
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
-        """Around the exchange of a step: `rows`, prepared on a stream of their own where they are staged to a GPU."""
         return nullcontext(rows) if self.prepare_stream is None else self.prepare_stream.step(rows)
 
+    @override
     def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """`indices` in parts of a third of the ring, in order."""
         part: list[int] = []
@@ -170,18 +169,14 @@ class RecordStore(MomentumStore):
         if part:
             yield part
 
+    @override
     def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
-        records = self._records(indices)
-        self._lent = [
-            self.codec.decode(record, self.shards[index].rows, self.shards[index].cols)
-            for index, record in zip(indices, records, strict=True)
-        ]
+        self._lent = [self._decode(index, record) for index, record in self._records(indices)]
         self._stage_ahead()
         return self._lent
 
+    @override
     def take_back(self, indices: Sequence[int]) -> None:
-        """What was lent last has its new value."""
         for index, values in zip(indices, self._lent, strict=True):
             staged = self._staged.pop(index, None)
             self._encode(index, values, self._at_hand[index] if staged is None else staged.record)
@@ -191,52 +186,41 @@ class RecordStore(MomentumStore):
         self._lent = []
         self._stage_ahead()
 
+    @override
     def end_step(self) -> None:
         """Wait until everything is written, and begin to read what the next step asks for first."""
         self.steps += 1
-        while self._leaving:
-            self._reclaim(wait=True)
+        self._finish_writes()
         self._order, self._asked, self._next = list(self._asked), {}, 0
         self._stage_ahead()
 
+    @override
     def read(self, index: int) -> torch.Tensor:
-        """A copy `(rows, cols)` fp32 of a shard's momentum, between steps, on the device or in host memory.
-
-        It is zero where it cannot be read, and `failure` tells so.
-        """
-        self._settle()
-        shard = self.shards[index]
-        record = self._at_hand.get(index, self._in_host.get(index))
+        """It is zero where it cannot be read, and `failure` tells so."""
+        record = self._settled(index)
         if record is None:
             record = transfer_memory(in_pages(self._sizes[index]))
             self.disk.read(index, record)
-        values = self.codec.decode(record[: self._sizes[index]], shard.rows, shard.cols)
+        values = self._decode(index, record)
         return values.clone() if index in self._at_hand else values
 
+    @override
     def write(self, index: int, values: torch.Tensor) -> None:
-        """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps.
-
-        It stays in memory where it cannot be written, and `failure` tells so.
-        """
-        self._settle()
-        at_hand = self._at_hand.get(index, self._in_host.get(index))
-        if at_hand is not None:
-            self._encode(index, values.to(at_hand.device, torch.float32), at_hand)
+        """It stays in memory where it cannot be written, and `failure` tells so."""
+        record = self._settled(index)
+        if record is not None:
+            self._encode(index, values.to(record.device, torch.float32), record)
             return
         record = transfer_memory(in_pages(self._sizes[index]))
-        self._encode(index, values.to("cpu", torch.float32), record[: self._sizes[index]])
+        self._encode(index, values.to("cpu", torch.float32), record)
         self.disk.write(index, record)
 
+    @override
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Room for fp32 tensors of so many elements: on the disk that momentum is on, else in memory."""
+        """It is on the disk that momentum is on, else in memory."""
         if not self.disk.files:
             return [torch.empty(size) for size in sizes]
         return scratch(self.disk.files[0].path.parent, sizes)
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step has begun and not ended, so that some records are older than others."""
-        return bool(self._asked)
 
     def close(self) -> None:
         """Nothing is read or written any more. The store is of no use afterwards; its files are as they were."""
@@ -266,13 +250,16 @@ class RecordStore(MomentumStore):
         if self._on_gpu:
             torch.cuda.set_device(self._device)
 
+    def _decode(self, index: int, record: torch.Tensor) -> torch.Tensor:
+        return self.codec.decode(record, self.shards[index].rows, self.shards[index].cols)
+
     def _encode(self, index: int, values: torch.Tensor, record: torch.Tensor) -> None:
         shard = self.shards[index]
         place = Place(self._keys[index], shard.row_start, shard.col_start)
         self.codec.encode(values, record, place, step=self.steps)
 
-    def _records(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """The records of a part where the arithmetic is."""
+    def _records(self, indices: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The shards of a part, and their records where the arithmetic is."""
         moving = [index for index in indices if index not in self._at_hand]
         self._asked |= dict.fromkeys(moving)
         while not all(index in self._staged or self._bring_in(index) for index in moving):
@@ -281,7 +268,8 @@ class RecordStore(MomentumStore):
             event = self._staged[index].ready.result()
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
-        return [self._staged[index].record if index in self._staged else self._at_hand[index] for index in indices]
+        for index in indices:
+            yield index, self._staged[index].record if index in self._staged else self._at_hand[index]
 
     def _stage_ahead(self) -> None:
         """Begin to read what will be asked for next, as far as there is room."""
@@ -294,18 +282,17 @@ class RecordStore(MomentumStore):
 
     def _bring_in(self, index: int) -> _Staged | None:
         """Begin to read a record; None where the rings have no room."""
-        size = in_pages(self._sizes[index])
-        host = device = None
-        if index in self.disk and (host := self._host_ring.take(size)) is None:
+        size, on_disk = self._sizes[index], index in self.disk
+        rings = [self._host_ring] * on_disk + [self._device_ring] * self._on_gpu
+        taken = [ring.take(size) for ring in rings]
+        pieces = [piece for piece in taken if piece is not None]
+        if len(pieces) < len(rings):
+            for piece in pieces:
+                piece.give_back()
             return None
-        if self._on_gpu and (device := self._device_ring.take(size)) is None:
-            if host is not None:
-                host.give_back()
-            return None
-        source = self._in_host[index] if host is None else host.memory
-        seen = source if device is None else device.memory
-        ready = self._readers.submit(self._bring, index, source, device)
-        staged = _Staged(index, host, device, seen[: self._sizes[index]], ready)
+        host = pieces[0].memory if on_disk else self._in_host[index]
+        record = (pieces[-1].memory if self._on_gpu else host)[:size]
+        staged = _Staged(index, host, record, pieces, self._readers.submit(self._bring, index, host, record))
         self._staged[index] = staged
         return staged
 
@@ -318,14 +305,14 @@ class RecordStore(MomentumStore):
             self._reclaim(wait=True)
             return
         assert self._staged, "a part does not fit the ring"
-        for staged in list(self._staged.values()):
-            self._drop(staged)
+        self._drop_staged()
         self._next = len(self._order)  # the order has changed; learn the new one
 
-    def _drop(self, staged: _Staged) -> None:
-        staged.ready.result()
-        del self._staged[staged.index]
-        staged.give_back()
+    def _drop_staged(self) -> None:
+        for staged in self._staged.values():
+            staged.ready.result()
+            staged.give_back()
+        self._staged.clear()
 
     def _reclaim(self, *, wait: bool) -> None:
         """Free what has been written: all that is done, and with `wait` at least the oldest."""
@@ -335,32 +322,37 @@ class RecordStore(MomentumStore):
             staged.give_back()
             wait = False
 
-    def _settle(self) -> None:
-        """Nothing on its way: what was read ahead is dropped."""
+    def _finish_writes(self) -> None:
         while self._leaving:
             self._reclaim(wait=True)
-        for staged in list(self._staged.values()):
-            self._drop(staged)
+
+    def _settle(self) -> None:
+        """Nothing on its way: what was read ahead is dropped."""
+        self._finish_writes()
+        self._drop_staged()
         self._next = 0
 
-    def _bring(self, index: int, source: torch.Tensor, device: Piece | None) -> Any:
+    def _settled(self, index: int) -> torch.Tensor | None:
+        """Between steps, a record that lies in memory; None where it is on disk."""
+        self._settle()
+        return self._at_hand.get(index, self._in_host.get(index))
+
+    def _bring(self, index: int, host: torch.Tensor, record: torch.Tensor) -> Any:
         """In a thread: read a record, and copy it to the device."""
         if index in self.disk:
-            self.disk.read(index, source)
-        if device is None:
+            self.disk.read(index, host)
+        if not self._on_gpu:
             return None
         with torch.cuda.stream(self._streams[0]):
-            device.memory[: self._sizes[index]].copy_(source[: self._sizes[index]], non_blocking=True)
+            record.copy_(host[: self._sizes[index]], non_blocking=True)
             return self._streams[0].record_event()
 
     def _return(self, staged: _Staged, computed: Any) -> None:
         """In a thread: copy a record from the device, and write it."""
-        index = staged.index
-        target = self._in_host[index] if staged.host is None else staged.host.memory
-        if staged.device is not None:
+        if self._on_gpu:
             with torch.cuda.stream(self._streams[1]):
                 self._streams[1].wait_event(computed)
-                target[: self._sizes[index]].copy_(staged.record, non_blocking=True)
+                staged.host[: self._sizes[staged.index]].copy_(staged.record, non_blocking=True)
                 self._streams[1].record_event().synchronize()
-        if index in self.disk:
-            self.disk.write(index, target)
+        if staged.index in self.disk:
+            self.disk.write(staged.index, staged.host)

@@ -10,14 +10,14 @@ import argparse
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from megatron_muon.command_parser import write_json
-from megatron_muon.core.cost import Iteration, check_proven, runs_in_half
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import LayoutError, check_ranks
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, make_plan
@@ -112,14 +112,11 @@ def run(args: argparse.Namespace) -> int:
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
     """Make a group's plan as training would, and estimate it."""
-    blocked, element_bytes = group.blocked, settings.element_bytes
+    element_bytes = settings.element_bytes
     cost = functools.cache(settings.iteration.flops)
-    flops = [
-        float(sum(cost(*block) for block in blocked.block_shapes(index)))
-        for index in range(len(blocked.layout.matrices))
-    ]
+    flops = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in group.layout.matrices]
     started = time.perf_counter()
-    plan = make_plan(blocked.layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
+    plan = make_plan(group.layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
     seconds = time.perf_counter() - started
     estimated = estimate(
         plan, flops, hardware, element_bytes=element_bytes, ns_dtype=settings.ns_dtype, rank_stride=group.stride
@@ -130,7 +127,7 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
 def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
     """The figures of a rank, which is in one group of each kind, and of each group, in the form of the JSON file."""
     return {
-        "digest": "-".join(item.plan.digest(item.group.blocked.splits) for item in plans),
+        "digest": "-".join(item.plan.digest() for item in plans),
         "world_size": world_size,
         **_figures(plans, [_ranks_in_group(item, world_size) for item in plans]),
         "hardware": hardware.name,
@@ -205,15 +202,15 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
     if (args.config is None) == (args.layout is None):
         raise UserError("give either --config FILE.yaml with --world-size N, or --layout FILE.json")
     if args.layout is not None:
-        blocked = read_layout(args.layout)
-        if args.world_size not in (None, blocked.layout.world_size):
+        layout = read_layout(args.layout)
+        if args.world_size not in (None, layout.world_size):
             raise UserError(
-                f"{args.layout} holds a layout of {blocked.layout.world_size} ranks, not {args.world_size}; "
+                f"{args.layout} holds a layout of {layout.world_size} ranks, not {args.world_size}; "
                 "leave --world-size out"
             )
-        if not blocked.layout.matrices:
+        if not layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return MuonSettings(), [Group("layout", blocked)], blocked.layout.world_size
+        return MuonSettings(), [Group("layout", layout)], layout.world_size
     if args.world_size is None:
         raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
     if args.world_size < 1:
@@ -238,19 +235,18 @@ def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Sett
     precision = getattr(config, "muon_fp32_matmul_prec", "medium")
     if args.ns_dtype is not None:
         precision = "medium" if args.ns_dtype == "bf16" else "highest"
-    half = runs_in_half(precision)
     exchange = args.exchange_dtype or config.muon_exchange_dtype
     buffer = config.muon_exchange_buffer_mb if args.buffer_mb is None else args.buffer_mb
     check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
     iteration = Iteration(
-        steps=getattr(config, "muon_num_ns_steps", Iteration.steps),
-        half=half,
-        method=args.ns or config.muon_ns,
-        products=hardware.products(half=half),
-        coefficient_type=getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
+        getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
+        getattr(config, "muon_num_ns_steps", Iteration.steps),
+        precision,
+        args.ns or config.muon_ns,
     )
-    check_proven(iteration.coefficient_type, iteration.steps, precision, iteration.method)
-    return Settings(buffer, _dtype(half=half) if exchange == "auto" else exchange, iteration)
+    iteration.check()
+    iteration = replace(iteration, products=hardware.products(half=iteration.half))
+    return Settings(buffer, _dtype(half=iteration.half) if exchange == "auto" else exchange, iteration)
 
 
 def _dtype(*, half: bool) -> str:

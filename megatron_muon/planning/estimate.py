@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products
-from megatron_muon.core.layout import BlockedLayout
+from megatron_muon.core.layout import Layout
 from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -107,7 +107,7 @@ class Group:
     """
 
     name: str
-    blocked: BlockedLayout
+    layout: Layout
     stride: int = 1
     together: int = 1
 

@@ -25,7 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.training import training
 
-from megatron_muon.core.layout import BlockedLayout, Layout, Matrix, Shard
+from megatron_muon.core.layout import Layout, Matrix, Shard
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import validation
 from megatron_muon.megatron.flags import arguments
@@ -131,18 +131,18 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
     planned = []
     for kind, ranks, tensor, expert in kinds:
         parts = tensor if over_tp else 1
-        matrices, splits = [], []
+        matrices = []
         for parameter, name in names.items():
             if getattr(parameter, "allreduce", True) is (kind == "experts"):  # as megatron-core tells its groups apart
                 continue
             shape, part = mp.matrix_shape(parameter, over_tp=over_tp), mp.matrix_shape(parameter, over_tp=False)
             mine = shards[parameter.orig_param]  # type: ignore[attr-defined]
             held = _over_replicas(mine, shape, part, ranks, parts, instances)
-            matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank))))
-            splits.append(mp.block_split(parameter, block_settings(settings), over_tp=over_tp))
+            split = mp.block_split(parameter, block_settings(settings), over_tp=over_tp)
+            matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank)), split))
         if matrices or kind == "dense":
-            blocked = BlockedLayout(Layout(ranks * parts * instances, tuple(matrices)), tuple(splits))
-            planned.append(Group(kind, blocked, expert * tensor // parts, parts))
+            layout = Layout(ranks * parts * instances, tuple(matrices))
+            planned.append(Group(kind, layout, expert * tensor // parts, parts))
     return planned
 
 

@@ -251,17 +251,17 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
 def sabotaged(how: str) -> Iterator[None]:
     """Bugs that others shipped, put in for negative controls; "" leaves everything as it is."""
     from megatron_muon.core.batch import BlockBatch
-    from megatron_muon.core.blocks import whole
+    from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
     from megatron_muon.core.orthogonalize import Orthogonalizer
 
     def orthogonalise_the_shard(self: Any, rows: Any, probe: Any) -> None:
-        orthogonalizer = Orthogonalizer(matmul_precision="highest", extra_scale_factor=0.2)
+        orthogonalizer = Orthogonalizer(Iteration(precision="highest"), extra_scale_factor=0.2)
         matrices, rank = self.layout.matrices, self.group.rank()
         held = [index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None]
         rows.finalize(
             held,
-            [orthogonalizer(shard, whole(len(shard)))[0] for shard in rows.prepare(held)],
+            [orthogonalizer(shard)[0] for shard in rows.prepare(held)],
             torch.ones(len(held), dtype=torch.bool),
         )
 

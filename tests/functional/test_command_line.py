@@ -164,16 +164,14 @@ def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
     assert "12 dense matrices over 2 ranks" in note
     assert run.output.index(note) < run.output.index("iteration        1/")
 
-    blocked = read_layout(file)
-    assert blocked.layout.world_size == 2
-    matrices = {matrix.name: matrix for matrix in blocked.layout.matrices}
+    layout = read_layout(file)
+    assert layout.world_size == 2
+    matrices = {matrix.name: matrix for matrix in layout.matrices}
     assert len(matrices) == table(run)["muon"][0] == 12
     assert sum(matrix.numel for matrix in matrices.values()) == table(run)["muon"][1]
     assert matrices["decoder.layers.1.mlp.linear_fc1.weight"].shape == (102, 39)
     assert any(len(matrix.shards) == 2 for matrix in matrices.values())
-    places = [matrix.name for matrix in blocked.layout.matrices]
-    qkv = places.index("decoder.layers.2.self_attention.linear_qkv.weight")
-    assert blocked.block_shapes(qkv) == [(39, 39)] * 3
+    assert matrices["decoder.layers.2.self_attention.linear_qkv.weight"].blocks == [(39, 39)] * 3
 
     assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == exit_codes.OK
     assert "at 2 ranks" in capsys.readouterr().out

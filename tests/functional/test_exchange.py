@@ -47,23 +47,22 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
 
 def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
-    from megatron_muon.core.blocks import RowSplit, whole
+    from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
     from megatron_muon.core.exchange.steps import rectangle_view
-    from megatron_muon.core.layout import Layout, from_rectangles
+    from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
 
     chance = random.Random(seed)
-    matrices, splits = [], []
+    matrices = []
     for number in range(chance.randint(1, 6)):
         split = whole(chance.randint(1, 9)) if chance.random() < 0.6 else RowSplit(chance.randint(1, 3), (2, 1, 1))
         shape = (split.rows, chance.randint(1, 9))
-        matrices.append(from_rectangles(str(number), shape, rectangles(*shape, world_size, chance)))
-        splits.append(split)
+        matrices.append(from_rectangles(str(number), shape, rectangles(*shape, world_size, chance), split))
     layout = Layout(world_size, tuple(matrices))
-    orthogonalizer = Orthogonalizer(matmul_precision="highest")
-    costs = [orthogonalizer.flops(m.shape, split) for m, split in zip(matrices, splits, strict=True)]
+    orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
+    costs = [orthogonalizer.flops(matrix) for matrix in matrices]
     plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4)
     group = dist.group.WORLD
     assert group is not None
@@ -99,7 +98,7 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
     device = torch.device("cpu")
 
     def batches(indices: Any) -> Any:
-        return orthogonalizer.batch([matrices[i].shape for i in indices], [splits[i] for i in indices])
+        return orthogonalizer.batch([matrices[i] for i in indices])
 
     gathered = AllGatherExchange(layout, group, batches, device=device)
     owner = OwnerExchange(plan, group, batches, device=device)

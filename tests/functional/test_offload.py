@@ -202,7 +202,7 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
     from benchmarks.step import gpt_layout
     from megatron_muon.offload.run import OffloadRun
 
-    layout, _ = gpt_layout(world_size, 384, 14)
+    layout = gpt_layout(world_size, 384, 14)
     directory = folder if offload == "nvme" else None
     torch.zeros(2**20).add_(1.0)  # what a first operation loads
     before = anonymous_bytes()

@@ -9,47 +9,39 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.core.adaptive import MOMENT2, AdaMuon, NorMuon
-from megatron_muon.core.blocks import whole
-from megatron_muon.core.exchange.local import LocalExchange
+from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding
+from megatron_muon.core.cost import Iteration
+from megatron_muon.core.exchange import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.neurons import NeuronMoments
+from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 
 SHAPES = [(9, 4), (4, 9)]
 
 
-def adaptive(method: str) -> Any:
+def adaptive(method: str) -> ShardedMuon:
     """An adaptive Muon on one rank, its matrices whole."""
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=seeded(0))) for shape in SHAPES]
     layout = Layout(1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES)))
-    orthogonalizer = Orthogonalizer(matmul_precision="highest", scaled=False)
-    scales = [orthogonalizer.row_scales(shape, whole(shape[0])) for shape in SHAPES]
+    orthogonalizer = Orthogonalizer(Iteration(precision="highest"), scaled=False)
+    scales = [orthogonalizer.row_scales(matrix) for matrix in layout.matrices]
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    device = torch.device("cpu")
-    neurons = NeuronMoments(
-        layout, [1, 1], group, scales, columns=[(0, c) for _, c in SHAPES], replicated=False, everywhere=True,
-        device=device,
-    )  # fmt: skip
+    holding = Holding(layout, group, scales, [1, 1], [(0, cols) for _, cols in SHAPES], repeated=True)
+    moment = SECOND_MOMENTS[method](holding, beta2=0.95, eps=1e-8)
 
     def batches(indices: Sequence[int]) -> Any:
-        shapes = [SHAPES[i] for i in indices]
-        normalize = neurons.normalizer(indices) if method == "normuon" else None
-        return orthogonalizer.batch(shapes, [whole(rows) for rows, _ in shapes], normalize)
+        return orthogonalizer.batch([layout.matrices[i] for i in indices], moment.normalizer(indices))
 
-    settings: dict[str, Any] = {"scales": scales} if method == "adamuon" else {"neurons": neurons}
-    return (AdaMuon if method == "adamuon" else NorMuon)(
+    return ShardedMuon(
         [{"params": parameters}],
-        LocalExchange(layout, group, batches, buffer_bytes=1 << 20, device=device),
+        LocalExchange(layout, group, batches, buffer_bytes=1 << 20, device=torch.device("cpu")),
+        moment=moment,
         lr=0.1,
         momentum=0.9,
         nesterov=True,
         weight_decay=0.1,
         decoupled_weight_decay=True,
         names={p: f"w{i}" for i, p in enumerate(parameters)},
-        beta2=0.95,
-        eps=1e-8,
-        **settings,
     )
 
 
@@ -57,7 +49,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-@pytest.mark.parametrize("method", ["adamuon", "normuon"])
+@pytest.mark.parametrize("method", SECOND_MOMENTS)
 def test_an_update_that_is_skipped_leaves_the_second_moment_alone(method: str) -> None:
     """Zeros stand in for it; averaged into the second moment they made the next update 1.6 times as large."""
     muon = adaptive(method)

@@ -179,21 +179,21 @@ def test_train_flags_take_back_what_is_not_training():
     assert flags[flags.index("--optimizer") + 1] == "adam"
 
 
-@pytest.mark.parametrize("half", [True, False])
+@pytest.mark.parametrize("precision", ["medium", "highest"])
 @pytest.mark.parametrize("method", [STANDARD, GRAM])
 @pytest.mark.parametrize("block", [(64, 64), (64, 256), (256, 64), (512, 1024)])
 @pytest.mark.parametrize("steps", [3, 5, 6])
 @pytest.mark.parametrize("kind", [DENSE, HALVES])
-def test_floors_products_do_the_operations_that_are_counted(kind, method, half, block, steps):
-    iteration = Iteration(steps=steps, half=half, method=method, products=kind)
+def test_floors_products_do_the_operations_that_are_counted(kind, method, precision, block, steps):
+    iteration = Iteration(steps=steps, precision=precision, method=method, products=kind)
     done = products(block, iteration, batch=3)
     assert sum(product.flops * count for product, count in done.items()) == 3 * iteration.flops(*block)
 
 
 def test_layout_of_more_ranks_than_rows():
-    layout, splits = gpt_layout(7, 5, 1)
+    layout = gpt_layout(7, 5, 1)
     assert [matrix.shape for matrix in layout.matrices] == [(15, 5), (5, 5), (20, 5), (5, 20)]
-    assert splits[0].block_shapes(5) == [(5, 5)] * 3
+    assert layout.matrices[0].blocks == [(5, 5)] * 3
     assert layout.matrices[1].shard_of(6) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-from megatron_muon.core.blocks import RowSplit
+from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.model.fused import BlockSettings, Fused, fused_rows

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.blocks import RowSplit, whole
-from megatron_muon.core.layout import BlockedLayout, Layout, Matrix, Shard, row_sharded
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, Shard, row_sharded, whole
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.layout_file import read_layout, write_layout
 
@@ -38,22 +37,23 @@ def test_what_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, rows: list[list[int]], in_blocks: bool
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "roundtrip.json"
-    layout = Layout(3, tuple(row_sharded(f"w.{i}", (sum(each), 4), each) for i, each in enumerate(rows)))
-    splits = tuple(RowSplit(1, (1,) * sum(each)) if in_blocks else whole(sum(each)) for each in rows)
-    write_layout(path, BlockedLayout(layout, splits))
-    assert read_layout(path) == BlockedLayout(layout, splits)
+    splits = (RowSplit(1, (1,) * sum(each)) if in_blocks else whole(sum(each)) for each in rows)
+    cut = enumerate(zip(rows, splits, strict=True))
+    layout = Layout(3, tuple(row_sharded(f"w.{i}", (sum(each), 4), each, split) for i, (each, split) in cut))
+    write_layout(path, layout)
+    assert read_layout(path) == layout
 
 
 def test_a_file_written_by_hand(tmp_path: Path) -> None:
-    blocked = read_layout(stored(tmp_path, document()))
-    assert blocked.layout.world_size == 2
-    assert blocked.layout.matrices[0] == Matrix("qkv", (6, 4), (Shard(0, 0, 4, 0, 4), Shard(1, 4, 2, 0, 4)))
+    layout = read_layout(stored(tmp_path, document()))
+    assert layout.world_size == 2
+    assert layout.matrices[0] == Matrix("qkv", (6, 4), (Shard(0, 0, 4, 0, 4), Shard(1, 4, 2, 0, 4)))
 
 
 def test_columns_may_be_cut(tmp_path: Path) -> None:
     halves = document()
     halves["matrices"] = [{"name": "proj", "shape": [4, 6], "shards": [[1, 0, 4, 3, 3], [0, 0, 4, 0, 3]]}]
-    assert [shard.rank for shard in read_layout(stored(tmp_path, halves)).layout.matrices[0].shards] == [0, 1]
+    assert [shard.rank for shard in read_layout(stored(tmp_path, halves)).matrices[0].shards] == [0, 1]
 
 
 def _with(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
@@ -139,4 +139,4 @@ def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="codec can't decode byte 0xff"):
         read_layout(tmp_path / "binary")
     with pytest.raises(UserError, match="cannot write layout"):
-        write_layout(tmp_path / "no" / "where.json", BlockedLayout(Layout(1, ()), ()))
+        write_layout(tmp_path / "no" / "where.json", Layout(1, ()))

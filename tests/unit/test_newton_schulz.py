@@ -13,8 +13,8 @@ from emerging_optimizers.orthogonalized_optimizers.muon_utils import newton_schu
 
 from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core import orthogonalize
-from megatron_muon.core.blocks import whole
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
+from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
 
 QUINTIC = ns.coefficients("quintic", 5)
@@ -181,12 +181,12 @@ def test_runs_cover_all_steps() -> None:
 def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:
     """Five steps: 20 a + 10 against 8 a + 28 (fp32) and 12 a + 22 (bf16) in units of n^3, equal at 1.5."""
     n = 64
-    for half, gram in ((False, lambda a: 8 * a + 28), (True, lambda a: 12 * a + 22)):
+    for precision, gram in (("high", lambda a: 8 * a + 28), ("medium", lambda a: 12 * a + 22)):
         for ratio in (1, 2, 4, 8):
-            standard = Iteration(method=STANDARD, half=half).flops(n, ratio * n)
+            standard = Iteration(method=STANDARD, precision=precision).flops(n, ratio * n)
             assert standard == (20 * ratio + 10) * n**3
-            assert Iteration(method=GRAM, half=half).flops(ratio * n, n) == gram(ratio) * n**3
-            auto = Iteration(half=half)
+            assert Iteration(method=GRAM, precision=precision).flops(ratio * n, n) == gram(ratio) * n**3
+            auto = Iteration(precision=precision)
             assert auto.method_for(n, ratio * n) == (STANDARD if ratio == 1 else GRAM)
             assert auto.flops(n, ratio * n) == min(standard, gram(ratio) * n**3)
     assert Iteration(method=STANDARD).method_for(64, 256) == STANDARD
@@ -261,9 +261,9 @@ def test_the_symmetric_kernel_is_tuned_before_the_first_step(kernel) -> None:
     tuned = set(kernel)
     assert {(16, 40), (16, 16), (24, 24)} <= tuned
     kernel.clear()
-    batch = orthogonalizer.batch(kinds, [whole(rows) for rows, _ in kinds])
+    batch = orthogonalizer.batch([Matrix("w", shape) for shape in kinds])
     for matrix in batch.allocate(torch.empty(0, dtype=torch.bfloat16)):
         matrix.normal_()
     batch.orthogonalize()
     assert set(kernel) <= tuned
-    assert orthogonalize.Orthogonalizer(matmul_precision="high").warm_up(kinds) == 0
+    assert orthogonalize.Orthogonalizer(Iteration(precision="high")).warm_up(kinds) == 0

@@ -8,6 +8,7 @@ import pytest
 
 from megatron_muon.bench import command as bench_command
 from megatron_muon.core import numbers
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.numbers import RANGES, Range, check_number, check_numbers
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -111,7 +112,7 @@ def test_constructors_keep_to_the_rule():
     for name, value, flag in (("lr", -1.0, "lr"), ("lr", math.nan, "lr"), ("momentum", math.nan, "muon-momentum")):
         with pytest.raises(ValueError, match=f"--{flag} {value:g} is (out of range|not finite)"):
             ShardedMuon([], None, **{**good, name: value}, names={})
-    for settings in ({"num_steps": 0}, {"extra_scale_factor": -1.0}, {"extra_scale_factor": math.inf}):
+    for settings in ({"iteration": Iteration(steps=0)}, {"extra_scale_factor": -1.0}, {"extra_scale_factor": math.inf}):
         with pytest.raises(ValueError, match=r"is (out of range|not finite); choose"):
             Orthogonalizer(**settings)
 

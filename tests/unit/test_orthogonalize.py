@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from benchmarks.memory import peak_extra_bytes
 from megatron_muon.core import orthogonalize
-from megatron_muon.core.blocks import RowSplit, whole
-from megatron_muon.core.cost import HALVES, KERNEL
+from megatron_muon.core.cost import HALVES, KERNEL, Iteration
+from megatron_muon.core.layout import Matrix, RowSplit
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 from megatron_muon.core.plan import UPDATE_BYTES
 
@@ -25,36 +25,23 @@ def randn(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 
 def one_block(orthogonalizer: Orthogonalizer, block: torch.Tensor) -> torch.Tensor:
-    return orthogonalizer(block, whole(block.shape[0]))[0]
+    return orthogonalizer(block)[0]
 
 
-def unscaled(**settings_: object) -> Orthogonalizer:
+def unscaled(coefficient_type: str = "quintic", steps: int = 5) -> Orthogonalizer:
     """An Orthogonalizer whose scale is 1 for matrices with no more rows than columns."""
-    return Orthogonalizer(scale_mode="shape_scaling", matmul_precision="highest", **settings_)
+    return Orthogonalizer(Iteration(coefficient_type, steps, "highest"), scale_mode="shape_scaling")
 
 
+@pytest.mark.parametrize(("kind", "steps"), [("simple", 12), ("quintic", 8)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_converged_iteration_is_the_polar_factor(shape: tuple[int, int]) -> None:
-    """The "simple" coefficients converge to U V^T of the singular value decomposition in fp64."""
-    block = randn(*shape)
-    u, _, vt = torch.linalg.svd(block.double(), full_matrices=False)
-    found = one_block(unscaled(coefficient_type="simple", num_steps=12), block)
-    scale = max(1.0, shape[0] / shape[1]) ** 0.5
-    if (found.double() - scale * (u @ vt)).abs().max() > 0.3:
-        pytest.fail("not even near the polar factor")
-    # Muon's coefficients trade exactness for speed: singular values end between 0.7 and 1.2, vectors stay.
-    values = torch.linalg.svdvals(found.double()) / scale
-    assert values.min() > 0.6
-    assert values.max() < 1.3
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_singular_vectors_stay(shape: tuple[int, int]) -> None:
-    """Newton-Schulz only changes singular values: U^T X V is diagonal, with entries near 1."""
+def test_singular_vectors_stay_and_values_come_near_one(shape: tuple[int, int], kind: str, steps: int) -> None:
+    """U^T X V is diagonal, for U and V of the input in fp64. Muon's coefficients trade exactness for speed: singular
+    values end between 0.7 and 1.2.
+    """
     block = randn(*shape, seed=1)
     u, _, vt = torch.linalg.svd(block.double(), full_matrices=False)
-    found = one_block(unscaled(num_steps=8), block).double()
-    found = found / max(1.0, shape[0] / shape[1]) ** 0.5
+    found = one_block(unscaled(kind, steps), block).double() / max(1.0, shape[0] / shape[1]) ** 0.5
     middle = u.mT @ found @ vt.mT
     torch.testing.assert_close(middle, middle.diagonal().diag(), rtol=0.0, atol=1e-4)
     assert ((middle.diagonal() > 0.6) & (middle.diagonal() < 1.3)).all()
@@ -70,8 +57,8 @@ def test_singular_vectors_stay(shape: tuple[int, int]) -> None:
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_scale_is_that_of_the_block(mode: str, scale: object, shape: tuple[int, int]) -> None:
-    one = one_block(Orthogonalizer(scale_mode=mode, matmul_precision="highest"), randn(*shape))
-    fifth = Orthogonalizer(scale_mode=mode, matmul_precision="highest", extra_scale_factor=0.2)
+    one = one_block(Orthogonalizer(Iteration(precision="highest"), scale_mode=mode), randn(*shape))
+    fifth = Orthogonalizer(Iteration(precision="highest"), scale_mode=mode, extra_scale_factor=0.2)
     torch.testing.assert_close(one_block(fifth, randn(*shape)), 0.2 * one)
     plain = one_block(unscaled(), randn(*shape)) / math.sqrt(max(1.0, shape[0] / shape[1]))
     torch.testing.assert_close(one, plain * scale(*shape))  # type: ignore[operator]
@@ -96,6 +83,12 @@ def test_powers_of_two_change_no_bit(exponent: int) -> None:
     assert torch.equal(found, expected)
 
 
+def test_precision_is_put_back() -> None:
+    before = torch.get_float32_matmul_precision()
+    one_block(Orthogonalizer(Iteration(precision="high")), randn(3, 3))
+    assert torch.get_float32_matmul_precision() == before
+
+
 def test_zero_stays_zero() -> None:
     assert torch.equal(one_block(Orthogonalizer(), torch.zeros(4, 3)), torch.zeros(4, 3))
     assert torch.equal(to_unit_magnitude(torch.zeros(2, 2), torch.float32), torch.zeros(2, 2))
@@ -106,7 +99,7 @@ def test_the_input_is_left_alone() -> None:
     for precision in ("highest", "medium"):
         block = to_unit_magnitude(randn(6, 4), torch.float32)
         before = block.clone()
-        Orthogonalizer(matmul_precision=precision)(block, whole(6))
+        Orthogonalizer(Iteration(precision=precision))(block)
         assert torch.equal(block, before)
 
 
@@ -114,30 +107,24 @@ def test_blocks_are_orthogonalised_alone() -> None:
     """Fused QKV treated as one matrix mixes the singular vectors of query, key and value."""
     split = RowSplit(groups=3, parts=(4, 2, 2))
     matrix = randn(split.rows, 10)
-    orthogonalizer = Orthogonalizer(matmul_precision="highest")
+    orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
     found, _ = orthogonalizer(matrix, split)
     rows = torch.arange(split.rows)
     for start, stop in ((0, 4), (4, 6), (6, 8)):
         mine = rows[(rows % 8 >= start) & (rows % 8 < stop)]
-        alone = one_block(Orthogonalizer(matmul_precision="highest"), matrix[mine])
+        alone = one_block(Orthogonalizer(Iteration(precision="highest")), matrix[mine])
         assert torch.equal(found[mine], alone)
-    together = one_block(Orthogonalizer(matmul_precision="highest"), matrix)
+    together = one_block(Orthogonalizer(Iteration(precision="highest")), matrix)
     assert not torch.allclose(found, together, atol=0.1)
 
 
 def test_bf16_iteration_is_near_the_fp32_one() -> None:
     """The precision "medium" iterates in bf16, which has 8 bits: entries of size 0.3 agree to 0.06."""
     exact, rough = (
-        one_block(Orthogonalizer(matmul_precision=precision, scale_mode="shape_scaling"), randn(16, 16))
+        one_block(Orthogonalizer(Iteration(precision=precision), scale_mode="shape_scaling"), randn(16, 16))
         for precision in ("highest", "medium")
     )
     torch.testing.assert_close(rough, exact, rtol=0.0, atol=0.06)
-
-
-def test_precision_is_put_back() -> None:
-    before = torch.get_float32_matmul_precision()
-    Orthogonalizer(matmul_precision="medium")(randn(3, 3), whole(3))
-    assert torch.get_float32_matmul_precision() == before
 
 
 def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:
@@ -146,7 +133,8 @@ def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:
     before = switch.fp32_precision
     switch.fp32_precision = "tf32"
     try:
-        one_block(Orthogonalizer(matmul_precision="medium"), randn(3, 3))
+        one_block(Orthogonalizer(Iteration(precision="medium")), randn(3, 3))
+        assert switch.fp32_precision == "tf32"
     finally:
         switch.fp32_precision = before
 
@@ -154,8 +142,8 @@ def test_bf16_iterates_beside_torchs_newer_precision_switch() -> None:
 @pytest.mark.parametrize("precision", ["highest", "medium"])
 def test_one_block_that_is_not_finite_gives_its_matrix_an_update_of_zeros(precision: str) -> None:
     split = RowSplit(groups=2, parts=(4, 2, 2))
-    shapes, splits = [(16, 10), (16, 10), (5, 12), (5, 12)], [split, split, whole(5), whole(5)]
-    batch = Orthogonalizer(matmul_precision=precision).batch(shapes, splits)
+    of = [Matrix("w", (16, 10), split=split)] * 2 + [Matrix("w", (5, 12))] * 2
+    batch = Orthogonalizer(Iteration(precision=precision)).batch(of)
     for dtype in (torch.float32, torch.bfloat16):
         matrices = batch.allocate(torch.empty(0, dtype=dtype))
         for seed, matrix in enumerate(matrices):
@@ -174,11 +162,12 @@ def test_row_scales_are_those_of_blocks() -> None:
     """Adaptive Muon scales by hand what plain Muon's update has been scaled by."""
     split = RowSplit(2, (3, 1))
     matrix = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
-    settings = {"matmul_precision": "highest", "extra_scale_factor": 0.2}
+    settings = {"iteration": Iteration(precision="highest"), "extra_scale_factor": 0.2}
     raw = Orthogonalizer(**settings, scaled=False)
     scaled, _ = Orthogonalizer(**settings)(matrix, split)
-    torch.testing.assert_close(raw(matrix, split)[0] * raw.row_scales((8, 5), split), scaled, rtol=1e-5, atol=0.0)
-    assert len(set(raw.row_scales((8, 5), split).flatten().tolist())) == 2
+    factors = raw.row_scales(Matrix("w", (8, 5), split=split))
+    torch.testing.assert_close(raw(matrix, split)[0] * factors, scaled, rtol=1e-5, atol=0.0)
+    assert len(set(factors.flatten().tolist())) == 2
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
@@ -190,7 +179,7 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     block = 512 * cols
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", block)
     stack = randn(3 * 512, cols).view(3, 512, cols).bfloat16()
-    orthogonalizer = Orthogonalizer(method=method)
+    orthogonalizer = Orthogonalizer(Iteration(method=method))
     extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device)
     assert extra <= 1.25 * 2 * UPDATE_BYTES * block
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", 3 * block)

@@ -132,12 +132,6 @@ def test_whole_matrices_move_when_one_rank_holds_all() -> None:
     assert len(plan.whole[0]) == 10
 
 
-def test_ranks_that_may_not_own_do_not() -> None:
-    layout = Layout(4, tuple(row_sharded(f"w{index}", (8, 8), [2, 2, 2, 2]) for index in range(12)))
-    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4, ranks=[1, 3])
-    assert sorted(plan.owners) == [1] * 6 + [3] * 6
-
-
 def test_large_matrices_of_several_owners_travel_together() -> None:
     """One matrix a wave would leave all ranks but one idle."""
     layout = Layout(4, tuple(row_sharded(f"w{index}", (64, 64), [16] * 4) for index in range(8)))

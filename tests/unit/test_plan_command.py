@@ -11,9 +11,8 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.core import newton_schulz
-from megatron_muon.core.blocks import whole
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
-from megatron_muon.core.layout import BlockedLayout, Layout, row_sharded
+from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.layout_file import write_layout
@@ -100,13 +99,9 @@ def test_experts_and_dense_are_separate(tmp_path: Path, capsys: pytest.CaptureFi
         assert text in shown
 
 
-def in_one_block(layout: Layout) -> BlockedLayout:
-    return BlockedLayout(layout, tuple(whole(matrix.shape[0]) for matrix in layout.matrices))
-
-
 def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = Layout(2, tuple(row_sharded(f"w{index}", (64, 32), [40, 24]) for index in range(8)))
-    write_layout(tmp_path / "layout.json", in_one_block(layout))
+    write_layout(tmp_path / "layout.json", layout)
     figures = planned(tmp_path, "--layout", tmp_path / "layout.json", "--hardware", "cpu-2core")
     assert figures["matrices"] == 8
     assert figures["ns_load"]["max_over_mean"] == 1.0
@@ -121,7 +116,7 @@ def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:
     ours = planned(tmp_path, "--config", QUICKSTART, "--world-size", 4)
     from megatron_muon.planning.matrices import read_model
 
-    ((dense,),) = [[group.blocked for group in read_model(QUICKSTART, 4)[1]]]
+    ((dense,),) = [[group.layout for group in read_model(QUICKSTART, 4)[1]]]
     write_layout(tmp_path / "layout.json", dense)
     theirs = planned(tmp_path, "--layout", tmp_path / "layout.json")
     for key in ("matrices", "ns_load", "exchange_bytes", "extra_bytes_max", "waves", "estimated_ms"):
@@ -189,8 +184,8 @@ def test_configs_that_cannot_be_planned(
 
 
 def test_arguments_that_do_not_go_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_layout(tmp_path / "a.json", in_one_block(Layout(2, (row_sharded("w", (2, 2), [1, 1]),))))
-    write_layout(tmp_path / "empty.json", in_one_block(Layout(2, ())))
+    write_layout(tmp_path / "a.json", Layout(2, (row_sharded("w", (2, 2), [1, 1]),)))
+    write_layout(tmp_path / "empty.json", Layout(2, ()))
     assert "give either --config" in message(capsys)
     assert "give either --config" in message(capsys, "--config", QUICKSTART, "--layout", tmp_path / "a.json")
     assert "add --world-size" in message(capsys, "--config", QUICKSTART)
@@ -204,7 +199,7 @@ def test_a_plan_of_a_layout_needs_neither_torch_nor_megatron(tmp_path: Path) -> 
     import subprocess
     import sys
 
-    write_layout(tmp_path / "layout.json", in_one_block(Layout(2, (row_sharded("w", (64, 32), [40, 24]),))))
+    write_layout(tmp_path / "layout.json", Layout(2, (row_sharded("w", (64, 32), [40, 24]),)))
     code = (
         "import sys; from megatron_muon import cli; "
         f"code = cli.main(['plan', '--layout', {str(tmp_path / 'layout.json')!r}]); "
@@ -227,16 +222,16 @@ def test_a_plan_names_the_owners_that_training_would(
     settings = plan_command._settings(args, config, HARDWARE[hardware])
     monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     orthogonalizer = Orthogonalizer()
-    other = Iteration(half=False, products=products)
+    other = Iteration(precision="high", products=products)
     for group in groups:
         planned = plan_command.plan_group(group, settings, HARDWARE[hardware]).plan
-        layout, splits, blocks = group.blocked.layout, group.blocked.splits, group.blocked.block_shapes
-        costs = [orthogonalizer.flops(m.shape, split) for m, split in zip(layout.matrices, splits, strict=True)]
+        layout = group.layout
+        costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
         trained = make_plan(layout, costs, buffer_bytes=256 * 2**20, element_bytes=2)
         assert planned.owners == trained.owners
         assert planned.waves == trained.waves
         if name == "llama3-8b" and products is DENSE:
-            wrong = [sum(other.flops(*block) for block in blocks(index)) for index in range(len(layout.matrices))]
+            wrong = [sum(other.flops(*block) for block in matrix.blocks) for matrix in layout.matrices]
             assert make_plan(layout, wrong, buffer_bytes=256 * 2**20, element_bytes=2).owners != trained.owners
 
 

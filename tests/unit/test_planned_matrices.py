@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon import cpu
-from megatron_muon.core.blocks import RowSplit
-from megatron_muon.core.layout import BlockedLayout
+from megatron_muon.core.layout import Layout, Matrix, RowSplit
 from megatron_muon.errors import UserError
 
 TINY = {
@@ -49,31 +48,37 @@ DUPLICATED = {"muon_tp_mode": "duplicated"}
 def planned(tmp_path: Path) -> Any:
     """The groups of a config with these flags, over so many ranks."""
 
-    def groups(flags: dict[str, Any], world_size: int) -> list[BlockedLayout]:
+    def groups(flags: dict[str, Any], world_size: int) -> list[Layout]:
         cpu.install(force=True)
         from megatron_muon.planning.matrices import read_model
 
         path = tmp_path / "run.yaml"
         lines = [f"  --{name.replace('_', '-')}: {value}\n" for name, value in flags.items()]
         path.write_text("MODEL_ARGS:\n" + "".join(lines), "utf-8")
-        return [group.blocked for group in read_model(path, world_size)[1]]
+        return [group.layout for group in read_model(path, world_size)[1]]
 
     return groups
 
 
-def rows(blocked: BlockedLayout, name: str) -> list[tuple[int, int, int]]:
+def matrix_of(layout: Layout, name: str) -> Matrix:
+    return next(matrix for matrix in layout.matrices if matrix.name.endswith(name))
+
+
+def rows(layout: Layout, name: str) -> list[tuple[int, int, int]]:
     """`(rank, first row, rows)` of each shard."""
-    matrix = next(matrix for matrix in blocked.layout.matrices if matrix.name.endswith(name))
-    return [(shard.rank, shard.row_start, shard.rows) for shard in matrix.shards]
+    return [(shard.rank, shard.row_start, shard.rows) for shard in matrix_of(layout, name).shards]
 
 
-def shapes(blocked: BlockedLayout) -> dict[str, tuple[int, int]]:
-    return {matrix.name: matrix.shape for matrix in blocked.layout.matrices}
+def shapes(layout: Layout) -> dict[str, tuple[int, int]]:
+    return {matrix.name: matrix.shape for matrix in layout.matrices}
 
 
-def blocks(blocked: BlockedLayout, name: str) -> RowSplit:
-    index = next(i for i, matrix in enumerate(blocked.layout.matrices) if matrix.name.endswith(name))
-    return blocked.splits[index]
+def splits(layout: Layout) -> list[RowSplit]:
+    return [matrix.split for matrix in layout.matrices]
+
+
+def blocks(layout: Layout, name: str) -> RowSplit:
+    return matrix_of(layout, name).split
 
 
 def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
@@ -83,21 +88,20 @@ def test_a_dense_layer_is_cut_as_by_hand(planned: Any) -> None:
     padded to 2 x 16: 592 = 18.5 x 32, so 19 x 32 = 608 and a piece is 304.
     """
     (dense,) = planned(TINY, 2)
-    assert len(dense.layout.matrices) == 8
+    assert len(dense.matrices) == 8
     assert rows(dense, "layers.0.mlp.linear_fc2.weight") == [(0, 0, 8)]
     assert rows(dense, "layers.0.self_attention.linear_proj.weight") == [(0, 0, 8)]
     assert rows(dense, "layers.0.self_attention.linear_qkv.weight") == [(0, 0, 14), (1, 14, 2)]
     assert rows(dense, "layers.0.mlp.linear_fc1.weight") == [(1, 0, 32)]
     assert rows(dense, "layers.1.mlp.linear_fc1.weight") == [(1, 0, 32)]
-    index = next(i for i, m in enumerate(dense.layout.matrices) if "qkv" in m.name)
-    assert dense.splits[index] == RowSplit(2, (4, 2, 2))
-    assert dense.block_shapes(index) == [(8, 8), (4, 8), (4, 8)]
+    assert blocks(dense, "layers.0.self_attention.linear_qkv.weight") == RowSplit(2, (4, 2, 2))
+    assert matrix_of(dense, "layers.0.self_attention.linear_qkv.weight").blocks == [(8, 8), (4, 8), (4, 8)]
 
 
 def test_experts_are_cut_as_by_hand(planned: Any) -> None:
     """4 experts, EP 2, 4 ranks: two experts over two ranks; fc1 8 x 8 twice, then fc2 8 x 4 twice: 192, a piece 96."""
     dense, experts = planned(MOE | EP2 | {"muon_split_gated_mlp": "true"}, 4)
-    assert (dense.layout.world_size, experts.layout.world_size) == (4, 2)
+    assert (dense.world_size, experts.world_size) == (4, 2)
     assert shapes(experts) == {
         "decoder.layers.1.mlp.experts.linear_fc1.weight0": (8, 8),
         "decoder.layers.1.mlp.experts.linear_fc1.weight1": (8, 8),
@@ -127,8 +131,8 @@ def test_experts_without_grouped_products_lie_one_by_one(planned: Any) -> None:
 def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None:
     (everything,) = planned(TINY, 2)
     (dense,) = planned(TINY | {"muon_exclude": "[layers.0.*fc2, proj]"}, 2)
-    left = [m for m in everything.layout.matrices if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name]
-    assert dense.layout.matrices == tuple(left)
+    left = [m for m in everything.matrices if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name]
+    assert dense.matrices == tuple(left)
     with pytest.raises(UserError, match="--muon-exclude ruoter matches none of Muon's 8 matrices"):
         planned(TINY | {"muon_exclude": "ruoter"}, 2)
 
@@ -138,12 +142,12 @@ def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -
     (parts,) = planned(TINY | TP2, 4)
     (whole,) = planned(TINY | TP2 | DUPLICATED, 4)
     (one,) = planned(TINY, 1)
-    assert (parts.layout.world_size, whole.layout.world_size) == (2, 4)
+    assert (parts.world_size, whole.world_size) == (2, 4)
     assert shapes(parts)["decoder.layers.0.self_attention.linear_qkv.weight"] == (8, 8)
     assert shapes(parts)["decoder.layers.0.self_attention.linear_proj.weight"] == (8, 4)
     assert shapes(whole) == shapes(one)
-    assert whole.splits == one.splits
-    for matrix, part in zip(whole.layout.matrices, parts.layout.matrices, strict=True):
+    assert splits(whole) == splits(one)
+    for matrix, part in zip(whole.matrices, parts.matrices, strict=True):
         down = matrix.shape[0] != part.shape[0]  # cut along rows
         for shard in part.shards:
             for peer in (0, 1):
@@ -161,17 +165,17 @@ def test_no_part_holds_a_whole_query_group_but_the_matrix_does(planned: Any) -> 
         planned(TINY | TP2 | {"num_query_groups": 1}, 4)
     (whole,) = planned(TINY | TP2 | DUPLICATED | {"num_query_groups": 1}, 4)
     (one,) = planned(TINY | {"num_query_groups": 1}, 1)
-    assert (shapes(whole), whole.splits) == (shapes(one), one.splits)
+    assert (shapes(whole), splits(whole)) == (shapes(one), splits(one))
 
 
 def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
     parallel = TP2 | EP2 | {"expert_tensor_parallel_size": 2, "num_distributed_optimizer_instances": 2}
     dense, experts = planned(MOE | parallel | DUPLICATED | {"sequence_parallel": "true"}, 16)
-    assert (dense.layout.world_size, experts.layout.world_size) == (16, 8)
-    of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.layout.matrices}
+    assert (dense.world_size, experts.world_size) == (16, 8)
+    of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.matrices}
     assert of_dense["decoder.layers.0.self_attention.linear_qkv.weight"] == (0, 8)
     assert of_dense["decoder.layers.1.mlp.router.weight"] == (0, 1, 8, 9)
-    assert {shard.holders for matrix in experts.layout.matrices for shard in matrix.shards} == {
+    assert {shard.holders for matrix in experts.matrices for shard in matrix.shards} == {
         (0, 4),
         (1, 5),
         (2, 6),
@@ -196,14 +200,14 @@ def test_latent_attention_predicted_tokens_and_latent_experts_are_listed(planned
 
 def test_context_parallel_ranks_share_the_rows(planned: Any) -> None:
     (dense,) = planned(TINY | {"context_parallel_size": 2, "num_distributed_optimizer_instances": 2}, 8)
-    assert dense.layout.world_size == 8
-    assert {len(shard.holders) for matrix in dense.layout.matrices for shard in matrix.shards} == {2}
+    assert dense.world_size == 8
+    assert {len(shard.holders) for matrix in dense.matrices for shard in matrix.shards} == {2}
 
 
 def test_more_ranks_than_rows(planned: Any) -> None:
     (dense,) = planned(TINY, 4096)
-    assert len(dense.layout.matrices) == 8
-    assert max(shard.rank for matrix in dense.layout.matrices for shard in matrix.shards) < 40
+    assert len(dense.matrices) == 8
+    assert max(shard.rank for matrix in dense.matrices for shard in matrix.shards) < 40
 
 
 @settings(max_examples=60)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.core.blocks import whole
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import OwnerExchange
 from megatron_muon.core.exchange import owner as owner_module
 from megatron_muon.core.layout import Layout, Shard, row_sharded
@@ -61,10 +61,10 @@ class Trial:
         layout = Layout(2, tuple(row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)))
         plan = make_plan(layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, element_bytes=4)
         assert len(plan.waves) >= 3
-        orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)
+        orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
 
         def batches(indices: Sequence[int]) -> Any:
-            batch = orthogonalizer.batch([SHAPES[i] for i in indices], [whole(SHAPES[i][0]) for i in indices])
+            batch = orthogonalizer.batch([layout.matrices[i] for i in indices])
             orthogonalize = batch.orthogonalize
 
             def noted(probe: Any) -> Any:

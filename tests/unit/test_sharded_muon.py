@@ -9,7 +9,7 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
-from megatron_muon.core.blocks import whole
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange.steps import RowPhases
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
@@ -34,14 +34,14 @@ class WholeMatrices:
         shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
         self.layout = Layout(1, tuple(row_sharded(f"w{i}", s, [s[0]]) for i, s in enumerate(shapes) if s[0]))
         self.rows = [rows for rows, _ in shapes]
-        self.orthogonalize = Orthogonalizer(matmul_precision="highest")
+        self.orthogonalize = Orthogonalizer(Iteration(precision="highest"))
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1
         held = [index for index, count in enumerate(self.rows) if count]
         inputs = rows.prepare(held)
         before = [one.clone() for one in inputs]
-        updates = [self.orthogonalize(one, whole(len(one)))[0] for one in inputs]
+        updates = [self.orthogonalize(one)[0] for one in inputs]
         assert all(torch.equal(one, old) for one, old in zip(inputs, before, strict=True))
         rows.finalize(held[::-1], updates[::-1], torch.ones(len(held), dtype=torch.bool))
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.blocks import whole
+from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import OwnerExchange, SharedExchange
 from megatron_muon.core.exchange import shared as module
 from megatron_muon.core.layout import Layout, replicated
@@ -46,7 +46,7 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int) -> Plan:
 
 def step(plan: Plan, shapes: Shapes, rank: int, kind: Any = SharedExchange) -> tuple[list[tuple[int, int]], list[int]]:
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
-    orthogonalizer = Orthogonalizer(matmul_precision="highest", num_steps=1)
+    orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
     owned: list[int] = []
     prepared: list[int] = []
     finalized: list[int] = []
@@ -55,7 +55,7 @@ def step(plan: Plan, shapes: Shapes, rank: int, kind: Any = SharedExchange) -> t
 
     def batches(indices: Sequence[int]) -> Any:
         owned.extend(indices)
-        return orthogonalizer.batch([shapes[i] for i in indices], [whole(shapes[i][0]) for i in indices])
+        return orthogonalizer.batch([plan.layout.matrices[i] for i in indices])
 
     def broadcast(updates: torch.Tensor, *, group_src: int, **_: Any) -> Any:
         posted.append((group_src, updates.numel()))

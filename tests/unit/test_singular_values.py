@@ -17,15 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.cost import (
-    AUTO,
-    FULL_PRECISION_SETS,
-    GRAM,
-    PROVEN_STEPS,
-    REVERSING_SETS,
-    check_proven,
-    gram_is_proven,
-)
+from megatron_muon.core.cost import FULL_PRECISION_SETS, GRAM, PROVEN_STEPS, REVERSING_SETS, Iteration
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 
 LARGEST = 1.3
@@ -112,7 +104,7 @@ def fault(coefficient_type: str, steps: int, precision: str, *, iterations: Sequ
 
 def allowed(coefficient_type: str, steps: int, precision: str) -> bool:
     try:
-        check_proven(coefficient_type, steps, precision, AUTO)
+        Iteration(coefficient_type, steps, precision).check()
     except ValueError:
         return False
     return True
@@ -125,9 +117,8 @@ def test_every_set_of_emerging_optimizers_is_listed() -> None:
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 @pytest.mark.parametrize("coefficient_type", SETS)
 def test_updates_are_near_orthogonal_exactly_where_a_run_may_start(coefficient_type: str, precision: str) -> None:
-    half = precision == "medium"
     for steps in range(1, 13):
-        proven = BOTH if gram_is_proven(coefficient_type, steps, half=half) else BOTH[:1]
+        proven = BOTH if Iteration(coefficient_type, steps, precision).gram_is_proven else BOTH[:1]
         if allowed(coefficient_type, steps, precision):
             assert fault(coefficient_type, steps, precision, iterations=proven) is None, steps
         elif coefficient_type not in FULL_PRECISION_SETS or precision == "highest":
@@ -137,11 +128,11 @@ def test_updates_are_near_orthogonal_exactly_where_a_run_may_start(coefficient_t
 @pytest.mark.parametrize(("coefficient_type", "steps"), [("polar_express", 5), ("polar_express", 8), ("quintic", 10)])
 def test_gram_is_left_out_where_it_is_not_proven(coefficient_type: str, steps: int) -> None:
     assert fault(coefficient_type, steps, "medium", iterations=[ns.gram]) == "too large"
-    orthogonalizer = Orthogonalizer(coefficient_type=coefficient_type, num_steps=steps)
+    orthogonalizer = Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps))
     assert orthogonalizer.iteration.method_for(128, 1024) == "standard"
     with pytest.raises(ValueError, match=rf"--muon-ns gram is not stable in bf16 with {steps} steps of .* auto"):
-        Orthogonalizer(coefficient_type=coefficient_type, num_steps=steps, method=GRAM)
-    in_fp32 = Orthogonalizer(coefficient_type=coefficient_type, num_steps=steps, matmul_precision="high")
+        Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps, method=GRAM))
+    in_fp32 = Orthogonalizer(Iteration(coefficient_type=coefficient_type, steps=steps, precision="high"))
     assert in_fp32.iteration.method_for(128, 1024) == GRAM
 
 
@@ -152,22 +143,22 @@ def test_gram_is_left_out_where_it_is_not_proven(coefficient_type: str, steps: i
             {"coefficient_type": "cans"},
             "--muon-coefficient-type cans is not stable with --muon-fp32-matmul-prec medium; use highest",
         ),
-        ({"coefficient_type": "cans", "matmul_precision": "high"}, "cans is not stable with .* high; use highest"),
+        ({"coefficient_type": "cans", "precision": "high"}, "cans is not stable with .* high; use highest"),
         ({"coefficient_type": "aol"}, "--muon-coefficient-type aol turns updates round .* such as quintic"),
         (
-            {"coefficient_type": "polar_express", "num_steps": 4},
+            {"coefficient_type": "polar_express", "steps": 4},
             "--muon-num-ns-steps 4 is not proven with .* polar_express; choose one of 5, 6, 7, 8, 9, 10, 11, 12;",
         ),
         (
-            {"num_steps": 6},
+            {"steps": 6},
             "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5, 8, 9, 10;",
         ),
-        ({"num_steps": 0}, "--muon-num-ns-steps 0 is out of range"),
-        ({"num_steps": 13}, "--muon-num-ns-steps 13 is not proven"),
+        ({"steps": 0}, "--muon-num-ns-steps 0 is out of range"),
+        ({"steps": 13}, "--muon-num-ns-steps 13 is not proven"),
         ({"method": "newton"}, "--muon-ns newton does not exist; choose one of auto, standard, gram"),
     ],
 )
 def test_an_iteration_that_is_not_proven_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Orthogonalizer(**settings)
-    Orthogonalizer(coefficient_type="cans", matmul_precision="highest")
+        Orthogonalizer(Iteration(**settings))
+    Orthogonalizer(Iteration(coefficient_type="cans", precision="highest"))

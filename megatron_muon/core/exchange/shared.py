@@ -9,144 +9,86 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.steps import Batch, BatchMaker, Exchange, FiniteMarks, RowPhases
-from megatron_muon.core.plan import Plan
+from megatron_muon.core.exchange.steps import Batch, BatchMaker, InFlight, Parcels, PlannedExchange, RowPhases
 from megatron_muon.core.probe import Probe
 
 
-@dataclass(frozen=True)
-class _Parcel:
-    """The updates that one owner broadcasts in a wave.
-
-    Attributes:
-        owner: its rank in the group.
-        indices: the matrices, one after the other.
-        numel: elements in all.
-        batch: the matrices as a batch, on their owner.
-        marks: which updates are finite.
-    """
+class _Share(NamedTuple):
+    """The matrices that one owner orthogonalises in a wave and broadcasts; `batch` is there on their owner alone."""
 
     owner: int
-    indices: tuple[int, ...]
-    numel: int
+    parcels: Parcels
     batch: Batch | None
-    marks: FiniteMarks
 
 
-@dataclass
-class _InFlight:
-    """A broadcast under way with the buffer that it reads or writes, which lives until it has been waited for."""
-
-    parcel: _Parcel
-    work: Any
-    updates: torch.Tensor
-
-
-class SharedExchange(Exchange):
+class SharedExchange(PlannedExchange):
     """Carries out a plan for matrices that every rank holds whole.
 
-    Args:
-        plan: owners and waves; the same on every rank.
-        group: the process group whose ranks hold the same matrices.
-        batches: makes batches of matrices.
-        wire_dtype: dtype of updates on the wire and of what the iteration starts from. The owner applies the update
-            that it sends, rounded as it travels, so that the replicas stay the same to the last bit.
-        device: where the matrices lie.
+    The owner applies the update that it sends, rounded as it travels, so that the replicas stay the same to the last
+    bit.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        group: dist.ProcessGroup,
-        batches: BatchMaker,
-        *,
-        wire_dtype: torch.dtype = torch.float32,
-        device: torch.device,
-    ) -> None:
-        super().__init__(plan.layout, group, device=device, wire_dtype=wire_dtype)
-        self._waves = [_parcels(plan, wave, self._rank, batches, device) for wave in _waves(plan)]
+    def _make_routes(self, batches: BatchMaker) -> None:
+        """The plan's waves, and after them what it has lie whole on its owner: here that is broadcast like all else."""
+        plan, ranks = self.plan, range(self.layout.world_size)
+        fillers = itertools.zip_longest(*map(plan.fillers, ranks), fillvalue=())
+        waves = [*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)]
+        self._waves = [[self._share(owner, wave, batches) for owner in self._owners(wave)] for wave in waves]
         # A wave that is worked on fills a third of the buffer; the rest is for what is under way.
-        self._most_under_way = 2 * plan.wave_bytes // wire_dtype.itemsize
+        self._most_under_way = 2 * plan.wave_bytes // self._nothing.itemsize
+
+    def _owners(self, wave: tuple[int, ...]) -> list[int]:
+        return sorted({self.plan.owners[index] for index in wave})
+
+    def _share(self, owner: int, wave: tuple[int, ...], batches: BatchMaker) -> _Share:
+        indices = [index for index in wave if self.plan.owners[index] == owner]
+        items = [(owner, index, self.layout.matrices[index].shards[0]) for index in indices]
+        batch = batches(indices) if owner == self._rank else None
+        return _Share(owner, self._parcels(items, indices), batch)
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
-        under_way: deque[_InFlight] = deque()
+        under_way: deque[tuple[Parcels, InFlight]] = deque()
         for wave in self._waves:
-            own = [self._orthogonalize(parcel, rows, probe) for parcel in wave if parcel.owner == self._rank]
-            for parcel in wave:
-                if parcel.owner != self._rank:
-                    rows.prepare(parcel.indices)  # the owner orthogonalises them; here only the momentum counts
-                filled = sum(flight.parcel.numel for flight in under_way)
-                while under_way and filled + parcel.numel > self._most_under_way:
-                    filled -= under_way[0].parcel.numel
-                    self._receive(under_way.popleft(), rows, probe)
-                updates = own.pop() if parcel.owner == self._rank else self._nothing.new_empty(parcel.numel)
-                under_way.append(self._broadcast(parcel, updates, probe))
+            own = [self._orthogonalize(parcels, batch, rows, probe) for _, parcels, batch in wave if batch is not None]
+            for owner, parcels, batch in wave:
+                if batch is None:
+                    rows.prepare(parcels.indices)  # the owner orthogonalises them; here only the momentum counts
+                filled = sum(flying.numel for flying, _ in under_way)
+                while under_way and filled + parcels.numel > self._most_under_way:
+                    filled -= under_way[0][0].numel
+                    self._receive(*under_way.popleft(), rows, probe)
+                updates = self._nothing.new_empty(parcels.numel) if batch is None else own.pop()
+                under_way.append((parcels, self._broadcast(owner, updates, probe)))
         while under_way:
-            self._receive(under_way.popleft(), rows, probe)
+            self._receive(*under_way.popleft(), rows, probe)
 
-    def _orthogonalize(self, parcel: _Parcel, rows: RowPhases, probe: Probe) -> torch.Tensor:
+    def _orthogonalize(self, parcels: Parcels, batch: Batch, rows: RowPhases, probe: Probe) -> torch.Tensor:
         """The updates of this rank's matrices of a wave, one after the other in one buffer."""
-        assert parcel.batch is not None
         with probe.phase("orthogonalize"):
-            torch._foreach_copy_(parcel.batch.allocate(self._nothing), rows.prepare(parcel.indices))
-            updates = self._nothing.new_empty(parcel.numel)
-            results, finite = parcel.batch.orthogonalize(probe)
-            torch._foreach_copy_(self._pieces(parcel, updates), results)
-            parcel.marks.write(updates, finite)
+            torch._foreach_copy_(batch.allocate(self._nothing), rows.prepare(parcels.indices))
+            updates = self._nothing.new_empty(parcels.numel)
+            results, finite = batch.orthogonalize(probe)
+            torch._foreach_copy_(parcels.pieces(updates), results)
+            parcels.mark(updates, finite)
         return updates
 
-    def _broadcast(self, parcel: _Parcel, updates: torch.Tensor, probe: Probe) -> _InFlight:
+    def _broadcast(self, owner: int, updates: torch.Tensor, probe: Probe) -> InFlight:
         """Send the owner's updates to every other rank, or expect them."""
         if self.group.size() == 1:
-            return _InFlight(parcel, None, updates)
-        if parcel.owner != self._rank:
+            return InFlight(None, updates)
+        if owner != self._rank:
             probe.received(updates.nbytes)
-        work = dist.broadcast(updates, group=self.group, group_src=parcel.owner, async_op=True)
-        return _InFlight(parcel, work, updates)
+        return InFlight(dist.broadcast(updates, group=self.group, group_src=owner, async_op=True), updates)
 
-    def _receive(self, flight: _InFlight, rows: RowPhases, probe: Probe) -> None:
-        """Finalize the updates of a parcel once they are there; the owner takes what it sent."""
+    def _receive(self, parcels: Parcels, flight: InFlight, rows: RowPhases, probe: Probe) -> None:
+        """Finalize updates once they are there; the owner takes what it sent."""
         with probe.phase("scatter_wait"):
-            if flight.work is not None:
-                flight.work.wait()
-            finite = flight.parcel.marks.read(flight.updates)
-            rows.finalize(flight.parcel.indices, self._pieces(flight.parcel, flight.updates), finite)
-
-    def _pieces(self, parcel: _Parcel, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer as the matrices of a parcel, one after the other: views."""
-        matrices = [self.layout.matrices[index] for index in parcel.indices]
-        pieces = buffer.split([matrix.numel for matrix in matrices])
-        return [piece.view(matrix.shape) for matrix, piece in zip(matrices, pieces, strict=True)]
-
-
-def _waves(plan: Plan) -> list[tuple[int, ...]]:
-    """The plan's waves, and after them what it has lie whole on its owner: here that is broadcast like all else."""
-    fillers = itertools.zip_longest(*(plan.fillers(rank) for rank in range(plan.layout.world_size)), fillvalue=())
-    return [*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)]
-
-
-def _parcels(
-    plan: Plan, wave: Sequence[int], rank: int, batches: BatchMaker, device: torch.device
-) -> tuple[_Parcel, ...]:
-    """A wave as the parcels of its owners, in the order of their ranks."""
-    owned: dict[int, list[int]] = {}
-    for index in wave:
-        owned.setdefault(plan.owners[index], []).append(index)
-    return tuple(
-        _Parcel(
-            owner=owner,
-            indices=tuple(indices),
-            numel=sum(plan.layout.matrices[index].numel for index in indices),
-            batch=batches(indices) if owner == rank else None,
-            marks=FiniteMarks([plan.layout.matrices[index].numel for index in indices], device),
-        )
-        for owner, indices in sorted(owned.items())
-    )
+            updates = flight.wait()
+            finite = parcels.finite(updates)
+            rows.finalize(parcels.indices, parcels.pieces(updates), finite)

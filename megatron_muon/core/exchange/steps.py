@@ -1,4 +1,4 @@
-"""The contract between an optimizer and its exchange.
+"""The contract between an optimizer and its exchange, and what exchanges have in common.
 
 The exchange sets the pace, because it knows the waves: it asks the optimizer to `prepare` the rows of a wave, and hands
 the update's rows to `finalize` as they come. Memory is bounded by the exchange's buffer.
@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
 
 
@@ -107,30 +110,104 @@ class Exchange(ABC):
         rows.finalize(indices, updates, finite)
 
 
-class FiniteMarks:
-    """Says in a buffer of updates on its way which of them are not finite: their first element is NaN.
+class PlannedExchange(Exchange):
+    """An exchange in which each matrix has one owner, which orthogonalises it, and travels in a wave.
 
-    The updates of such matrices are zero otherwise. Reading and writing wait for nothing on the device.
-
-    Args:
-        sizes: elements of each update in the buffer, one after the other.
-        device: where the buffer lies.
+    `plan` is the same on every rank; the other arguments are those of `Exchange`. What a rank has itself is rounded
+    like what travels, so that a result does not depend on who holds what.
     """
 
-    def __init__(self, sizes: Sequence[int], device: torch.device) -> None:
-        starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
+    def __init__(
+        self,
+        plan: Plan,
+        group: dist.ProcessGroup,
+        batches: BatchMaker,
+        *,
+        wire_dtype: torch.dtype = torch.float32,
+        device: torch.device,
+    ) -> None:
+        super().__init__(plan.layout, group, device=device, wire_dtype=wire_dtype)
+        self.plan = plan
+        self._make_routes(batches)
+
+    @abstractmethod
+    def _make_routes(self, batches: BatchMaker) -> None:
+        """Settle, before the first step, what this rank does in each wave."""
+
+    def _parcels(self, items: Sequence[tuple[int, int, Shard]], owned: Sequence[int]) -> Parcels:
+        return Parcels(items, owned, self.layout.world_size, self._nothing.device)
+
+
+class Parcels:
+    """Rectangles of a wave's matrices, one after the other in a buffer that travels, or that stay where they are.
+
+    A buffer of updates says itself which of them are not finite: the first element of such an update is NaN, the others
+    are zero. So nothing waits for the device, and no second message is needed.
+
+    Args:
+        items: `(other rank, matrix index, shard)`; they are ordered by rank, and within a rank as given.
+        owned: matrices that this rank owns, in the order of its results.
+        world_size: ranks of the group.
+        device: where buffers lie.
+
+    Attributes:
+        indices: of the matrices.
+        counts: elements for each rank of the group, or from it.
+        numel: elements in all.
+        places: where this rank owns the matrices, the place of each one among the owned, on the device.
+    """
+
+    def __init__(
+        self, items: Sequence[tuple[int, int, Shard]], owned: Sequence[int], world_size: int, device: torch.device
+    ) -> None:
+        items = sorted(items, key=itemgetter(0))
+        self.indices = [index for _, index, _ in items]
+        self.counts = [0] * world_size
+        for other, _, shard in items:
+            self.counts[other] += shard.numel
+        self.numel = sum(self.counts)
+        self._shards = [shard for _, _, shard in items]
+        self._sizes = [shard.numel for shard in self._shards]
+        place = {index: number for number, index in enumerate(owned)}
+        self._places = [place[index] for index in self.indices if index in place]
+        self.places = torch.tensor(self._places, dtype=torch.int64, device=device)
+        starts = [0, *itertools.accumulate(self._sizes)][: len(items)]
         self._first = torch.tensor(starts, dtype=torch.int64, device=device)
 
-    def write(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
+    def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """A buffer as the rectangles, one after the other: views."""
+        pieces = buffer.split(self._sizes)
+        return [piece.view(shard.rows, shard.cols) for shard, piece in zip(self._shards, pieces, strict=True)]
+
+    def rectangles(self, owned: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rectangles of owned matrices: views."""
+        return [rectangle_view(owned[place], shard) for shard, place in zip(self._shards, self._places, strict=True)]
+
+    def mark(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
         """Mark the updates that are not `finite`, `(updates,)` bool."""
         buffer[self._first] = torch.where(finite, buffer[self._first], torch.nan)
 
-    def read(self, buffer: torch.Tensor) -> torch.Tensor:
+    def finite(self, buffer: torch.Tensor) -> torch.Tensor:
         """Which updates are finite, `(updates,)` bool; takes the marks away."""
         first = buffer[self._first]
         finite = first.isfinite()
         buffer[self._first] = torch.where(finite, first, 0.0)
         return finite
+
+
+@dataclass
+class InFlight:
+    """A collective under way with the buffers that it reads and writes; they live until it has been waited for."""
+
+    work: Any
+    received: torch.Tensor
+    sent: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        """The received elements, in the order of the parcels that were expected."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
 
 
 def rectangle_view(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:

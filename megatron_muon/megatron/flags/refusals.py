@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_muon.core.cost import check_proven
+from megatron_muon.core.cost import Iteration
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags.fields import MuonSettings, default_of
 
@@ -203,9 +203,9 @@ def _heeded(run: MuonRun) -> None:
 
 def _proven(run: MuonRun) -> None:
     settings = run.settings
-    check_proven(
+    Iteration(
         settings.muon_coefficient_type, settings.muon_num_ns_steps, settings.muon_fp32_matmul_prec, settings.muon_ns
-    )
+    ).check()
 
 
 def _offload(run: MuonRun) -> None:

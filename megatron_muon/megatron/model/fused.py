@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
-from megatron_muon.core.blocks import RowSplit, repeated, whole
+from megatron_muon.core.layout import RowSplit, whole
 from megatron_muon.errors import UserError
 
 
@@ -128,4 +128,4 @@ def stack_split(experts: int, each: RowSplit) -> RowSplit:
     """The blocks of `experts` matrices one below the other, each split as `each`, into consecutive rows."""
     if each.groups > 1:
         raise ValueError(f"stacked experts need blocks of consecutive rows, got {each.groups} groups of {each.parts}")
-    return repeated(each, experts)
+    return RowSplit(1, each.parts * experts)

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.blocks import RowSplit, whole
-from megatron_muon.core.layout import Layout, from_rectangles, replicated
+from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, replicated, whole
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model.fused import (
     BlockSettings,
@@ -206,6 +205,7 @@ def layout_of(
     names: Mapping[torch.Tensor, str],
     rectangles: Mapping[torch.Tensor, tuple[int, int, int, int]],
     group: dist.ProcessGroup,
+    settings: BlockSettings,
     *,
     over_tp: bool = True,
 ) -> Layout:
@@ -219,6 +219,7 @@ def layout_of(
         names: of the parameters.
         rectangles: `local_rectangles`.
         group: the ranks that hold the parameters; with `over_tp` tensor-parallel ones too.
+        settings: which fused parameters are split into blocks.
         over_tp: as for `matrix_shape`.
     """
     shapes, mine = [], []
@@ -229,18 +230,23 @@ def layout_of(
         # A part begins at a multiple of its size, so the remainder is the place within the part.
         mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
     everyone = of_all_ranks(mine, group)
-    return Layout(
-        world_size=group.size(),
-        matrices=tuple(
-            from_rectangles(names[parameter], shape, held)
-            for parameter, shape, *held in zip(parameters, shapes, *everyone, strict=True)
-        ),
+    matrices = (
+        from_rectangles(names[parameter], shape, held, block_split(parameter, settings, over_tp=over_tp))
+        for parameter, shape, *held in zip(parameters, shapes, *everyone, strict=True)
     )
+    return Layout(group.size(), tuple(matrices))
 
 
 def replicated_layout(
-    parameters: Sequence[torch.Tensor], names: Mapping[torch.Tensor, str], group: dist.ProcessGroup
+    parameters: Sequence[torch.Tensor],
+    names: Mapping[torch.Tensor, str],
+    group: dist.ProcessGroup,
+    settings: BlockSettings,
 ) -> Layout:
     """The layout of parameters that every rank of `group` holds whole."""
-    matrices = (replicated(names[p], matrix_shape(p, over_tp=False), group.size()) for p in parameters)
-    return Layout(world_size=group.size(), matrices=tuple(matrices))
+    ranks = group.size()
+    matrices = (
+        replicated(names[p], matrix_shape(p, over_tp=False), ranks, block_split(p, settings, over_tp=False))
+        for p in parameters
+    )
+    return Layout(ranks, tuple(matrices))

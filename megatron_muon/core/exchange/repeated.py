@@ -1,7 +1,8 @@
-"""The all-gather scheme: every rank receives every matrix and orthogonalises all of them.
+"""Every rank orthogonalises all matrices: what to read first.
 
-It is the readable reference: N ranks do the Newton-Schulz work N times and receive (N-1)/N of every matrix. The phases
-of a matrix are prepare, gather, orthogonalise, finalize own rows.
+`AllGatherExchange` is the readable reference: N ranks do the Newton-Schulz work N times and receive (N-1)/N of every
+matrix. The phases of a matrix are prepare, gather, orthogonalise, finalize own rows. `LocalExchange` is the same where
+every rank holds the matrices whole.
 """
 
 from __future__ import annotations
@@ -15,14 +16,7 @@ from megatron_muon.core.probe import Probe
 
 
 class AllGatherExchange(Exchange):
-    """One padded all-gather for each matrix, in the layout's order on every rank.
-
-    Args:
-        layout: the group's matrices.
-        group: its ranks.
-        batches: makes batches of matrices, here of one matrix each.
-        device: where the rows lie.
-    """
+    """One padded all-gather for each matrix, in the layout's order on every rank; batches are of one matrix each."""
 
     def __init__(self, layout: Layout, group: dist.ProcessGroup, batches: BatchMaker, *, device: torch.device) -> None:
         super().__init__(layout, group, device=device)
@@ -56,3 +50,36 @@ class AllGatherExchange(Exchange):
         for shard in matrix.shards:
             part = received[shard.rank, : shard.numel].view(shard.rows, shard.cols)
             rectangle_view(whole, shard).copy_(part)
+
+
+class LocalExchange(Exchange):
+    """Matrices that every rank holds whole, part by part, without communication.
+
+    The matrices of a part fill at most `buffer_bytes`; a larger matrix is a part by itself.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        batches: BatchMaker,
+        *,
+        buffer_bytes: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(layout, group, device=device)
+        parts: list[list[int]] = []
+        room = 0
+        for index, matrix in enumerate(layout.matrices):
+            size = 4 * matrix.numel
+            if not parts or size > room:
+                parts.append([])
+                room = buffer_bytes
+            parts[-1].append(index)
+            room -= size
+        self._parts = [(part, batches(part)) for part in parts]
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
+        """One step, part by part. Not collective."""
+        for indices, batch in self._parts:
+            self._update_whole(indices, batch, rows, probe)

@@ -1,0 +1,111 @@
+"""The random bits of stochastic rounding: a published hash, uniform, without correlation and without structure.
+
+They are a function of step and place, so what is measured here is the same in every run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_muon.offload import codecs
+from megatron_muon.offload.codecs import Place, codec_of, matrix_key
+
+HERE = Place(key=matrix_key("a matrix"), row=0, col=0)
+
+
+def random_numbers(rows: int, cols: int, *, step: int = 0, place: Place = HERE) -> Tensor:
+    """The random numbers of a rectangle, fp64, centred: uniform in (-1/2, 1/2)."""
+    chunks = [numbers.clone() for _, numbers in codecs._noise(torch.empty(rows, cols), place, step=step)]
+    return (torch.cat(chunks).double() + 0.5) / 2**16
+
+
+def lowbias32(x: np.ndarray) -> np.ndarray:
+    """The published hash, in unsigned numbers: https://github.com/skeeto/hash-prospector."""
+    x = x ^ (x >> np.uint32(16))
+    x = x * np.uint32(0x7FEB352D)
+    x = x ^ (x >> np.uint32(15))
+    x = x * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+@given(rows=st.integers(1, 20), cols=st.integers(1, 200), step=st.integers(0, 2**40), key=st.integers(0, 2**32 - 1))
+@settings(max_examples=30)
+def test_bf16_against_unsigned_arithmetic(rows: int, cols: int, step: int, key: int) -> None:
+    """torch has signed numbers only: the same hash and rounding in numpy's unsigned ones give the same bits."""
+    place = Place(key, row=3 * rows, col=5 * cols)
+    seed = np.frombuffer(hashlib.blake2b(f"{step} {key}".encode(), digest_size=8).digest(), "<u4")
+    of_row = lowbias32(np.arange(place.row, place.row + rows, dtype=np.uint32) ^ seed[0])
+    of_col = lowbias32(np.arange(place.col, place.col + cols, dtype=np.uint32) ^ seed[1])
+    mixed = (of_row[:, None] ^ of_col) * np.uint32(0x7FEB352D)
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0x846CA68B)
+    values = torch.randn(rows, cols, generator=torch.Generator().manual_seed(step % 1000))
+    expected = (values.numpy().view(np.uint32) + (mixed >> np.uint32(16))) & np.uint32(0xFFFF0000)
+    record = torch.empty(2 * rows * cols, dtype=torch.uint8)
+    codec_of("bf16").encode(values, record, place, step=step)
+    assert np.array_equal(codec_of("bf16").decode(record, rows, cols).numpy(), expected.view(np.float32))
+
+
+def test_random_numbers_are_uniform() -> None:
+    """Mean, variance and a chi-square over 256 bins of 2^20 numbers, within five deviations."""
+    numbers = random_numbers(1024, 1024)
+    count = numbers.numel()
+    assert abs(numbers.mean()) < 5 * math.sqrt(1 / 12 / count)
+    assert abs(numbers.square().mean() - 1 / 12) < 5 * math.sqrt(1 / 180 / count)
+    bins = torch.histc(numbers, 256, -0.5, 0.5)
+    chi_square = ((bins - count / 256).square() / (count / 256)).sum()
+    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    """In standard deviations of what independent numbers would give."""
+    return float(12 * (one * other).mean() * math.sqrt(one.numel()))
+
+
+def test_random_numbers_are_not_correlated() -> None:
+    """Neighbours along rows, columns and diagonals, further apart, the same place in other steps and matrices."""
+    size = 512
+    numbers = random_numbers(size, size)
+    found = {}
+    for rows, cols in [(1, 0), (0, 1), (1, 1), (2, 0), (0, 2), (8, 0), (0, 8), (64, 64), (0, 128), (128, 0), (0, 256)]:
+        found[rows, cols] = correlation(numbers[rows:, cols:], numbers[: size - rows, : size - cols])
+    found["transposed"] = correlation(numbers, numbers.T)
+    for step in (1, 2, 3, 16, 1000):
+        found["step", step] = correlation(numbers, random_numbers(size, size, step=step))
+    for key in (HERE.key + 1, HERE.key ^ 1 << 31, 0):
+        found["key", key] = correlation(numbers, random_numbers(size, size, place=Place(key, 0, 0)))
+    # Corners of rectangles: a sum or xor of row and column hashes without mixing ties the fourth to the other three.
+    even, odd = slice(0, None, 2), slice(1, None, 2)
+    corners = numbers[even, even] * numbers[even, odd] * numbers[odd, even] * numbers[odd, odd]
+    found["corners"] = float(144 * corners.mean() * math.sqrt(corners.numel()))
+    assert max(map(abs, found.values())) < 4.5, found
+
+
+def largest_singular_value(numbers: Tensor) -> float:
+    """In units of 2 sqrt(n) deviations, the edge of the spectrum of n x n independent numbers."""
+    return float(torch.linalg.matrix_norm(numbers - numbers.mean(), 2) / (2 * math.sqrt(len(numbers) / 12)))
+
+
+def test_random_numbers_have_no_low_rank_part() -> None:
+    """Orthogonalisation would amplify one. The spectrum ends where that of independent numbers does, within 4 %."""
+    size = 512
+    drawn = torch.rand(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) - 0.5
+    assert abs(largest_singular_value(drawn) - 1.0) < 0.04
+    for step in range(3):
+        numbers = random_numbers(size, size, step=step, place=Place(step, 1000 * step, 128 * step))
+        assert abs(largest_singular_value(numbers) - 1.0) < 0.04
+    # Every bit of them too, the last as well as the first.
+    bits = ((random_numbers(size, size) + 0.5) * 2**16).long()
+    for bit in (0, 5, 15):
+        assert abs(largest_singular_value(((bits >> bit) & 1) / math.sqrt(3.0)) - 1.0) < 0.04
+    # Negative controls: the sum of a number per row and one per column, modulo 1, and their xor without mixing.
+    row, col = drawn[:, :1], drawn[:1]
+    assert largest_singular_value((row + col + 1.5) % 1 - 0.5) > 3
+    low = ((row * 2**16).long() ^ (col * 2**16).long()).double() / 2**16
+    assert largest_singular_value(low) > 3
