@@ -27,9 +27,7 @@ from megatron_muon.offload.store import RecordStore
 class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
-    Args:
-        chained_optimizers: megatron-core's DistributedOptimizer around each inner optimizer, all with the same config.
-        metrics_interval: measure every so many steps; 0 never.
+    Each is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures no step.
     """
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
@@ -43,21 +41,17 @@ class MuonChainedOptimizer(ChainedOptimizer):
             if isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
         ]
         self.facts: dict[str, Any] = {}
-        """For `facts.json`, see `state_report.write_facts`."""
+        """For `facts.json`: `muon_parameters`, the `plan`'s digest, `state_bytes` of all ranks together by kind."""
         self.offload_failure: OffloadError | None = None
         """What kept momentum from being read or written, once the step in which it happened is finished."""
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
-        """Take one optimizer step.
+        """One step: `(updated, gradient norm, zeros in the gradient)`.
 
-        Returns:
-            `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they
-            were, where a gradient was not finite.
-
-        Raises:
-            OffloadError: momentum could not be read or written in an earlier step, on any rank. That step was finished
-                on every rank, so a checkpoint can be saved.
+        Not `updated` are weights and momentum where a gradient was not finite. Raises an OffloadError where momentum
+        could not be read or written in an earlier step, on any rank; that step was finished on every rank, so a
+        checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -105,10 +99,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
             timers(name).stop()
 
     def skipped_updates(self) -> dict[str, int]:
-        """Muon's updates that were not finite since the last call, by matrix; these matrices kept their weights.
-
-        Collective; waits for the device.
-        """
+        """Updates that were not finite since the last call, by matrix. Collective; waits for the device."""
         mine: dict[str, int] = {}
         for member in self._members:
             if isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
@@ -154,23 +145,19 @@ class MuonChainedOptimizer(ChainedOptimizer):
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `sharded_state_dict` returned, each optimizer its own parameters.
-
-        Raises:
-            OffloadError: momentum could not be written, on any rank.
-        """
-        stores = {id(member): muon for member, muon in self._muons}
+        """Load what `sharded_state_dict` returned; an OffloadError where a rank could not write momentum."""
+        muons = {id(member): muon for member, muon in self._muons}
         for member in self._members:
             parameters = {member._param_name(parameter): parameter for parameter in member.get_parameters()}
             settings = {n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters}
             self._tell_of_other_momentum(member, settings)
             state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
-            muon, kept_elsewhere = stores.get(id(member)), {}
+            muon, momentum = muons.get(id(member)), {}
             if muon is not None:
-                kept_elsewhere = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
+                momentum = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
             member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
-                muon.load_momentum(kept_elsewhere)
+                muon.load_momentum(momentum)
         self._look_for_failures()
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -178,8 +165,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
     @staticmethod
     def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
         """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
-        for group in optimizer.optimizer.param_groups:
-            stored = settings[optimizer._param_name(group["params"][0])].get("momentum") if group["params"] else None
+        for group in (group for group in optimizer.optimizer.param_groups if group["params"]):
+            stored = settings[optimizer._param_name(group["params"][0])].get("momentum")
             if stored is not None and stored != group["momentum"]:
                 say(
                     f"megatron-muon: warning: the checkpoint's momentum {stored:g} goes on, not --muon-momentum "

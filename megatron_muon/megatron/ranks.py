@@ -1,6 +1,6 @@
 """What ranks tell each other outside of a step, and what one of them does or says for all."""
 
-from __future__ import annotations
+# Annotations are no strings here: documentation tools do not find the type parameters of a generic function in them.
 
 from collections.abc import Callable
 from typing import Any

@@ -7,10 +7,7 @@ even it is, what travels, what memory it takes and what a step may cost on a nam
 from __future__ import annotations
 
 import argparse
-import functools
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +17,10 @@ from megatron_muon.command_parser import write_json
 from megatron_muon.core.cost import Iteration, check_proven, runs_in_half
 from megatron_muon.core.layout import LayoutError, check_ranks
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.layout_file import read_layout
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupEstimate, Hardware, estimate
+from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Ints, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
 
 EVEN = 1.05
@@ -46,36 +42,6 @@ Plan a Muon step on paper: who orthogonalises what, how even that is, what trave
 Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, without latency, launches
 and elementwise work. They rank configurations; measure with megatron-muon bench.
 """
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
-
-    buffer_mb: float
-    exchange_dtype: str
-    iteration: Iteration
-
-    @property
-    def ns_dtype(self) -> str:
-        """What Newton-Schulz starts from, "fp32" or "bf16"."""
-        return _dtype(half=self.iteration.half)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of an element on the wire."""
-        return 2 if self.exchange_dtype == "bf16" else 4
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """A group's plan and the plan's figures; `seconds` is what planning took, `largest` the cost of one matrix."""
-
-    group: Group
-    plan: Plan
-    estimate: GroupEstimate
-    seconds: float
-    largest: float
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -103,28 +69,10 @@ def run(args: argparse.Namespace) -> int:
     config, groups, world_size = _read(args)
     hardware = HARDWARE[args.hardware]
     settings = _settings(args, config, hardware)
-    plans = [plan_group(group, settings, hardware) for group in groups]
-    figures = report(plans, world_size, settings, hardware)
+    figures = report([plan_group(group, settings, hardware) for group in groups], world_size, settings, hardware)
     write_json(args.json, figures)
     show(figures, str(args.config or args.layout), hardware)
     return 0
-
-
-def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
-    """Make a group's plan as training would, and estimate it."""
-    blocked, element_bytes = group.blocked, settings.element_bytes
-    cost = functools.cache(settings.iteration.flops)
-    flops = [
-        float(sum(cost(*block) for block in blocked.block_shapes(index)))
-        for index in range(len(blocked.layout.matrices))
-    ]
-    started = time.perf_counter()
-    plan = make_plan(blocked.layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
-    seconds = time.perf_counter() - started
-    estimated = estimate(
-        plan, flops, hardware, element_bytes=element_bytes, ns_dtype=settings.ns_dtype, rank_stride=group.stride
-    )
-    return GroupPlan(group, plan, estimated, seconds, max(flops, default=0.0))
 
 
 def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
@@ -132,13 +80,13 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
     return {
         "digest": "-".join(item.plan.digest(item.group.blocked.splits) for item in plans),
         "world_size": world_size,
-        **_figures(plans, [_ranks_in_group(item, world_size) for item in plans]),
+        **_figures(plans, [item.group.ranks_in(world_size) for item in plans]),
         "hardware": hardware.name,
         "settings": {
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": settings.exchange_dtype,
             "ns": settings.iteration.method,
-            "ns_dtype": settings.ns_dtype,
+            "ns_dtype": _dtype(half=settings.iteration.half),
             "ns_steps": settings.iteration.steps,
         },
         "groups": [
@@ -153,51 +101,37 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
     }
 
 
-def _figures(plans: Sequence[GroupPlan], ranks: Sequence[np.ndarray[Any, Any]]) -> dict[str, Any]:
+def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any]:
     """Figures of ranks that step several groups one after the other: times add up, buffers do not.
 
-    Args:
-        plans: of the groups.
-        ranks: of each group, which of its ranks the ranks are.
+    `ranks` are, for each group, which of its ranks the ranks are.
     """
 
     def total(name: str) -> np.ndarray[Any, Any]:
-        return np.sum([getattr(item.estimate, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
+        return np.sum([getattr(item, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
 
     matrices = [matrix for item in plans for matrix in item.plan.layout.matrices]
+    loads, largest = total("ns_flops"), max(item.largest for item in plans)
+    mean = float(loads.mean()) or 1.0
     return {
         "matrices": len(matrices),
         "parameters": sum(matrix.numel for matrix in matrices),
-        "ns_load": _load(total("ns_flops"), max(item.largest for item in plans)),
+        "ns_load": {
+            "max_over_mean": float(loads.max()) / mean if loads.any() else 1.0,
+            "least_possible": max(largest / mean, 1.0),  # by any plan, for the sake of the costliest matrix
+        },
         "exchange_bytes": {
             "max_per_rank": int(total("received_bytes").max()),
             "allgather_per_rank": int(total("all_gather_bytes").max()),
         },
-        "extra_bytes_max": max(int(item.estimate.extra_bytes.max()) for item in plans),
+        "extra_bytes_max": max(int(item.extra_bytes.max()) for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
         "oversized": sum(len(item.plan.oversized) for item in plans),
         "plan_seconds": sum(item.seconds for item in plans),
         "estimated_ms": {
-            name: sum(getattr(item.estimate, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
+            name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
         },
     }
-
-
-def _load(loads: np.ndarray[Any, Any], largest: float) -> dict[str, float]:
-    """How even the loads are, and the least that any plan could reach with a matrix of this cost."""
-    mean = float(loads.mean())
-    if not mean:
-        return {"max_over_mean": 1.0, "least_possible": 1.0}
-    return {"max_over_mean": float(loads.max()) / mean, "least_possible": max(largest / mean, 1.0)}
-
-
-def _ranks_in_group(item: GroupPlan, world_size: int) -> np.ndarray[Any, Any]:
-    """For each rank of the world, its rank in its group of this kind.
-
-    Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
-    """
-    ranks, stride, together = np.arange(world_size), item.group.stride, item.group.together
-    return (ranks // (stride * together) * together + ranks % together) % item.plan.layout.world_size
 
 
 def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
@@ -206,14 +140,14 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
         raise UserError("give either --config FILE.yaml with --world-size N, or --layout FILE.json")
     if args.layout is not None:
         blocked = read_layout(args.layout)
-        if args.world_size not in (None, blocked.layout.world_size):
+        ranks = blocked.layout.world_size
+        if args.world_size not in (None, ranks):
             raise UserError(
-                f"{args.layout} holds a layout of {blocked.layout.world_size} ranks, not {args.world_size}; "
-                "leave --world-size out"
+                f"{args.layout} holds a layout of {ranks} ranks, not {args.world_size}; leave --world-size out"
             )
         if not blocked.layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return MuonSettings(), [Group("layout", blocked)], blocked.layout.world_size
+        return MuonSettings(), [Group("layout", blocked)], ranks
     if args.world_size is None:
         raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
     if args.world_size < 1:
@@ -310,13 +244,9 @@ def notes(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _size(count: float) -> str:
-    if count < 1024:
-        return f"{count:,.0f} B"
-    for power, unit in enumerate(("KiB", "MiB"), start=1):
-        if count < 1024 ** (power + 1):
-            return f"{count / 1024**power:,.1f} {unit}"
-    return f"{count / 1024**3:,.1f} GiB"
+def _size(count: int) -> str:
+    power = min((max(count, 1).bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _duration(ms: float) -> str:

@@ -7,15 +7,18 @@ configurations; `megatron-muon bench` measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import BlockedLayout
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes
+from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes, make_plan
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -32,8 +35,7 @@ class Hardware:
     """A machine. Rates are what a rank can be expected to reach.
 
     Attributes:
-        bf16_tflops: matrix products in bf16, 10^12 operations per second.
-        fp32_tflops: matrix products in fp32.
+        bf16_tflops: matrix products in bf16, 10^12 operations per second; so for fp32.
         node_ranks: ranks that the fast link joins.
         node_gb_per_s: 10^9 bytes per second that a rank receives, and sends at the same time, within a node.
         network_gb_per_s: the same between nodes.
@@ -58,43 +60,55 @@ class Hardware:
             return HALVES
         return KERNEL if self.symmetric_kernel and half else DENSE
 
-    def expected(self) -> Hardware:
-        """The rates that can be expected where these are a data sheet's."""
-        return replace(
-            self,
-            bf16_tflops=self.bf16_tflops * PRODUCT_SHARE,
-            fp32_tflops=self.fp32_tflops * PRODUCT_SHARE,
-            node_gb_per_s=self.node_gb_per_s * LINK_SHARE,
-            network_gb_per_s=self.network_gb_per_s * LINK_SHARE,
-            source=f"{self.source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links",
-        )
+
+def _of_data_sheet(
+    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str, kernel: bool = True
+) -> Hardware:
+    """A GPU whose data sheet has these rates, at the part of them that can be expected."""
+    source = f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links"
+    rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, node_ranks, node * LINK_SHARE, network * LINK_SHARE
+    return Hardware(name, *rates, source, symmetric_kernel=kernel)
 
 
-_DATA_SHEETS = (
-    Hardware(
+_MACHINES = (
+    _of_data_sheet(
         "h100-sxm", 989, 67, 8, 450, 50,
         "NVIDIA H100 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H100)",
     ),
-    Hardware(
+    _of_data_sheet(
         "h200-sxm", 989, 67, 8, 450, 50,
         "NVIDIA H200 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H200)",
     ),
-    Hardware(
+    _of_data_sheet(
         "a100-sxm", 312, 19.5, 8, 300, 25,
         "NVIDIA A100 data sheet (SXM, dense), NVLink 600 GB/s both ways, one 200 Gb/s adapter a GPU (DGX A100)",
-        symmetric_kernel=False,
+        kernel=False,
     ),
-    Hardware(
+    _of_data_sheet(
         "gb300", 2500, 80, 72, 900, 100,
         "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
     ),
+    Hardware(
+        "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
+        "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
+        processor=True,
+    ),
 )  # fmt: skip
-_CPU = Hardware(
-    "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
-    "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
-    processor=True,
-)  # fmt: skip
-HARDWARE = {machine.name: machine for machine in (*(sheet.expected() for sheet in _DATA_SHEETS), _CPU)}
+HARDWARE = {machine.name: machine for machine in _MACHINES}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
+
+    buffer_mb: float
+    exchange_dtype: str
+    iteration: Iteration
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element on the wire."""
+        return 2 if self.exchange_dtype == "bf16" else 4
 
 
 @dataclass(frozen=True)
@@ -111,21 +125,35 @@ class Group:
     stride: int = 1
     together: int = 1
 
+    def ranks_in(self, world_size: int) -> Ints:
+        """For each rank of the world, its rank in its group of this kind.
+
+        Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
+        """
+        ranks, stride, together = np.arange(world_size), self.stride, self.together
+        return (ranks // (stride * together) * together + ranks % together) % self.blocked.layout.world_size
+
 
 @dataclass(frozen=True)
-class GroupEstimate:
-    """Figures of one process group's plan.
+class GroupPlan:
+    """A group's plan and its figures; arrays have one for each rank of the group.
 
     Attributes:
-        ns_flops: operations of each rank of the group.
-        received_bytes: bytes that each rank receives in a step.
-        all_gather_bytes: bytes that each rank would receive in the all-gather scheme.
-        extra_bytes: the most bytes that each rank holds for waves under way and for a filler between them.
+        seconds: what planning took.
+        largest: operations of the costliest matrix.
+        ns_flops: operations.
+        received_bytes: in a step.
+        all_gather_bytes: received in a step of the all-gather scheme.
+        extra_bytes: the most that is held for waves under way and for a filler between them.
         ns_ms: time of the products on the rank with most of them.
         exchange_ms: time of all collectives, one after the other.
         step_ms: time of the step with both overlapped.
     """
 
+    group: Group
+    plan: Plan
+    seconds: float
+    largest: float
     ns_flops: Floats
     received_bytes: Ints
     all_gather_bytes: Ints
@@ -135,66 +163,51 @@ class GroupEstimate:
     step_ms: float
 
 
-def estimate(
-    plan: Plan,
-    flops: Sequence[float],
-    hardware: Hardware,
-    *,
-    element_bytes: int,
-    ns_dtype: str = "bf16",
-    rank_stride: int = 1,
-) -> GroupEstimate:
-    """The figures of a plan.
+def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
+    """Make a group's plan as training would, and estimate it."""
+    layout, element_bytes, half = group.blocked.layout, settings.element_bytes, settings.iteration.half
+    cost = functools.cache(settings.iteration.flops)
+    costs = [float(sum(cost(*block) for block in group.blocked.block_shapes(i))) for i in range(len(layout.matrices))]
+    started = time.perf_counter()
+    plan = make_plan(layout, costs, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
+    seconds = time.perf_counter() - started
 
-    Args:
-        plan: owners and waves of a group.
-        flops: operations of each matrix.
-        hardware: what it runs on.
-        element_bytes: of an element on the wire.
-        ns_dtype: "bf16" or "fp32", what the products run in.
-        rank_stride: distance in the world between neighbours of the group, which decides who shares a node.
-    """
-    world_size, waves = plan.layout.world_size, plan.waves
-    nodes = np.arange(world_size) * rank_stride // hardware.node_ranks
-    rate = (hardware.bf16_tflops if ns_dtype == "bf16" else hardware.fp32_tflops) * 1e12
-    received = np.zeros(world_size, dtype=np.int64)
-    footprints = np.zeros((min(len(waves), MIN_WAVES), world_size), dtype=np.int64)  # the last waves, in turn
-    extra = np.zeros(world_size, dtype=np.int64)
-    transfer_s = []
-    for k, wave in enumerate(waves):
-        owners, holders, size = _transfers(plan, wave)
-        size = size * element_bytes
-        arriving, leaving = _sums(owners, size, world_size), _sums(holders, size, world_size)
-        received += arriving + leaving
-        far = nodes[owners] != nodes[holders]
-        transfer_s.append(0.0)
-        for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s)):
-            busiest = max(_sums(ends[part], size[part], world_size).max() for ends in (owners, holders))
-            transfer_s[-1] = max(transfer_s[-1], float(busiest) / (gb_per_s * 1e9))
-        # As plan._footprint counts: rows out and back; at the owner also the whole matrix and its update.
-        owned = np.array([plan.owners[index] for index in wave], dtype=np.int64)
-        whole = np.array([plan.layout.matrices[index].numel for index in wave], dtype=np.int64)
-        at_owner = _sums(owned, 2 * whole * (element_bytes + UPDATE_BYTES), world_size)
-        footprints[k % len(footprints)] = 2 * leaving + at_owner
-        extra = np.maximum(extra, footprints.sum(axis=0))
-    loads = _loads(plan, range(len(flops)), flops)
-    return GroupEstimate(
+    owners, flops = np.array(plan.owners, dtype=np.int64), np.array(costs)
+    rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
+
+    def products_s(indices: Sequence[int]) -> Floats:
+        """Seconds that each rank multiplies for the matrices with these indices."""
+        of = list(indices)
+        return np.bincount(owners[of], weights=flops[of], minlength=layout.world_size) / rate
+
+    nodes = np.arange(layout.world_size) * group.stride // hardware.node_ranks
+    transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
+    extra = np.zeros(layout.world_size, dtype=np.int64)
+    under_way: deque[Ints] = deque(maxlen=MIN_WAVES)
+    for footprint in plan.footprints(element_bytes):
+        under_way.append(footprint)
+        extra = np.maximum(extra, np.sum(under_way, axis=0))
+    loads = np.array(plan.loads)
+    return GroupPlan(
+        group=group,
+        plan=plan,
+        seconds=seconds,
+        largest=max(costs, default=0.0),
         ns_flops=loads,
-        received_bytes=received,
-        all_gather_bytes=np.asarray(all_gather_bytes(plan.layout, element_bytes), dtype=np.int64),
+        received_bytes=np.array(plan.exchanged_bytes(element_bytes), dtype=np.int64),
+        all_gather_bytes=np.array(all_gather_bytes(layout, element_bytes), dtype=np.int64),
         extra_bytes=extra + _filler_bytes(plan),
-        ns_ms=float(loads.max(initial=0.0)) / rate * 1e3,
+        ns_ms=float(loads.max()) / rate * 1e3,
         exchange_ms=2 * sum(transfer_s) * 1e3,
-        step_ms=_play(plan, flops, transfer_s, rate) * 1e3,
+        step_ms=_play(plan, products_s, transfer_s) * 1e3,
     )
 
 
-def _play(plan: Plan, flops: Sequence[float], transfer_s: Sequence[float], rate: float) -> float:
+def _play(plan: Plan, products_s: Callable[[Sequence[int]], Floats], transfer_s: Sequence[float]) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler."""
-    local = [index for indices in plan.whole for index in indices]
-    filler = _loads(plan, local, flops) / rate
+    filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
-        return float(filler.max(initial=0.0))
+        return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
     link = arrived = transfer_s[0]  # when the link is free, and when the current wave has arrived
@@ -202,12 +215,30 @@ def _play(plan: Plan, flops: Sequence[float], transfer_s: Sequence[float], rate:
         here = arrived
         if k + 1 < len(plan.waves):
             link = arrived = link + transfer_s[k + 1]
-        work = _loads(plan, wave, flops) / rate
+        work = products_s(wave)
         busy = work > 0
         clock += filler
         clock[busy] = np.maximum(clock[busy], here) + work[busy]
         link = max(link, float(clock[busy].max(initial=here))) + transfer_s[k]
-    return max(link, float(clock.max(initial=0.0)))
+    return max(link, float(clock.max()))
+
+
+def _transfer_s(plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
+    """Seconds in which a wave's rows arrive, or its updates leave; rows come from one replica only."""
+    table = [
+        (plan.owners[index], holder, shard.numel * element_bytes)
+        for index in wave
+        for shard in plan.layout.matrices[index].shards
+        for holder in shard.holders
+        if holder != plan.owners[index]
+    ]
+    owners, holders, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
+    far = nodes[owners] != nodes[holders]
+    return max(
+        float(np.bincount(ends[part], weights=sizes[part]).max(initial=0.0)) / (gb_per_s * 1e9)
+        for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s))
+        for ends in (owners, holders)
+    )
 
 
 def _filler_bytes(plan: Plan) -> Ints:
@@ -217,26 +248,3 @@ def _filler_bytes(plan: Plan) -> Ints:
         for rank in range(plan.layout.world_size)
     ]
     return np.array(largest, dtype=np.int64) * 2 * UPDATE_BYTES
-
-
-def _loads(plan: Plan, indices: Sequence[int] | range, flops: Sequence[float]) -> Floats:
-    owners = np.array([plan.owners[index] for index in indices], dtype=np.int64)
-    work = np.array([flops[index] for index in indices], dtype=np.float64)
-    return np.bincount(owners, weights=work, minlength=plan.layout.world_size)
-
-
-def _transfers(plan: Plan, wave: Sequence[int]) -> Ints:
-    """Columns of owner, holder and elements of all that travels; rows travel to the owner from one replica only."""
-    table = [
-        (plan.owners[index], holder, shard.numel)
-        for index in wave
-        for shard in plan.layout.matrices[index].shards
-        for holder in shard.holders
-        if holder != plan.owners[index]
-    ]
-    return np.array(table, dtype=np.int64).reshape(-1, 3).T
-
-
-def _sums(ranks: Ints, sizes: Ints, world_size: int) -> Ints:
-    # In float64 sums of bytes are exact up to 2^53.
-    return np.bincount(ranks, weights=sizes, minlength=world_size).astype(np.int64)

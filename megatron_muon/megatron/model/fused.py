@@ -1,8 +1,8 @@
 """Which rows of a fused parameter belong together, by megatron-core's names and global sizes.
 
 Several of megatron-core's projections keep matrices of their own in one parameter: query, key and value; gate and up;
-a latent and a rotary key; a layer's experts. This module says where the rows of each lie and which splits were asked
-for. It decides from sizes of the model and of whole matrices, never from the rows that a rank happens to hold.
+a latent and a rotary key; a layer's experts. What splits is decided from sizes of the model and of whole matrices,
+never from the rows that a rank happens to hold.
 """
 
 from __future__ import annotations
@@ -13,23 +13,9 @@ from typing import Any
 
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
-from megatron_muon.core.blocks import RowSplit, repeated, whole
+from megatron_muon.core.blocks import RowSplit, whole
 from megatron_muon.errors import UserError
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockSettings:
-    """Which fused parameters are split into blocks; each field is the flag of the same name.
-
-    Attributes:
-        split_qkv: query, key and value, and the fused projections of multi-latent attention.
-        split_gated_mlp: gate and up of a gated MLP's first projection.
-        split_heads: every attention head of the projections that make heads.
-    """
-
-    split_qkv: bool = True
-    split_gated_mlp: bool = False
-    split_heads: bool = False
+from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -57,14 +43,14 @@ class Fused:
         """Whether rows are a whole number of repetitions."""
         return rows % self.unit == 0
 
-    def split(self, rows: int, settings: BlockSettings, *, tensor_parallel: int) -> RowSplit:
+    def split(self, rows: int, settings: MuonOptimizerConfig, *, tensor_parallel: int) -> RowSplit:
         """The blocks of a whole matrix of `rows` rows: one part after the other for each tensor-parallel rank."""
-        if self.gated and settings.split_gated_mlp:
+        if self.gated and settings.muon_split_gated_mlp:
             half = self.interleave or rows // (2 * tensor_parallel)
             return RowSplit(groups=rows // (2 * half), parts=(half, half))
-        if self.heads and settings.split_heads:
+        if self.heads and settings.muon_split_heads:
             return RowSplit(groups=1, parts=self.heads * (rows // sum(self.heads)))
-        if self.parts and settings.split_qkv:
+        if self.parts and settings.muon_split_qkv:
             return RowSplit(groups=rows // sum(self.parts), parts=self.parts)
         return whole(rows)
 
@@ -122,10 +108,3 @@ def is_expert_stack(name: str, ndim: int) -> bool:
     --moe-single-grouped-weight there); a model of one's own may be. Told by name, as Megatron-FSDP tells experts.
     """
     return ndim == 3 and ".experts." in name
-
-
-def stack_split(experts: int, each: RowSplit) -> RowSplit:
-    """The blocks of `experts` matrices one below the other, each split as `each`, into consecutive rows."""
-    if each.groups > 1:
-        raise ValueError(f"stacked experts need blocks of consecutive rows, got {each.groups} groups of {each.parts}")
-    return repeated(each, experts)
