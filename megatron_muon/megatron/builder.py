@@ -29,19 +29,12 @@ from megatron_muon.offload.run import OffloadRun
 
 
 class MuonBuilder:
-    """Builds the Muon of `groups`, which are dense parameters or, over their own ranks, experts.
-
-    Attributes:
-        digest: of the plan, once one is made.
-        is_replicated: every rank holds whole matrices.
-        over_tp: matrices are whole over tensor-parallel ranks, which belong to `group`.
-        group: the ranks that hold the matrices.
-        layout: who holds which rectangle of each; `splits` says how the rows of each make blocks.
-        device: where momentum and the iteration compute, over `compute_group`.
-    """
+    """Builds the Muon of `groups`, which are dense parameters or, over their own ranks, experts."""
 
     layout: Layout
-    rectangles: Mapping[torch.Tensor, mp.Rectangle]
+    rectangles: Mapping[torch.Tensor, mp.Rectangle]  # what this rank holds of sharded matrices
+    device: torch.device  # where momentum and the iteration compute
+    compute_group: dist.ProcessGroup  # and over which ranks
 
     def __init__(
         self,
@@ -55,8 +48,9 @@ class MuonBuilder:
     ) -> None:
         self.groups, self.config, self.names, self.is_expert = groups, config, names, is_expert
         self.model_chunks, self.pg_collection = model_chunks, pg_collection
-        self.digest = ""
+        self.digest = ""  # of the plan, once there is one
         self.parameters = [parameter for member in groups for parameter in member["params"]]
+        # Either every rank holds whole matrices, or `over_tp` they are whole over tensor-parallel ranks too.
         self.is_replicated = model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
         self.over_tp = not self.is_replicated and config.muon_tp_mode != "blockwise"
         self.splits = [mp.block_split(parameter, config, over_tp=self.over_tp) for parameter in self.parameters]
@@ -134,7 +128,7 @@ class MuonBuilder:
         return muon
 
     def _locate(self) -> None:
-        """Finds out who holds which part of the matrices, and where they are computed with. Collective."""
+        """Settle who holds which part of the matrices, and where momentum and the iteration compute. Collective."""
         self.device = self.parameters[0].device
         if self.over_tp:
             tensor_parallel = self.pg_collection.expt_tp if self.is_expert else self.pg_collection.tp
@@ -146,7 +140,7 @@ class MuonBuilder:
             self.rectangles = mp.local_rectangles(self.model_chunks)
             self.layout = mp.layout_of(self.parameters, self.names, self.rectangles, self.group, over_tp=self.over_tp)
         self.compute_group = self.group
-        if self.device.type != "cpu" and self.config.muon_ns_device == "cpu":  # momentum and iteration on the host
+        if self.device.type != "cpu" and self.config.muon_ns_device == "cpu":
             self.device, self.compute_group = torch.device("cpu"), mp.over_gloo(self.group)
 
     def _variant(self) -> tuple[type[ShardedMuon], dict[str, Any]]:
@@ -179,7 +173,6 @@ class MuonBuilder:
         return AdaMuon, {**settings, "scales": [of_all[mine] for of_all, mine in zip(scales, rows, strict=True)]}
 
     def _exchange(self, neurons: NeuronMoments | None) -> Exchange:
-        """What makes the matrices whole."""
         config, layout, group, device = self.config, self.layout, self.compute_group, self.device
 
         def batches(indices: Sequence[int]) -> Batch:

@@ -29,7 +29,7 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.ranks import say
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
-from megatron_muon.megatron.state import initialize_scalar_state, report_muon_state
+from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
 
 
@@ -61,32 +61,11 @@ def get_megatron_muon_optimizer(
     names = selection.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
-    optimizers, digest = _build(config, model_chunks, groups, pg_collection, names)
-    if not optimizers:
-        raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    if digest:
-        say(f"megatron-muon: plan {digest}")
-    say(selection.parameter_table(groups, names, full=config.muon_log_params))
-    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
-    counted = selection.muon_parameters(groups)
-    chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": report_muon_state(chain)}
-    return chain
-
-
-def _build(
-    config: MuonOptimizerConfig,
-    model_chunks: Sequence[Any],
-    groups: list[dict[str, Any]],
-    pg_collection: ProcessGroupCollection,
-    names: dict[torch.Tensor, str],
-) -> tuple[list[MegatronOptimizer], str]:
-    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each; the plans' digest."""
-    offload = _offload_run(config)
     if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    optimizers, digests = [], []
+    offload, optimizers, digests = _offload_run(config), [], []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
@@ -97,7 +76,15 @@ def _build(
             digests += [builder.digest] if builder.digest else []
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
-    return optimizers, "-".join(digests)
+    if not optimizers:
+        raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
+    if digest := "-".join(digests):
+        say(f"megatron-muon: plan {digest}")
+    say(selection.parameter_table(groups, names, full=config.muon_log_params))
+    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
+    counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
+    chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": state_bytes}
+    return chain
 
 
 def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
@@ -118,9 +105,9 @@ def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
     """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
-    overrides = dict(get_standard_config_overrides(config) if given is None else given)
+    overrides = get_standard_config_overrides(config) if given is None else given
     scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not selection.is_muon_matrix(p))
-    overrides[ParamKey(predicate=scalar)] = {"optimizer": config.muon_scalar_optimizer}
+    overrides = {**overrides, ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer}}
     rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}
     if chosen := {name: rate for name, rate in rates.items() if rate is not None}:
         overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=selection.is_muon_matrix))] = chosen

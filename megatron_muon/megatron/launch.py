@@ -39,20 +39,12 @@ _SECONDS_FOR_FIRST_RANK = 30.0
 
 @dataclass(frozen=True)
 class Launch:
-    """A settled command line.
+    """A settled command line."""
 
-    Attributes:
-        argv: all flags, defaults first, then the config's, then the user's.
-        args: `argv` parsed; megatron-core's validation still to come.
-        device: "cuda" or "cpu".
-        notes: what a user should be told, one line each.
-        defaults: the beginning of `argv` that was filled in.
-    """
-
-    argv: tuple[str, ...]
-    args: argparse.Namespace
-    device: str
-    notes: tuple[str, ...]
+    argv: tuple[str, ...]  # all flags: defaults that were filled in, then the config's, then the user's
+    args: argparse.Namespace  # `argv` parsed; megatron-core's validation still to come
+    device: str  # "cuda" or "cpu"
+    notes: tuple[str, ...]  # what a user should be told, one line each
     defaults: tuple[str, ...]
     parser: Parser
     config: config_file.ExperimentConfig | None
@@ -68,29 +60,26 @@ def prepare(
 ) -> Launch:
     """Settle a command line and make this process ready for it: environment, CPU backend, patches, sys.argv.
 
-    Args:
-        argv: the command line without the program's name.
-        root: the folder of `configs/`, for a run that names no model.
-        writes: whether the quickstart's corpus and the folder of --save may be made.
-        amend: given the parser, the config and the rest of the command line, returns what to take instead of that rest.
-        overridden: flags that `amend` will give, whose values in the config do not matter.
+    `root` is the folder of `configs/`, for a run that names no model; without `writes` neither the quickstart's corpus
+    nor the folder of --save is made. `amend`, given the parser, the config and the rest of the command line, returns
+    what to take instead of that rest; flags that it gives are `overridden`, so that the config's values do not matter.
 
     Raises:
         UserError: anything that a user got wrong.
     """
     check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config")
+    early.add_argument("--config", type=Path)
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
     if given.config is None and not {token.split("=")[0] for token in rest} & {*MODEL_FLAGS}:
         path, here = (root / QUICKSTART).resolve(), Path.cwd()
-        given.config = str(path.relative_to(here) if path.is_relative_to(here) else path)
+        given.config = path.relative_to(here) if path.is_relative_to(here) else path
         notes.append(f"no model flags and no --config: taking {given.config}")
     config, device = None, given.device
     if given.config is not None:
-        config = config_file.load_config(Path(given.config), overridden={*config_file.given_flags(rest), *overridden})
+        config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
         notes += _apply(config)
         device = device or (dict(config.flags).get("--device") or (None,))[0]
     with quiet_imports():  # what is not installed shows in the defaults that are filled in for it

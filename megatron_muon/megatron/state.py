@@ -7,7 +7,6 @@ torch's AdamW makes state at the first gradient and none for empty shards.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,39 +53,27 @@ def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             parameter.grad = torch.zeros_like(parameter.detach())
 
 
-def report_muon_state(chain: Any) -> dict[str, int]:
-    """Prints what momentum and the rest of a `MuonChainedOptimizer`'s state take; bytes by kind. Collective."""
-    inner = [member.optimizer for member in chain.chained_optimizers if not member.is_stub_optimizer]
+def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
+    """Prints what an optimizer's state takes, momentum of Muon and all else apart; bytes by kind. Collective."""
+    members = [getattr(member, "optimizer", None) for member in getattr(optimizer, "chained_optimizers", [optimizer])]
+    inner = [member for member in members if member is not None]  # None where a rank has no parameters
     momentum, rest = Counter[str](), Counter[str]()
-    for slot, tensor in _tensors(inner):
-        (momentum if slot == MOMENTUM else rest)[DEVICE] += tensor.nbytes
-    muons = [one for one in inner if isinstance(one, ShardedMuon)]
-    stores = [store for muon in muons if isinstance(store := muon.store, RecordStore)]
+    for slot, value in (item for one in inner for slots in one.state.values() for item in slots.items()):
+        if isinstance(value, torch.Tensor):
+            tensor = value._local_tensor if isinstance(value, DTensor) else value
+            place = HOST if tensor.device.type == "cpu" and not (of_muon or cpu.installed()) else DEVICE
+            (momentum if of_muon and slot == MOMENTUM else rest)[place] += tensor.nbytes
+    if not of_muon:
+        return {"all of it": _report("all of it", rest)}
+    stores = [one.store for one in inner if isinstance(one, ShardedMuon) and isinstance(one.store, RecordStore)]
     for store in stores:
         momentum.update(store.bytes)
     text = kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
     if staging := sum(store.staging_bytes for store in stores):
         text += f", staged through {_mb(staging)} MB"
-    buffered = sorted({str(file.path.parent) for store in stores for file in store.disk.files if not file.direct})
-    if buffered:
+    if buffered := sorted(str(f.path.parent) for store in stores for f in store.disk.files if not f.direct):
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
     return {kind: _report(text, momentum), "all else": _report("all else", rest)}
-
-
-def report_state(optimizer: Any) -> dict[str, int]:
-    """Prints what the state of megatron-core's optimizer takes after its first step; bytes by kind. Collective."""
-    here = Counter[str]()
-    inner = [getattr(member, "optimizer", None) for member in getattr(optimizer, "chained_optimizers", [optimizer])]
-    for _, tensor in _tensors([one for one in inner if one is not None]):  # None where a rank has no parameters
-        here[HOST if tensor.device.type == "cpu" and not cpu.installed() else DEVICE] += tensor.nbytes
-    return {"all of it": _report("all of it", here)}
-
-
-def _tensors(optimizers: list[torch.optim.Optimizer]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The local tensors of the optimizers' state, each with its slot."""
-    for slot, value in (item for one in optimizers for slots in one.state.values() for item in slots.items()):
-        if isinstance(value, torch.Tensor):
-            yield slot, value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _report(name: str, here: Counter[str]) -> int:
@@ -100,7 +87,7 @@ def _report(name: str, here: Counter[str]) -> int:
 
 
 def _places(sizes: dict[str, int]) -> str:
-    return f"device {_mb(sizes[DEVICE])} MB, host {_mb(sizes[HOST])} MB, disk {_mb(sizes[DISK])} MB"
+    return ", ".join(f"{place} {_mb(sizes[place])} MB" for place in (DEVICE, HOST, DISK))
 
 
 def _mb(size: int) -> str:

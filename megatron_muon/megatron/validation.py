@@ -12,6 +12,7 @@ import argparse
 import ast
 import contextlib
 import copy
+import functools
 import io
 import linecache
 import logging
@@ -60,18 +61,12 @@ def check(
 ) -> argparse.Namespace:
     """Take a command line through everything by which megatron-core validates it; no process group, nothing written.
 
-    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `args` stay as they are;
-    returned are those that validation has completed, with the padded size of the vocabulary.
+    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `elsewhere` a tokenizer's
+    package and files may be, and not here. `args` stay as they are; returned are those that validation has completed,
+    with the padded size of the vocabulary.
 
-    Args:
-        args: parsed by `parser`.
-        parser: knows the flags.
-        world_size: number of ranks.
-        elsewhere: the run is for another machine, where a tokenizer's package and files may be.
-        refused: what is refused already; reasons that are about the same flags are not repeated.
-
-    Raises:
-        UserError: the reasons of all parts that do not depend on each other, one a line.
+    Raises a UserError with the reasons of all parts that do not depend on each other, one a line, but for those that
+    are about the same flags as lines of `refused`.
     """
     settled = copy.deepcopy(args)
     settled.rank, settled.world_size = 0, world_size
@@ -93,7 +88,7 @@ def check(
     with silent(), _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
         passes(_check_batches)
         is_valid = passes(_validate, _count_micro_batches)
-        passes(_build_tokenizer_elsewhere if elsewhere else _build_tokenizer)
+        passes(functools.partial(_build_tokenizer, elsewhere=elsewhere))
         if is_valid:
             passes(_schedule)
             if settled.padded_vocab_size is None:  # the rest of the model does not depend on it
@@ -125,7 +120,6 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _subjects(lines: Sequence[str]) -> set[str]:
-    """Flags and environment variables."""
     return {name for line in lines for name in re.findall(r"--[a-z][a-z0-9-]+|[A-Z]+(?:_[A-Z]+)+", line)}
 
 
@@ -174,20 +168,14 @@ def _validate(args: argparse.Namespace) -> None:
             os.environ[_CONNECTIONS] = kept
 
 
-def _build_tokenizer(args: argparse.Namespace) -> None:
-    from megatron_muon.data.tokenizers import build_megatron
+def _build_tokenizer(args: argparse.Namespace, *, elsewhere: bool = False) -> None:
+    from megatron_muon.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, build_megatron, check_spec
 
     args.tokenizer_type = args.tokenizer_type or DEFAULTS["tokenizer_type"]
-    build_megatron(args)  # which pads the vocabulary, too
-
-
-def _build_tokenizer_elsewhere(args: argparse.Namespace) -> None:
-    from megatron_muon.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, check_spec
-
     if args.tokenizer_type in TOKENIZER_TYPES:
         check_spec(TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size))
-    with contextlib.suppress(UserError):
-        _build_tokenizer(args)
+    with contextlib.suppress(UserError) if elsewhere else contextlib.nullcontext():
+        build_megatron(args)  # which pads the vocabulary, too
 
 
 def _count_micro_batches(args: argparse.Namespace) -> None:
@@ -238,9 +226,8 @@ def _schedule(args: argparse.Namespace) -> None:
 def silent() -> Iterator[None]:
     """Keep to ourselves what megatron-core prints; a training prints it again."""
     disabled = logging.root.manager.disable
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
         try:
             yield
         finally:
@@ -305,7 +292,9 @@ def _statements(trace: TracebackType | None) -> Iterator[tuple[ast.stmt, list[st
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if frame.f_globals.get("__name__", "").startswith("megatron."):
             nodes = ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))  # outer before inner
-            path = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+            path = [
+                node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+            ]
             tests = [_names(node.test) for node in path[:-1] if isinstance(node, (ast.If, ast.While))]
             if path:
                 yield path[-1], (tests or [[]])[-1]
@@ -340,12 +329,9 @@ def _flags(
 
 
 def _typed(actions: list[argparse.Action], value: Any) -> str:
-    """A setting as it would be typed."""
     flags = [next(option for option in action.option_strings if option.startswith("--")) for action in actions]
     for action, flag in zip(actions, flags, strict=True):
-        if value is not None and isinstance(action, argparse.BooleanOptionalAction):
-            return flag if value else action.option_strings[-1]
-        if value is not None and action.nargs == 0 and action.const == value:
+        if value is not None and action.nargs == 0 and value == (True if action.const is None else action.const):
             return flag
     if value is None or actions[0].nargs == 0:
         return f"no {flags[0]}"

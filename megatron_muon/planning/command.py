@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_muon.command_parser import write_json
 from megatron_muon.core.cost import Iteration, check_proven, runs_in_half
-from megatron_muon.core.layout import LayoutError, check_ranks
+from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.fields import MuonSettings
@@ -86,7 +86,7 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": settings.exchange_dtype,
             "ns": settings.iteration.method,
-            "ns_dtype": _dtype(half=settings.iteration.half),
+            "ns_dtype": "bf16" if settings.iteration.half else "fp32",
             "ns_steps": settings.iteration.steps,
         },
         "groups": [
@@ -102,10 +102,7 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
 
 
 def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any]:
-    """Figures of ranks that step several groups one after the other: times add up, buffers do not.
-
-    `ranks` are, for each group, which of its ranks the ranks are.
-    """
+    """Figures of ranks, by their rank in each group, that step groups one by one: times add up, buffers do not."""
 
     def total(name: str) -> np.ndarray[Any, Any]:
         return np.sum([getattr(item, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
@@ -150,12 +147,8 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
         return MuonSettings(), [Group("layout", blocked)], ranks
     if args.world_size is None:
         raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
-    if args.world_size < 1:
-        raise UserError(f"--world-size must be at least 1, got {args.world_size}")
-    try:
-        check_ranks(args.world_size)
-    except LayoutError as error:
-        raise UserError(f"--world-size {args.world_size}: {error}") from None
+    if not 1 <= args.world_size <= MAX_RANKS:
+        raise UserError(f"--world-size must be at least 1 and at most {MAX_RANKS:,}, got {args.world_size}")
     with quiet_imports():
         from megatron_muon import cpu
 
@@ -184,11 +177,7 @@ def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Sett
         coefficient_type=getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
     )
     check_proven(iteration.coefficient_type, iteration.steps, precision, iteration.method)
-    return Settings(buffer, _dtype(half=half) if exchange == "auto" else exchange, iteration)
-
-
-def _dtype(*, half: bool) -> str:
-    return "bf16" if half else "fp32"
+    return Settings(buffer, ("bf16" if half else "fp32") if exchange == "auto" else exchange, iteration)
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
@@ -205,8 +194,8 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     table.add_column("")
     for heading in columns:
         table.add_column(heading, justify="right")
-    for label, value in _ROWS.items():
-        table.add_row(label, *(value(column) for column in columns.values()))
+    for label, shown in _ROWS.items():
+        table.add_row(label, *map(shown, columns.values()))
     settings = figures["settings"]
     console.print(Text(f"Plan of {source} at {figures['world_size']:,} ranks", style="bold"), soft_wrap=True)
     console.print(table)
@@ -254,7 +243,7 @@ def _duration(ms: float) -> str:
 
 
 def _saving(column: dict[str, Any]) -> str:
-    ours, theirs = column["exchange_bytes"]["max_per_rank"], column["exchange_bytes"]["allgather_per_rank"]
+    ours, theirs = column["exchange_bytes"].values()
     return f"{theirs / ours:,.1f} times less" if ours else "nothing travels" if theirs else "-"
 
 

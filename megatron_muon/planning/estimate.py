@@ -23,36 +23,23 @@ from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_by
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-PRODUCT_SHARE = 0.65
-"""Part of the data sheet's matrix rate that large bf16 products reach; an assumption on the careful side."""
-
-LINK_SHARE = 0.75
-"""Part of the data sheet's link rate that an all-to-all reaches; an assumption on the careful side."""
+PRODUCT_SHARE, LINK_SHARE = 0.65, 0.75
+"""Parts of the data sheet's rates that large bf16 products and an all-to-all reach; assumed on the careful side."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine. Rates are what a rank can be expected to reach.
-
-    Attributes:
-        bf16_tflops: matrix products in bf16, 10^12 operations per second; so for fp32.
-        node_ranks: ranks that the fast link joins.
-        node_gb_per_s: 10^9 bytes per second that a rank receives, and sends at the same time, within a node.
-        network_gb_per_s: the same between nodes.
-        source: where the figures come from.
-        processor: Newton-Schulz runs on a CPU.
-        symmetric_kernel: a GPU that runs the symmetric kernel, as `core.newton_schulz.products_on` finds it.
-    """
+    """A machine. Rates are what a rank can be expected to reach, of links in each direction at the same time."""
 
     name: str
     bf16_tflops: float
     fp32_tflops: float
-    node_ranks: int
+    node_ranks: int  # that the fast link joins
     node_gb_per_s: float
-    network_gb_per_s: float
+    network_gb_per_s: float  # between nodes
     source: str
     processor: bool = False
-    symmetric_kernel: bool = True
+    symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
 
     def products(self, *, half: bool) -> Products:
         """How it forms symmetric products, in bf16 where `half`, else in fp32."""
@@ -61,30 +48,26 @@ class Hardware:
         return KERNEL if self.symmetric_kernel and half else DENSE
 
 
-def _of_data_sheet(
-    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str, kernel: bool = True
-) -> Hardware:
+def _gpu(name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str) -> Hardware:
     """A GPU whose data sheet has these rates, at the part of them that can be expected."""
     source = f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links"
     rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, node_ranks, node * LINK_SHARE, network * LINK_SHARE
-    return Hardware(name, *rates, source, symmetric_kernel=kernel)
+    return Hardware(name, *rates, source, symmetric_kernel=name != "a100-sxm")
+
+
+def _dgx(chip: str, bf16: float, fp32: float, node: int, network: int) -> Hardware:
+    return _gpu(
+        f"{chip.lower()}-sxm", bf16, fp32, 8, node, network,
+        f"NVIDIA {chip} data sheet (SXM, dense), NVLink {2 * node} GB/s both ways, one {8 * network} Gb/s adapter a "
+        f"GPU (DGX {chip})",
+    )  # fmt: skip
 
 
 _MACHINES = (
-    _of_data_sheet(
-        "h100-sxm", 989, 67, 8, 450, 50,
-        "NVIDIA H100 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H100)",
-    ),
-    _of_data_sheet(
-        "h200-sxm", 989, 67, 8, 450, 50,
-        "NVIDIA H200 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H200)",
-    ),
-    _of_data_sheet(
-        "a100-sxm", 312, 19.5, 8, 300, 25,
-        "NVIDIA A100 data sheet (SXM, dense), NVLink 600 GB/s both ways, one 200 Gb/s adapter a GPU (DGX A100)",
-        kernel=False,
-    ),
-    _of_data_sheet(
+    _dgx("H100", 989, 67, 450, 50),
+    _dgx("H200", 989, 67, 450, 50),
+    _dgx("A100", 312, 19.5, 300, 25),
+    _gpu(
         "gb300", 2500, 80, 72, 900, 100,
         "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
     ),
@@ -113,59 +96,40 @@ class Settings:
 
 @dataclass(frozen=True)
 class Group:
-    """A process group whose matrices are planned together: "dense", "experts", or a captured "layout".
-
-    Attributes:
-        stride: groups of this kind that lie side by side in the world.
-        together: consecutive global ranks in one group.
-    """
+    """A process group whose matrices are planned together: "dense", "experts", or a captured "layout"."""
 
     name: str
     blocked: BlockedLayout
-    stride: int = 1
-    together: int = 1
+    stride: int = 1  # groups of this kind that lie side by side in the world
+    together: int = 1  # consecutive global ranks in one group
 
     def ranks_in(self, world_size: int) -> Ints:
-        """For each rank of the world, its rank in its group of this kind.
-
-        Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
-        """
-        ranks, stride, together = np.arange(world_size), self.stride, self.together
-        return (ranks // (stride * together) * together + ranks % together) % self.blocked.layout.world_size
+        """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
+        ranks, together = np.arange(world_size), self.together
+        return (ranks // (self.stride * together) * together + ranks % together) % self.blocked.layout.world_size
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group's plan and its figures; arrays have one for each rank of the group.
-
-    Attributes:
-        seconds: what planning took.
-        largest: operations of the costliest matrix.
-        ns_flops: operations.
-        received_bytes: in a step.
-        all_gather_bytes: received in a step of the all-gather scheme.
-        extra_bytes: the most that is held for waves under way and for a filler between them.
-        ns_ms: time of the products on the rank with most of them.
-        exchange_ms: time of all collectives, one after the other.
-        step_ms: time of the step with both overlapped.
-    """
+    """A group's plan and its figures; arrays have one for each rank of the group."""
 
     group: Group
     plan: Plan
-    seconds: float
-    largest: float
+    seconds: float  # of planning
+    largest: float  # operations of the costliest matrix
     ns_flops: Floats
     received_bytes: Ints
-    all_gather_bytes: Ints
-    extra_bytes: Ints
-    ns_ms: float
-    exchange_ms: float
-    step_ms: float
+    all_gather_bytes: Ints  # received in a step of the all-gather scheme
+    extra_bytes: Ints  # the most that is held for waves under way and for a filler between them
+    ns_ms: float  # on the rank with most operations
+    exchange_ms: float  # of all collectives, one after the other
+    step_ms: float  # with both overlapped
 
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
     """Make a group's plan as training would, and estimate it."""
     layout, element_bytes, half = group.blocked.layout, settings.element_bytes, settings.iteration.half
+    ranks = layout.world_size
     cost = functools.cache(settings.iteration.flops)
     costs = [float(sum(cost(*block) for block in group.blocked.block_shapes(i))) for i in range(len(layout.matrices))]
     started = time.perf_counter()
@@ -178,16 +142,17 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
     def products_s(indices: Sequence[int]) -> Floats:
         """Seconds that each rank multiplies for the matrices with these indices."""
         of = list(indices)
-        return np.bincount(owners[of], weights=flops[of], minlength=layout.world_size) / rate
+        return np.bincount(owners[of], weights=flops[of], minlength=ranks) / rate
 
-    nodes = np.arange(layout.world_size) * group.stride // hardware.node_ranks
+    nodes = np.arange(ranks) * group.stride // hardware.node_ranks
     transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
-    extra = np.zeros(layout.world_size, dtype=np.int64)
+    extra = np.zeros(ranks, dtype=np.int64)
     under_way: deque[Ints] = deque(maxlen=MIN_WAVES)
     for footprint in plan.footprints(element_bytes):
         under_way.append(footprint)
         extra = np.maximum(extra, np.sum(under_way, axis=0))
-    loads = np.array(plan.loads)
+    loads, numel = np.array(plan.loads), [matrix.numel for matrix in layout.matrices]
+    fillers = [max((sum(numel[i] for i in part) for part in plan.fillers(r)), default=0) for r in range(ranks)]
     return GroupPlan(
         group=group,
         plan=plan,
@@ -196,7 +161,7 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         ns_flops=loads,
         received_bytes=np.array(plan.exchanged_bytes(element_bytes), dtype=np.int64),
         all_gather_bytes=np.array(all_gather_bytes(layout, element_bytes), dtype=np.int64),
-        extra_bytes=extra + _filler_bytes(plan),
+        extra_bytes=extra + np.array(fillers, dtype=np.int64) * 2 * UPDATE_BYTES,  # a matrix and its update
         ns_ms=float(loads.max()) / rate * 1e3,
         exchange_ms=2 * sum(transfer_s) * 1e3,
         step_ms=_play(plan, products_s, transfer_s) * 1e3,
@@ -239,12 +204,3 @@ def _transfer_s(plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int
         for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s))
         for ends in (owners, holders)
     )
-
-
-def _filler_bytes(plan: Plan) -> Ints:
-    """Bytes of the largest part of its whole matrices that each rank orthogonalises at a time: matrix and update."""
-    largest = [
-        max((sum(plan.layout.matrices[index].numel for index in part) for part in plan.fillers(rank)), default=0)
-        for rank in range(plan.layout.world_size)
-    ]
-    return np.array(largest, dtype=np.int64) * 2 * UPDATE_BYTES

@@ -1,8 +1,7 @@
 """The matrices of a config's model and who holds which of their rows, without ranks.
 
 megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
-parameters into buckets and place them there, and what the optimizer asks of a parameter is asked here by the same
-functions. Left to this module is the arithmetic of a cut: a bucket is cut into equal pieces, a piece a rank.
+parameters into buckets and place them there. Left is the arithmetic: a bucket is cut into equal pieces, a piece a rank.
 
 A model with Transformer Engine's layers is built of megatron-core's local ones, which have the same matrices in the
 same order; norms that Transformer Engine fuses into a projection stand elsewhere, and come after the matrices in a
@@ -159,11 +158,8 @@ def cut(
 ) -> dict[torch.Tensor, list[Shard]]:
     """The row shards of each trained matrix over the data-parallel ranks of one instance, rows counted in its part."""
     units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
-    policy = buffers.BucketingPolicy(
-        suggested_bucket_size=bucket_size,
-        fsdp_unit_modules=units if ddp_config.data_parallel_sharding_strategy == UNITS else [],
-        data_parallel_sharding_strategy=ddp_config.data_parallel_sharding_strategy,
-    )
+    strategy = ddp_config.data_parallel_sharding_strategy
+    policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
     shards = {}
     for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
         world_size = (groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size()

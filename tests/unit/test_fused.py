@@ -12,7 +12,7 @@ from megatron_muon.core.blocks import RowSplit
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.model import selection
-from megatron_muon.megatron.model.fused import Fused, fused_rows
+from megatron_muon.megatron.model.parameters import Fused, fused_rows
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 LAYER = "decoder.layers.0."

@@ -20,8 +20,13 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import nn
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model.fused import check_experts, fused_rows, is_expert_stack
-from megatron_muon.megatron.model.parameters import matrix_shape, rows_of_one
+from megatron_muon.megatron.model.parameters import (
+    check_experts,
+    fused_rows,
+    is_expert_stack,
+    matrix_shape,
+    rows_of_one,
+)
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
 """Why a 2D weight goes to the scalar optimizer."""
@@ -51,12 +56,10 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
     """Mark trainable parameters: `use_muon`, `why_not_muon`, `expert_tp`, `fused_rows` and `expert_stack`.
 
     A `use_muon` that a script has set on an embedding or output layer is kept. What the patterns `exclude` match
-    (`--muon-exclude`) goes to the scalar optimizer.
+    (`--muon-exclude`) goes to the scalar optimizer. Raises a UserError for a pattern that matches none of Muon's
+    matrices, and for experts that cannot be told apart.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
-
-    Raises:
-        UserError: a pattern that matches none of Muon's matrices, or experts that cannot be told apart.
     """
     for name, parameter, _ in _trained(model_chunks):
         if "experts" in name and "shared" not in name:
@@ -93,12 +96,8 @@ def _leave_out(reasons: Mapping[Any, str]) -> None:
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
-    """Whether Muon takes this tagged parameter: a 2D weight or a stack of experts that nothing keeps from it.
-
-    megatron-core marks word embeddings and the output layer with `is_embedding_or_output_parameter`; `tag_for_muon`
-    sets `use_muon` to False on every embedding and output layer, and on what `--muon-exclude` names.
-    """
-    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
+    """Whether Muon takes this tagged parameter: a 2D weight or a stack of experts that nothing keeps from it."""
+    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)  # megatron-core's mark
     is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
     return is_matrix and not embedding and getattr(parameter, "use_muon", True)
 
@@ -153,12 +152,9 @@ def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
 def matching(patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = ()) -> list[str]:
     """The names in which at least one of the patterns of `--muon-exclude` is found, in their order.
 
-    A pattern is shell-style (`*`, `?`, `[...]`) and case-sensitive, and may be found anywhere in a name: `router`
-    finds every router, `layers.0.*fc1` the first projections of layer 0.
-
-    Raises:
-        UserError: a pattern is empty, or found in none of `names`; the message says which names are near, or which of
-            `others`, parameters that Muon does not take, it is found in.
+    A pattern is shell-style and case-sensitive, and may be found anywhere in a name. Raises a UserError for one that is
+    empty or found in none of `names`, with the nearest of these, or the one of `others`, which Muon does not take
+    anyway, in which it is found.
     """
     names = list(names)
     for pattern in patterns:
@@ -186,7 +182,6 @@ def nearest(pattern: str, names: Sequence[str]) -> list[str]:
         kinds.setdefault(re.sub(r"\d+", "N", name), name)
 
     def likeness(name: str) -> float:
-        """How much the run of dotted parts of `name` that is most like the pattern is like it, from 0 to 1."""
         parts = name.split(".")
         runs = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
         return max(difflib.SequenceMatcher(None, wanted, run).ratio() for run in runs)
@@ -197,12 +192,10 @@ def nearest(pattern: str, names: Sequence[str]) -> list[str]:
 def parameter_table(
     groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str], *, full: bool = False
 ) -> str:
-    """A short table: tensors, parameters and share for each optimizer; with `full`, every parameter too.
+    """A short table: tensors, parameters and share for each optimizer, and the 2D weights that Muon does not take.
 
-    Below it stand the 2D weights that Muon does not take, by reason, and of many with one reason the first.
-
-    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank. A group
-    without `optimizer` belongs to Muon.
+    With `full`, every parameter too. Counts are whole over data- and tensor-parallel ranks; of experts those of this
+    expert-parallel rank. A group without `optimizer` belongs to Muon.
     """
     found, left_out = defaultdict(list), defaultdict(list)
     for group in sorted(groups, key=lambda group: "optimizer" in group):
