@@ -7,6 +7,7 @@ the work is repeated, or shared with `--muon-share-replicated`; otherwise matric
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,42 +21,37 @@ from megatron_muon.core.layout import BlockedLayout, Layout, replicated
 from megatron_muon.core.neurons import NeuronMoments
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
+from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
+from megatron_muon.megatron.ranks import of_all_ranks
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
 
 
+@dataclass
 class MuonBuilder:
     """Builds the Muon of `groups`, which are dense parameters or, over their own ranks, experts."""
 
-    layout: Layout
-    rectangles: Mapping[torch.Tensor, mp.Rectangle]  # what this rank holds of sharded matrices
-    device: torch.device  # where momentum and the iteration compute
-    compute_group: dist.ProcessGroup  # and over which ranks
+    groups: list[dict[str, Any]]
+    config: MuonOptimizerConfig
+    model_chunks: Sequence[Any]
+    pg_collection: ProcessGroupCollection
+    names: Mapping[torch.Tensor, str]
+    is_expert: bool
+    digest: str = ""  # of the plan, once there is one
 
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        config: MuonOptimizerConfig,
-        model_chunks: Sequence[Any],
-        pg_collection: ProcessGroupCollection,
-        names: Mapping[torch.Tensor, str],
-        *,
-        is_expert: bool,
-    ) -> None:
-        self.groups, self.config, self.names, self.is_expert = groups, config, names, is_expert
-        self.model_chunks, self.pg_collection = model_chunks, pg_collection
-        self.digest = ""  # of the plan, once there is one
-        self.parameters = [parameter for member in groups for parameter in member["params"]]
+    def __post_init__(self) -> None:
+        config = self.config
+        self.parameters = [parameter for member in self.groups for parameter in member["params"]]
         # Either every rank holds whole matrices, or `over_tp` they are whole over tensor-parallel ranks too.
-        self.is_replicated = model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
+        self.is_replicated = self.model_chunks[0].ddp_config.data_parallel_sharding_strategy == "no_shard"
         self.over_tp = not self.is_replicated and config.muon_tp_mode != "blockwise"
         self.splits = [mp.block_split(parameter, config, over_tp=self.over_tp) for parameter in self.parameters]
         self.shapes = [mp.matrix_shape(parameter, over_tp=self.over_tp) for parameter in self.parameters]
-        self.group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
+        pgs = self.pg_collection
+        self.group: dist.ProcessGroup = pgs.expt_dp if self.is_expert else pgs.dp_cp
 
     def build(self, offload: OffloadRun | None) -> torch.optim.Optimizer:
         """The Muon, whose momentum `offload` keeps elsewhere or in another format than fp32. Collective.
@@ -204,23 +200,14 @@ class MuonBuilder:
                 flush=True,
             )
         self.digest = plan.digest(splits)
-        _require_same_plan(self.digest, self.group, self.parameters[0].device)
+        for other, digest in enumerate(found := of_all_ranks(self.digest, self.group)):
+            if digest != found[0]:
+                raise RuntimeError(
+                    f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
+                    "other; start all ranks with the same flags, software and devices"
+                )
         owned = [index for index, owner in enumerate(plan.owners) if owner == rank]
         blocks = (block for index in owned for block in splits[index].block_shapes(shapes[index][1]))
         if (kinds := self.orthogonalizer.warm_up(blocks)) and rank == 0:
             print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
         return plan
-
-
-def _require_same_plan(digest: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise a RuntimeError on ranks of a group that have made different plans, before they exchange. Collective."""
-    mine = torch.tensor([int(digest, 16)], dtype=torch.int64, device=device)
-    everyone = mine.new_empty(group.size())
-    dist.all_gather_into_tensor(everyone, mine, group=group)
-    found = [f"{value:0{DIGEST_LENGTH}x}" for value in everyone.tolist()]
-    other = next((rank for rank, value in enumerate(found) if value != found[0]), None)
-    if other is not None:
-        raise RuntimeError(
-            f"rank 0 of the group has plan {found[0]} and rank {other} has {found[other]}: they would wait for each "
-            "other; start all ranks with the same flags, software and devices"
-        )

@@ -70,7 +70,7 @@ def get_megatron_muon_optimizer(
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert=is_expert)
+            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
             optimizers.append(_wrap(builder.build(offload), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
             digests += [builder.digest] if builder.digest else []

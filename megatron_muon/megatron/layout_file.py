@@ -11,6 +11,7 @@ What does not tile is refused; nothing is repaired.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import re
 import tempfile
@@ -90,9 +91,9 @@ def _with_value(message: str, content: bytes) -> str:
 
 def _matrix(stored: _StoredMatrix) -> Matrix:
     shards = []
-    for shard in stored.shards:
-        rank, *replicas = sorted([shard.rank, *shard.replicas])
-        shards.append(Shard(rank, shard.row_start, shard.rows, shard.col_start, shard.cols, tuple(replicas)))
+    for first, *rectangle, others in map(msgspec.structs.astuple, stored.shards):
+        rank, *replicas = sorted([first, *others])
+        shards.append(Shard(rank, *rectangle, tuple(replicas)))
     shards.sort(key=lambda shard: (shard.rank, shard.row_start, shard.col_start))
     return Matrix(stored.name, stored.shape, tuple(shards))
 
@@ -101,7 +102,7 @@ def write_layout(path: str | Path, blocked: BlockedLayout) -> None:
     """Write a layout, one matrix a line; a UserError where the file cannot be written."""
     lines = []
     for matrix, split in zip(blocked.layout.matrices, blocked.splits, strict=True):
-        shards = [_StoredShard(s.rank, s.row_start, s.rows, s.col_start, s.cols, s.replicas) for s in matrix.shards]
+        shards = [_StoredShard(*dataclasses.astuple(shard)) for shard in matrix.shards]
         blocks = None if split == whole(split.rows) else (split.groups, split.parts)
         lines.append(msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks)).decode())
     body = ",\n".join(lines)

@@ -50,18 +50,11 @@ def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, run
     with Patches() as changes, torch.device("meta"):
         if not runnable:
             config.attention_backend = AttnBackend.auto
-            changes.replace(LocalSpecProvider, "core_attention", lambda _provider: _NoCoreAttention)
+            changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
             changes.replace(moe_layer, "HAVE_TE", True)
             changes.replace(moe_layer, "TELinear", _Linear)
         model = config.get_builder_cls()(config).build_model(groups, True, True)
     return model.bfloat16() if args.bf16 else model
-
-
-class _NoCoreAttention(torch.nn.Module):
-    """Stands for the part of attention that has no parameters."""
-
-    def __init__(self, *_args: Any, **_settings: Any) -> None:
-        super().__init__()
 
 
 class _Linear(torch.nn.Linear):

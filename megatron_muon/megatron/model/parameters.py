@@ -104,10 +104,9 @@ def check_experts(name: str, ndim: int) -> None:
 
 
 def is_expert_stack(name: str, ndim: int) -> bool:
-    """Whether a parameter is `(experts, rows, columns)`: every expert a matrix of its own.
+    """Whether a parameter is `(experts, rows, columns)`, every expert a matrix; told by name, as Megatron-FSDP does.
 
-    None of megatron-core 0.19's experts that train under Megatron-FSDP is of this form (it refuses
-    --moe-single-grouped-weight there); a model of one's own may be. Told by name, as Megatron-FSDP tells experts.
+    megatron-core 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP; those of one's own may have it.
     """
     return ndim == 3 and ".experts." in name
 
