@@ -130,8 +130,7 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
             if getattr(parameter, "allreduce", True) is (kind == "experts"):  # as megatron-core tells its groups apart
                 continue
             shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
-            mine = shards[parameter.orig_param]  # type: ignore[attr-defined]
-            held = _over_replicas(mine, shape, part, ranks, parts, instances)
+            held = _over_replicas(shards[parameter.orig_param], shape, part, ranks, parts, instances)
             matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank))))
             splits.append(mp.block_split(parameter, settings, over_tp=over_tp))
         if matrices or kind == "dense":

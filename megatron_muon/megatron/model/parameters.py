@@ -90,27 +90,6 @@ def fused_rows(name: str, config: Any) -> Fused | None:
     return None
 
 
-def check_experts(name: str, ndim: int) -> None:
-    """Refuse expert weights whose experts cannot be told apart: one matrix over all of them is not Muon.
-
-    The GroupedMLP of megatron-core before 0.16 kept a layer's experts in 2D parameters `weight1` and `weight2`.
-    """
-    if ndim == 2 and re.search(r"\.experts\.weight[12]$", name):
-        raise UserError(
-            f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
-            "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or send "
-            "them to the scalar optimizer with --muon-exclude experts.weight"
-        )
-
-
-def is_expert_stack(name: str, ndim: int) -> bool:
-    """Whether a parameter is `(experts, rows, columns)`, every expert a matrix; told by name, as Megatron-FSDP does.
-
-    megatron-core 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP; those of one's own may have it.
-    """
-    return ndim == 3 and ".experts." in name
-
-
 def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
     """Shape `(rows, cols)` of the matrix that Muon sees in a parameter; of a stack of experts `(experts * rows, cols)`.
 

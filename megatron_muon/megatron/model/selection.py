@@ -20,13 +20,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import nn
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model.parameters import (
-    check_experts,
-    fused_rows,
-    is_expert_stack,
-    matrix_shape,
-    rows_of_one,
-)
+from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
 """Why a 2D weight goes to the scalar optimizer."""
@@ -64,16 +58,24 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
     for name, parameter, _ in _trained(model_chunks):
         if "experts" in name and "shared" not in name:
             parameter.expert_tp = True
-        parameter.expert_stack = is_expert_stack(name, parameter.ndim)
-    left_out = {p: why for p, why in vocabulary_weights(model_chunks).items() if not hasattr(p, "use_muon")}
-    _leave_out(left_out)
+        # Every expert a matrix, in a model of one's own: 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
+        parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
+    for parameter, why in vocabulary_weights(model_chunks).items():
+        if not hasattr(parameter, "use_muon"):
+            parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
     others = [name for p, name in parameter_names(model_chunks).items() if p.requires_grad and name not in matrices]
-    _leave_out({matrices[name]: "--muon-exclude" for name in matching(exclude, matrices, others=others)})
+    for name in matching(exclude, matrices, others=others):
+        matrices[name].use_muon, matrices[name].why_not_muon = False, "--muon-exclude"
     for name, parameter, config in _trained(model_chunks):
         if not is_muon_matrix(parameter):
             continue
-        check_experts(name, parameter.ndim)
+        if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
+            raise UserError(
+                f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
+                "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or "
+                "send them to the scalar optimizer with --muon-exclude experts.weight"
+            )
         parameter.fused_rows, rows = fused_rows(name, config), rows_of_one(parameter)
         if parameter.fused_rows is not None and not parameter.fused_rows.fits(rows):
             warnings.warn(
@@ -90,11 +92,6 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
         yield from ((name, p, chunk.config) for name, p in chunk.named_parameters() if p.requires_grad)
 
 
-def _leave_out(reasons: Mapping[Any, str]) -> None:
-    for parameter, why in reasons.items():
-        parameter.use_muon, parameter.why_not_muon = False, why
-
-
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
     """Whether Muon takes this tagged parameter: a 2D weight or a stack of experts that nothing keeps from it."""
     embedding = getattr(parameter, "is_embedding_or_output_parameter", False)  # megatron-core's mark
@@ -102,12 +99,12 @@ def is_muon_matrix(parameter: torch.Tensor) -> bool:
     return is_matrix and not embedding and getattr(parameter, "use_muon", True)
 
 
-def muon_matrices(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
+def muon_matrices(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The trainable parameters that Muon takes, with their names."""
     return {p: name for p, name in parameter_names(model_chunks).items() if p.requires_grad and is_muon_matrix(p)}
 
 
-def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
+def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The name of each parameter, without the wrappers' `module.` prefixes, unique over the model chunks."""
     return {
         parameter: (f"chunk{index}." if len(model_chunks) > 1 else "") + name.replace("module.", "")
@@ -116,7 +113,7 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
     }
 
 
-def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
+def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[Any, str]:
     """The 2D weights that Muon must not take, each with the reason.
 
     Embeddings are the weights of embedding modules, with whatever else holds the same parameter, and parameters with
@@ -124,7 +121,7 @@ def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
     linear layer with as many rows as the largest embedding is the projection to the vocabulary, unless a linear layer
     is tied to an embedding.
     """
-    reasons: dict[torch.Tensor, str] = {}
+    reasons: dict[Any, str] = {}
     linear: list[torch.Tensor] = []
     vocabulary, marked = 0, False
     modules = [item for chunk in model_chunks for item in chunk.named_modules()]
