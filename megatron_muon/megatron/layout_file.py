@@ -91,9 +91,9 @@ def _with_value(message: str, content: bytes) -> str:
 
 def _matrix(stored: _StoredMatrix) -> Matrix:
     shards = []
-    for first, *rectangle, others in map(msgspec.structs.astuple, stored.shards):
-        rank, *replicas = sorted([first, *others])
-        shards.append(Shard(rank, *rectangle, tuple(replicas)))
+    for shard in stored.shards:
+        rank, *replicas = sorted([shard.rank, *shard.replicas])
+        shards.append(Shard(rank, shard.row_start, shard.rows, shard.col_start, shard.cols, tuple(replicas)))
     shards.sort(key=lambda shard: (shard.rank, shard.row_start, shard.col_start))
     return Matrix(stored.name, stored.shape, tuple(shards))
 

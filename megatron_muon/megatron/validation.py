@@ -141,15 +141,14 @@ def _check_batches(args: argparse.Namespace) -> None:
 
 def _check_heads(args: argparse.Namespace) -> None:
     """What megatron-core finds out in the first step alone."""
-    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and heads % groups:
         raise UserError(
-            f"--num-attention-heads {args.num_attention_heads} is not a multiple of --num-query-groups "
-            f"{args.num_query_groups}; change one of them"
+            f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one of them"
         )
-    if args.num_experts and args.moe_router_topk > args.num_experts:
-        raise UserError(
-            f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}; lower it"
-        )
+    experts, top_k = args.num_experts, args.moe_router_topk
+    if experts and top_k > experts:
+        raise UserError(f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it")
 
 
 def _validate(args: argparse.Namespace) -> None:

@@ -212,14 +212,12 @@ def notes(figures: dict[str, Any]) -> list[str]:
     """What the figures do not say by themselves."""
     lines = []
     for group in figures["groups"]:
-        load = group["ns_load"]
-        if load["max_over_mean"] <= EVEN:
-            continue
-        if load["max_over_mean"] <= EVEN * load["least_possible"]:
-            why = f"the largest matrix alone is {load['least_possible']:.2f} times a rank's even share"
-        else:
-            why = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
-        lines.append(f"{group['name']}, uneven: {why}")
+        load, least = group["ns_load"].values()
+        why = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
+        if load <= EVEN * least:
+            why = f"the largest matrix alone is {least:.2f} times a rank's even share"
+        if load > EVEN:
+            lines.append(f"{group['name']}, uneven: {why}")
     if figures["oversized"]:
         lines.append(
             f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; waves are as large as the largest "

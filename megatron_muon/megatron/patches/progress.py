@@ -124,15 +124,9 @@ class Progress:
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
         count, seconds = self.steps.calls, self.steps.take()
-        per_step = seconds / count
-        print_rank_last(
-            progress_line(
-                tokens_per_s=getattr(settings, "global_batch_size", 0) * settings.seq_length / per_step,
-                optimizer_share=self._in_optimizer.take() / seconds,
-                seconds_left=per_step * max((settings.train_iters or iteration) - iteration, 0),
-                muon_rate=rate,
-            )
-        )
+        share, left = self._in_optimizer.take() / seconds, max((settings.train_iters or iteration) - iteration, 0)
+        tokens_per_s = getattr(settings, "global_batch_size", 0) * settings.seq_length * count / seconds
+        print_rank_last(progress_line(tokens_per_s, share, left * seconds / count, rate))
 
 
 def _write_facts(facts: Mapping[str, Any]) -> None:
@@ -161,12 +155,8 @@ def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     return next((group["lr"] for group in own), None)
 
 
-def progress_line(
-    *, tokens_per_s: float, optimizer_share: float, seconds_left: float, muon_rate: float | None = None
-) -> str:
-    """The line that follows one of Megatron's."""
+def progress_line(tokens_per_s: float, share: float, seconds_left: float, muon_rate: float | None = None) -> str:
+    """The line that follows one of Megatron's; `share` is the optimizer's."""
     left = datetime.timedelta(seconds=round(seconds_left))
     rate = "" if muon_rate is None else f"Muon's learning rate {muon_rate:.6E}, "
-    return (
-        f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {optimizer_share:.1%} of the step, {rate}{left} left"
-    )
+    return f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {share:.1%} of the step, {rate}{left} left"
