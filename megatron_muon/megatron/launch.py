@@ -279,8 +279,8 @@ def _ended_by_signal() -> bool:
 def _tell(error: Exception) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
-    All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
-    the others wait for their end. One that waits in vain found a mistake that the first did not, and speaks then.
+    All ranks find most mistakes, and torchrun ends the others as soon as one has ended. One that waits for that in vain
+    found a mistake that the first did not, and speaks then.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)

@@ -22,9 +22,9 @@ from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
     """Create the state of a wrapped scalar optimizer now, and keep its step counters alike on every rank.
 
-    megatron-core's own initialisation leaves out the step counter (0.19 makes it with a first optimizer step, which a
-    resumed run must not take): torch's AdamW has one for each parameter, the FusedAdam of Transformer Engine and Apex
-    one for each group. Without it a resumed run would not ask the checkpoint for it and count from 0 again.
+    0.19 makes the step counter with a first optimizer step, which a resumed run must not take; without it the run would
+    not ask the checkpoint for it and count from 0 again. torch's AdamW has one for each parameter, the FusedAdam of
+    Transformer Engine and Apex one for each group.
 
     torch's then steps over shards without rows too, where Megatron-FSDP sets no gradient: a checkpoint keeps one
     counter for a parameter, and the rank that writes it may well be one without rows. FusedAdam counts steps of groups,
@@ -40,11 +40,10 @@ def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
                 inner.state[parameter].setdefault("step", step)
         inner.register_step_pre_hook(_give_empty_gradients)
     elif type(inner).__name__ == "FusedAdam":
-        for group in inner.param_groups:
-            if group["params"] and "step" not in group:
-                device = group["params"][0].device
-                capturable = getattr(inner, "capturable", False)
-                group["step"] = torch.zeros(1, dtype=torch.int, device=device) if capturable else 0
+        capturable = getattr(inner, "capturable", False)
+        for group in (group for group in inner.param_groups if group["params"]):
+            on_device = torch.zeros(1, dtype=torch.int, device=group["params"][0].device)
+            group.setdefault("step", on_device if capturable else 0)
 
 
 def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:

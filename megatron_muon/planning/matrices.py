@@ -192,8 +192,7 @@ def _pieces(item: Any, size: int) -> Iterator[Shard]:
 def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
     """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold together.
 
-    As Megatron-FSDP's DTensors these have the rank's part as `orig_param`. Which dimension tensor parallelism cuts,
-    Megatron-FSDP has noted on the part.
+    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that is cut is noted.
     """
     made: dict[torch.Tensor, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
@@ -214,8 +213,7 @@ def _over_replicas(
 ) -> Iterator[Shard]:
     """The shards of one tensor-parallel rank's part over the `ranks` of an instance, as those of a matrix over all.
 
-    Tensor-parallel ranks lie together, instances lie apart; a matrix that tensor parallelism does not cut has as many
-    replicas as parts.
+    Tensor-parallel ranks lie together, instances apart; of a matrix that they do not cut, parts are replicas.
     """
     down, right = (whole * (whole != cut) for whole, cut in zip(part, shape, strict=True))  # from part to part
     for shard in shards:

@@ -1,8 +1,4 @@
-"""Which parameters Muon takes: 2D weights and stacks of experts, no embedding, no output layer, nothing excluded.
-
-megatron-core marks the embeddings and output layers of its own models; in a plain nn.Module the types of the modules
-tell them. A table says what goes where, and why.
-"""
+"""Which parameters Muon takes: 2D weights and stacks of experts, no embedding, no output layer, nothing excluded."""
 
 from __future__ import annotations
 
