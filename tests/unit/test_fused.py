@@ -59,49 +59,49 @@ QKV = f"{LAYER}self_attention.linear_qkv.weight"
 FC1 = f"{LAYER}mlp.linear_fc1.weight"
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (PLAIN, RowSplit(2, (8, 4, 4))),
-        (SPLIT, RowSplit(2, (8, 4, 4))),
-        (HEADS, RowSplit(1, (4,) * 8)),
-        (WHOLE, RowSplit(1, (32,))),
-    ],
-)
-def test_qkv(settings: MuonOptimizerConfig, expected: RowSplit) -> None:
-    assert split(TransformerConfig(**GPT), QKV, (32, 16), settings) == expected
+BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]]] = {
+    "query, key and value": (GPT, QKV, 32, [(2, (8, 4, 4)), (2, (8, 4, 4)), (1, (4,) * 8), (1, (32,))]),
+    "gate between query and key": (
+        GPT | {"attention_output_gate": True},
+        QKV,
+        48,
+        [(2, (8, 8, 4, 4)), (2, (8, 8, 4, 4)), (1, (4,) * 12), (1, (48,))],
+    ),
+    "heads that are columns": (GPT | GATED, f"{LAYER}self_attention.linear_proj.weight", 16, [(1, (16,))] * 4),
+    **{
+        f"gate and up of {name}": (
+            GPT | GATED,
+            f"{LAYER}mlp.{name}",
+            20,
+            [(1, (20,)), (1, (10, 10)), *[(1, (20,))] * 2],
+        )
+        for name in (
+            *("linear_fc1.weight", "shared_experts.linear_fc1.weight"),
+            *("experts.linear_fc1.weight3", "experts.local_experts.1.linear_fc1.weight"),
+        )
+    },
+    "no gate in this model": (GPT, FC1, 20, [(1, (20,))] * 4),
+    **{
+        name: (LATENT, f"{LAYER}self_attention.{name}.weight", rows, [plain, plain, heads, (1, (rows,))])
+        for name, rows, plain, heads in (
+            ("linear_q_proj", 24, (1, (24,)), (1, (6,) * 4)),
+            ("linear_q_up_proj", 24, (1, (24,)), (1, (6,) * 4)),
+            ("linear_q_down_proj", 5, (1, (5,)), (1, (5,))),
+            ("linear_kv_down_proj", 8, (1, (6, 2)), (1, (6, 2))),
+            ("linear_qkv_down_proj", 13, (1, (5, 6, 2)), (1, (5, 6, 2))),
+            ("linear_kv_up_proj", 28, (4, (4, 3)), (1, (4, 3) * 4)),
+        )
+    },
+}
+"""Sizes, a parameter's name and rows, and its blocks with PLAIN, SPLIT, HEADS and WHOLE."""
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [(PLAIN, RowSplit(2, (8, 8, 4, 4))), (HEADS, RowSplit(1, (4,) * 12)), (WHOLE, RowSplit(1, (48,)))],
-)
-def test_gated_attention_has_its_gate_between_query_and_key(settings: MuonOptimizerConfig, expected: RowSplit) -> None:
-    assert split(TransformerConfig(**GPT, attention_output_gate=True), QKV, (48, 16), settings) == expected
-
-
-@pytest.mark.parametrize("settings", [PLAIN, HEADS, SPLIT])
-def test_the_output_projection_is_one_block(settings: MuonOptimizerConfig) -> None:
-    """Its heads are columns, which are no blocks."""
-    config = TransformerConfig(**GPT, **GATED)
-    name = f"{LAYER}self_attention.linear_proj.weight"
-    assert split(config, name, (16, 16), settings) == RowSplit(1, (16,))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        FC1,
-        f"{LAYER}mlp.shared_experts.linear_fc1.weight",
-        f"{LAYER}mlp.experts.linear_fc1.weight3",
-        f"{LAYER}mlp.experts.local_experts.1.linear_fc1.weight",
-    ],
-)
-def test_gate_and_up_are_halves(name: str) -> None:
-    config = TransformerConfig(**GPT, **GATED)
-    assert split(config, name, (20, 16), SPLIT) == RowSplit(1, (10, 10))
-    assert split(config, name, (20, 16), PLAIN) == RowSplit(1, (20,))
-    assert split(TransformerConfig(**GPT), name, (20, 16), SPLIT) == RowSplit(1, (20,)), "no gate in this model"
+@pytest.mark.parametrize("case", BLOCKS)
+def test_each_setting_splits_what_it_names(case: str) -> None:
+    sizes, name, rows, expected = BLOCKS[case]
+    config = (MLATransformerConfig if sizes is LATENT else TransformerConfig)(**sizes)
+    found = [split(config, name, (rows, 16), settings) for settings in (PLAIN, SPLIT, HEADS, WHOLE)]
+    assert found == [RowSplit(*each) for each in expected]
 
 
 def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
@@ -130,25 +130,6 @@ def test_interleaved_gates() -> None:
     config.moe_mlp_glu_interleave_size = 4
     assert fused_rows(f"{LAYER}mlp.experts.linear_fc1.weight0", config) == Fused(gated=True, interleave=4)
     assert fused_rows(FC1, config) == Fused(gated=True)
-
-
-MLA = {
-    "linear_q_proj": (24, (1, (24,)), (1, (6,) * 4), (1, (24,))),
-    "linear_q_up_proj": (24, (1, (24,)), (1, (6,) * 4), (1, (24,))),
-    "linear_q_down_proj": (5, (1, (5,)), (1, (5,)), (1, (5,))),
-    "linear_kv_down_proj": (8, (1, (6, 2)), (1, (6, 2)), (1, (8,))),
-    "linear_qkv_down_proj": (13, (1, (5, 6, 2)), (1, (5, 6, 2)), (1, (13,))),
-    "linear_kv_up_proj": (28, (4, (4, 3)), (1, (4, 3) * 4), (1, (28,))),
-}
-"""Rows, and the blocks with PLAIN, HEADS and WHOLE."""
-
-
-@pytest.mark.parametrize("projection", MLA)
-def test_latent_attention(projection: str) -> None:
-    rows, *expected = MLA[projection]
-    name, config = f"{LAYER}self_attention.{projection}.weight", MLATransformerConfig(**LATENT)
-    found = [split(config, name, (rows, 16), settings) for settings in (PLAIN, HEADS, WHOLE)]
-    assert found == [RowSplit(*each) for each in expected]
 
 
 def test_rows_that_do_not_fit_are_one_block_with_a_warning() -> None:
