@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,14 +85,18 @@ class Plan:
                     received[rank] += shard.numel * element_bytes
         return tuple(received)
 
-    def buffer_bytes(self, element_bytes: int) -> int:
-        """The most bytes that a rank holds for one wave: what it sends, what it assembles, what it returns."""
-        filled = np.zeros((len(self.waves), self.layout.world_size), dtype=np.int64)
-        for of_wave, wave in zip(filled, self.waves, strict=True):
+    def footprints(self, element_bytes: int) -> Iterator[_Ints]:
+        """Bytes that each rank holds for a wave, wave by wave: what it sends, what it assembles, what it returns."""
+        for wave in self.waves:
+            filled = np.zeros(self.layout.world_size, dtype=np.int64)
             for index in wave:
                 ranks, sizes = _footprint(self.layout.matrices[index], self.owners[index], element_bytes)
-                of_wave[ranks] += sizes
-        return int(filled.max(initial=0))
+                filled[ranks] += sizes
+            yield filled
+
+    def buffer_bytes(self, element_bytes: int) -> int:
+        """The most bytes that a rank holds for one wave."""
+        return max((int(filled.max()) for filled in self.footprints(element_bytes)), default=0)
 
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:

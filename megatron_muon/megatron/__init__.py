@@ -4,4 +4,4 @@ STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
 """Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
 
 FACTS = "facts.json"
-"""What a run's first rank writes beside its events, for tools: see `state_report.write_facts`."""
+"""What a run's first rank writes beside its events, for tools: see `patches.progress`."""

@@ -2,7 +2,7 @@
 
 One step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
 gradient is not finite, step every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm,
-clipping and zero counts; this class adds the rest. It does no mathematics of its own.
+clipping and zero counts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ from megatron_muon.offload.store import RecordStore
 class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
-    Args:
-        chained_optimizers: megatron-core's DistributedOptimizer around each inner optimizer, all with the same config.
-        metrics_interval: measure every so many steps; 0 never.
+    Each is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures no step.
     """
 
     def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
@@ -37,27 +35,18 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
         self.metrics = Sampler([member.optimizer for member in self._members], interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
-        self._muons = [
-            (member, member.optimizer)
-            for member in self._members
-            if isinstance(member.optimizer, ShardedMuon) and member.optimizer.store
-        ]
-        self.facts: dict[str, Any] = {}
-        """For `facts.json`, see `state_report.write_facts`."""
-        self.offload_failure: OffloadError | None = None
-        """What kept momentum from being read or written, once the step in which it happened is finished."""
+        muons = [member for member in self._members if isinstance(member.optimizer, ShardedMuon)]
+        self._stored = {member: member.optimizer for member in muons if member.optimizer.store is not None}
+        self.facts: dict[str, Any] = {}  # for facts.json
+        self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
 
     @torch.no_grad()
     def step(self) -> tuple[bool, Any, Any]:
-        """Take one optimizer step.
+        """One step: `(updated, gradient norm, zeros in the gradient)`.
 
-        Returns:
-            `(updated, gradient norm, zeros in the gradient)`; `updated` is False, and weights and momentum are as they
-            were, where a gradient was not finite.
-
-        Raises:
-            OffloadError: momentum could not be read or written in an earlier step, on any rank. That step was finished
-                on every rank, so a checkpoint can be saved.
+        Not `updated` are weights and momentum where a gradient was not finite. Raises an OffloadError where momentum
+        could not be read or written in an earlier step, on any rank; that step was finished on every rank, so a
+        checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -105,10 +94,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
             timers(name).stop()
 
     def skipped_updates(self) -> dict[str, int]:
-        """Muon's updates that were not finite since the last call, by matrix; these matrices kept their weights.
-
-        Collective; waits for the device.
-        """
+        """Updates that were not finite since the last call, by matrix. Collective; waits for the device."""
         mine: dict[str, int] = {}
         for member in self._members:
             if isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
@@ -118,7 +104,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     def _look_for_failures(self) -> None:
         """Tell every rank what kept one of them from reading or writing momentum. Collective with files alone."""
-        stores = [store for _, muon in self._muons if isinstance(store := muon.store, RecordStore) and store.on_disk]
+        stores = [muon.store for muon in self._stored.values() if isinstance(muon.store, RecordStore)]
+        stores = [store for store in stores if store.on_disk]
         if not stores:
             return
         found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]
@@ -139,38 +126,32 @@ class MuonChainedOptimizer(ChainedOptimizer):
     ) -> dict[str, Any]:
         """One state dict for all optimizers, keyed by parameter name, as megatron-core's fsdp_dtensor format wants it.
 
-        A chain's usual form, a dict for each optimizer, is not understood by the handlers of that format. State exists
-        from construction, so loading needs no dummy step.
+        Its handlers do not understand a dict for each optimizer. State exists, so loading needs no dummy step.
         """
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
         for member in self._members:
             part = member.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)
             merged["state"].update(part["state"])
             merged["param_to_group_meta"].update(part["param_to_group_meta"])
-        for member, muon in self._muons:
+        for member, muon in self._stored.items():
             for parameter, momentum in muon.momentum_state(empty=is_loading).items():
                 merged["state"].setdefault(member._param_name(parameter), {})[MOMENTUM] = momentum
         self._look_for_failures()
         return merged
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `sharded_state_dict` returned, each optimizer its own parameters.
-
-        Raises:
-            OffloadError: momentum could not be written, on any rank.
-        """
-        stores = {id(member): muon for member, muon in self._muons}
+        """Load what `sharded_state_dict` returned; an OffloadError where a rank could not write momentum."""
         for member in self._members:
             parameters = {member._param_name(parameter): parameter for parameter in member.get_parameters()}
             settings = {n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters}
             self._tell_of_other_momentum(member, settings)
             state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
-            muon, kept_elsewhere = stores.get(id(member)), {}
+            muon, momentum = self._stored.get(member), {}
             if muon is not None:
-                kept_elsewhere = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
+                momentum = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
             member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
-                muon.load_momentum(kept_elsewhere)
+                muon.load_momentum(momentum)
         self._look_for_failures()
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -178,8 +159,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
     @staticmethod
     def _tell_of_other_momentum(optimizer: MegatronOptimizer, settings: dict[str, Any]) -> None:
         """Warn where a checkpoint's momentum takes the place of the command line's, as its betas do with Adam."""
-        for group in optimizer.optimizer.param_groups:
-            stored = settings[optimizer._param_name(group["params"][0])].get("momentum") if group["params"] else None
+        for group in (group for group in optimizer.optimizer.param_groups if group["params"]):
+            stored = settings[optimizer._param_name(group["params"][0])].get("momentum")
             if stored is not None and stored != group["momentum"]:
                 say(
                     f"megatron-muon: warning: the checkpoint's momentum {stored:g} goes on, not --muon-momentum "

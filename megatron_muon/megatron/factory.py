@@ -26,17 +26,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.table import muon_parameters, parameter_table
+from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.ranks import say
-from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
-from megatron_muon.megatron.settings import (
-    MuonOptimizerConfig,
-    check_supported,
-    require_megatron_fsdp,
-    with_own_settings,
-)
-from megatron_muon.megatron.state_report import report_muon_state
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
+from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
 
 
@@ -57,53 +50,41 @@ def get_megatron_muon_optimizer(
     Raises:
         UserError: a setting that Muon under Megatron-FSDP does not support.
     """
-    config = with_own_settings(config)
+    if not isinstance(config, MuonOptimizerConfig):
+        config = MuonOptimizerConfig(**vars(config))
     require_megatron_fsdp(model_chunks)
     check_supported(config, model_chunks)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    mp.restore_attributes(model_chunks)
-    mp.tag_for_muon(model_chunks, exclude=config.muon_exclude)
-    names = mp.parameter_names(model_chunks)
+    selection.restore_attributes(model_chunks)
+    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude)
+    names = selection.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
-    optimizers, digest = _build(config, model_chunks, groups, pg_collection, names)
-    if not optimizers:
-        raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    say(parameter_table(groups, names, full=config.muon_log_params))
-    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
-    state_bytes = report_muon_state(chain)
-    chain.facts = {"muon_parameters": muon_parameters(groups), "plan": digest, "state_bytes": state_bytes}
-    return chain
-
-
-def _build(
-    config: MuonOptimizerConfig,
-    model_chunks: Sequence[Any],
-    groups: list[dict[str, Any]],
-    pg_collection: ProcessGroupCollection,
-    names: dict[torch.Tensor, str],
-) -> tuple[list[MegatronOptimizer], str]:
-    """The optimizers of dense parameters, then those of experts: Muon and the scalar one of each; the plans' digest."""
-    builder = MuonBuilder(config, model_chunks, pg_collection, names, _offload_run(config))
     if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    optimizers = []
+    offload, optimizers, digests = _offload_run(config), [], []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            inner = builder.build(muon_groups, is_expert=is_expert)
-            optimizers.append(_wrap(inner, config, model_chunks, pg_collection))
+            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
+            optimizers.append(_wrap(builder.build(offload), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
+            digests += [builder.digest] if builder.digest else []
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
-    digest = "-".join(builder.digests)
-    if digest:
+    if not optimizers:
+        raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
+    if digest := "-".join(digests):
         say(f"megatron-muon: plan {digest}")
-    return optimizers, digest
+    say(selection.parameter_table(groups, names, full=config.muon_log_params))
+    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
+    counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
+    chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": state_bytes}
+    return chain
 
 
 def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
@@ -124,12 +105,12 @@ def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
 
 def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
     """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
-    overrides = dict(get_standard_config_overrides(config) if given is None else given)
-    scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not mp.is_muon_matrix(p))
-    overrides[ParamKey(predicate=scalar)] = {"optimizer": config.muon_scalar_optimizer}
+    overrides = get_standard_config_overrides(config) if given is None else given
+    scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not selection.is_muon_matrix(p))
+    overrides = {**overrides, ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer}}
     rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}
     if chosen := {name: rate for name, rate in rates.items() if rate is not None}:
-        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=mp.is_muon_matrix))] = chosen
+        overrides[ParamKey(predicate=ParamPredicate(name="muon_matrix", fn=selection.is_muon_matrix))] = chosen
     return overrides
 
 
@@ -176,7 +157,6 @@ def _scalar(
     )
     wrapped.config = config  # a chain's members share one config
     initialize_scalar_state(wrapped)
-    step_over_empty_shards(wrapped.optimizer)
     return wrapped
 
 

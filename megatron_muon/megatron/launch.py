@@ -39,20 +39,12 @@ _SECONDS_FOR_FIRST_RANK = 30.0
 
 @dataclass(frozen=True)
 class Launch:
-    """A settled command line.
+    """A settled command line."""
 
-    Attributes:
-        argv: all flags, defaults first, then the config's, then the user's.
-        args: `argv` parsed; megatron-core's validation still to come.
-        device: "cuda" or "cpu".
-        notes: what a user should be told, one line each.
-        defaults: the beginning of `argv` that was filled in.
-    """
-
-    argv: tuple[str, ...]
-    args: argparse.Namespace
-    device: str
-    notes: tuple[str, ...]
+    argv: tuple[str, ...]  # all flags: defaults that were filled in, then the config's, then the user's
+    args: argparse.Namespace  # `argv` parsed; megatron-core's validation still to come
+    device: str  # "cuda" or "cpu"
+    notes: tuple[str, ...]  # what a user should be told, one line each
     defaults: tuple[str, ...]
     parser: Parser
     config: config_file.ExperimentConfig | None
@@ -68,32 +60,30 @@ def prepare(
 ) -> Launch:
     """Settle a command line and make this process ready for it: environment, CPU backend, patches, sys.argv.
 
-    Args:
-        argv: the command line without the program's name.
-        root: the folder of `configs/`, for a run that names no model.
-        writes: whether the quickstart's corpus and the folder of --save may be made.
-        amend: given the parser, the config and the rest of the command line, returns what to take instead of that rest.
-        overridden: flags that `amend` will give, whose values in the config do not matter.
+    `root` is the folder of `configs/`, for a run that names no model; without `writes` neither the quickstart's corpus
+    nor the folder of --save is made. `amend`, given the parser, the config and the rest of the command line, returns
+    what to take instead of that rest; flags that it gives are `overridden`, so that the config's values do not matter.
 
     Raises:
         UserError: anything that a user got wrong.
     """
     check_versions()
     early = Parser(add_help=False, allow_abbrev=False)
-    early.add_argument("--config")
+    early.add_argument("--config", type=Path)
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
     if given.config is None and not {token.split("=")[0] for token in rest} & {*MODEL_FLAGS}:
-        given.config = str(_relative(root / QUICKSTART))
+        path, here = (root / QUICKSTART).resolve(), Path.cwd()
+        given.config = path.relative_to(here) if path.is_relative_to(here) else path
         notes.append(f"no model flags and no --config: taking {given.config}")
-    config = None
+    config, device = None, given.device
     if given.config is not None:
-        config = config_file.load_config(Path(given.config), overridden={*config_file.given_flags(rest), *overridden})
+        config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
         notes += _apply(config)
-    in_file = dict(config.flags).get("--device") if config is not None else None
+        device = device or (dict(config.flags).get("--device") or (None,))[0]
     with quiet_imports():  # what is not installed shows in the defaults that are filled in for it
-        device = settle_device(given.device or (in_file[0] if in_file else "auto"), on_paper=not writes)
+        device = settle_device(device or "auto", on_paper=not writes)
 
         from megatron_muon.megatron.model import gpt  # noqa: F401
         from megatron_muon.megatron.patches import install as patches
@@ -110,37 +100,29 @@ def prepare(
         notes.append("defaults filled in: " + " ".join(defaults))
     full = (*defaults, *rest, "--device", device)
     args = arguments.parse(parser, full)
-    muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
-    notes += _check(args, parser, device=device, writes=writes, muon_under_fsdp=muon_under_fsdp)
+    notes += _check(args, parser, device=device, writes=writes)
     if args.save and writes:
         check_writable(Path(args.save), "--save")
+    muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
     patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
     sys.argv = [sys.argv[0], *full]
-    return Launch(
-        argv=full, args=args, device=device, notes=tuple(notes), defaults=tuple(defaults), parser=parser, config=config
-    )
+    return Launch(full, args, device, tuple(notes), tuple(defaults), parser, config)
 
 
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
     """Set a config's environment; what to tell of it."""
-    notes = []
-    if config.ignored:
-        notes.append(f"{config.path}: no meaning here, passed over: {', '.join(config.ignored)}")
+    notes = [f"{config.path}: no meaning here, passed over: {', '.join(config.ignored)}"] if config.ignored else []
     applied = config_file.apply_env(config, os.environ)
-    notes += [f"environment from {config.path}: {name}={value}" for name, value in applied.items()]
-    return notes + [
-        f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}"
-        for name, value in config.env.items()
-        if os.environ[name] != value
-    ]
+    for name, value in config.env.items():
+        if name in applied:
+            notes.append(f"environment from {config.path}: {name}={value}")
+        elif os.environ[name] != value:
+            notes.append(f"environment wins over {config.path}: {name}={os.environ[name]}, not {value}")
+    return notes
 
 
-def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool, muon_under_fsdp: bool) -> list[str]:
-    """Check the settings by our rules and by Megatron's, and the data; what to tell of it.
-
-    Raises:
-        UserError: the reasons, one a line.
-    """
+def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool) -> list[str]:
+    """Check the settings by our rules and by Megatron's, and the data; what to tell of it."""
     from megatron_muon import cpu
     from megatron_muon.megatron import validation
 
@@ -149,18 +131,12 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
         ensure_stdlib_corpus(QUICKSTART_CORPUS)
     elsewhere = device == "cuda" and cpu.installed()
     check_data = not elsewhere and (writes or not is_quickstart)
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
     reasons = Reasons()
     with reasons:
         arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
     with reasons:
-        validated = validation.check(
-            args,
-            parser,
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
-            muon_under_fsdp=muon_under_fsdp,
-            elsewhere=elsewhere,
-            refused=reasons.lines,
-        )
+        validated = validation.check(args, parser, world_size=ranks, elsewhere=elsewhere, refused=reasons.lines)
     reasons.tell()
     if not elsewhere:
         check_vocabularies(validated)
@@ -174,35 +150,24 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
 
-    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked.
-
-    Raises:
-        UserError: CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
+    `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked. Raises a
+    UserError where CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
     """
     import torch
 
     from megatron_muon import cpu
+    from megatron_muon.cpu.memory import keep_freed_memory
 
     has_cuda = torch.cuda.is_available() and not cpu.installed()
-    if wanted == "cuda" and not has_cuda and not on_paper:
+    if has_cuda and wanted != "cpu":
+        return "cuda"
+    if wanted == "cuda" and not on_paper:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")
     if not has_cuda:
         refuse_unusable_gpu(wanted)
-    if wanted == "cpu" or not has_cuda:
-        from megatron_muon.cpu.memory import keep_freed_memory
-
-        cpu.install(force=wanted == "cpu")
-        keep_freed_memory()
-        return "cuda" if wanted == "cuda" else "cpu"
-    return "cuda"
-
-
-def _relative(path: Path) -> Path:
-    """`path` as a user in the current folder would write it."""
-    try:
-        return path.resolve().relative_to(Path.cwd())
-    except ValueError:
-        return path
+    cpu.install(force=wanted == "cpu")
+    keep_freed_memory()
+    return "cuda" if wanted == "cuda" else "cpu"
 
 
 def run(*, root: Path) -> NoReturn:
@@ -226,50 +191,43 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     A user's mistake is one line on the first rank of each node and status 2, a checkpoint that cannot be written one
     line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
     """
+    argv = sys.argv[1:] if argv is None else argv
+    is_first = int(os.environ.get("RANK", "0")) == 0
     status = 1
     try:
-        status = _main(argv, root=root)
+        if {"--help", "-h"} & set(argv):
+            _help(is_first)
+        else:
+            launch = prepare(argv, root=root)
+            alone = None if _has_group() else settle_one_process(os.environ)
+            with contextlib.ExitStack() as held:
+                if is_first:
+                    for note in (*launch.notes, *([alone] if alone else [])):
+                        print(f"megatron-muon: {note}", flush=True)
+                if is_first and launch.args.save is not None:  # keeps a second training away, on behalf of all ranks
+                    lock = checkpoint_lock.lock_of(Path(launch.args.save))
+                    held.enter_context(lock.held(wait_s=checkpoint_lock.SECONDS_FOR_A_DEAD_MACHINE))
+                _train()
+        status = 0
+    except (UserError, SaveError, OffloadError) as error:
+        _tell(error)
+        status = 2 if isinstance(error, UserError) else 1
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
+        if status or not _ended_by_signal():
+            raise
+        status = exit_codes.TEMPFAIL
     finally:
         if (file := os.environ.get(STATUS_FILE)) and int(os.environ.get("LOCAL_RANK", "0")) == 0:
             Path(file).write_text(f"{status}\n", "utf-8")
     return status
 
 
-def _main(argv: Sequence[str] | None, *, root: Path) -> int:
-    argv = sys.argv[1:] if argv is None else argv
-    try:
-        if {"--help", "-h"} & set(argv):
-            _help()
-            return 0
-        launch = prepare(argv, root=root)
-        alone = None if _has_group() else settle_one_process(os.environ)
-        if int(os.environ.get("RANK", "0")) == 0:
-            for note in (*launch.notes, *([alone] if alone else [])):
-                print(f"megatron-muon: {note}", flush=True)
-        with _save_folder_held(launch.args.save):
-            _train()
-    except UserError as error:
-        _tell(error)
-        return 2
-    except (SaveError, OffloadError) as error:
-        _tell(error)
-        return 1
-    except SystemExit as end:
-        if end.code in (None, 0) and _ended_by_signal():
-            return exit_codes.TEMPFAIL
-        raise
-    return 0
-
-
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
     """Set in `environ` what torchrun would have set for one process, unless this is a launched rank; a note on it.
 
-    Raises:
-        UserError: half of what a launcher sets is there, or another launcher than torchrun has started several
-            processes, each of which would train alone.
+    Raises a UserError where half of what a launcher sets is there, or where another launcher than torchrun has started
+    several processes, each of which would train alone.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if not missing:
@@ -296,10 +254,10 @@ def _has_group() -> bool:
     return dist.is_initialized()
 
 
-def _help() -> None:
+def _help(is_first: bool) -> None:
     """Print all flags, on the first rank."""
     check_versions()
-    if int(os.environ.get("RANK", "0")) > 0:
+    if not is_first:
         return
     with quiet_imports():
         parser = arguments.build_parser()
@@ -308,13 +266,6 @@ def _help() -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # `python pretrain_gpt.py --help | head`: whoever read has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _save_folder_held(save: str | None) -> contextlib.AbstractContextManager[object]:
-    """Keeps a second training away from the checkpoints; the first rank does that for all."""
-    if save is None or int(os.environ.get("RANK", "0")) > 0:
-        return contextlib.nullcontext()
-    return checkpoint_lock.lock_of(Path(save)).held(wait_s=checkpoint_lock.SECONDS_FOR_A_DEAD_MACHINE)
 
 
 def _ended_by_signal() -> bool:
@@ -328,8 +279,8 @@ def _ended_by_signal() -> bool:
 def _tell(error: Exception) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
-    All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
-    the others wait for their end. One that waits in vain found a mistake that the first did not, and speaks then.
+    All ranks find most mistakes, and torchrun ends the others as soon as one has ended. One that waits for that in vain
+    found a mistake that the first did not, and speaks then.
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)

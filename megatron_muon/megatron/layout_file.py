@@ -10,8 +10,12 @@ What does not tile is refused; nothing is repaired.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import re
 import tempfile
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +26,8 @@ from megatron_muon.errors import UserError
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_SHOWN = 60
+"""Characters shown of a value that does not fit."""
 
 
 class _StoredShard(msgspec.Struct, array_like=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -61,8 +67,23 @@ def read_layout(path: str | Path) -> Layout:
         raise UserError(f"cannot read layout {str(path)!r}: {error.strerror}") from None
     except ValueError as error:  # msgspec's, a LayoutError, or what is not UTF-8
         place = re.search(r"\(byte (\d+)\)", str(error))
-        line = 1 + content.count(b"\n", 0, int(place[1])) if place else None
-        raise UserError(f"{path}:{line}: {error}" if line else f"{path}: {error}") from None
+        line = f":{1 + content.count(b'\n', 0, int(place[1]))}" if place else ""
+        raise UserError(f"{path}{line}: {_with_value(str(error), content)}") from None
+
+
+def _with_value(message: str, content: bytes) -> str:
+    """A message of msgspec, with the name of the matrix and the value that it is about."""
+    place = re.search(r" - at `\$(.*)`$", message)
+    value, name = None, ""
+    with contextlib.suppress(ValueError, RecursionError):  # what nests too deeply has its place alone
+        value = msgspec.json.decode(content) if place else None
+    if place is None or value is None:
+        return message
+    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1]):
+        value = value[key or int(index)]
+        name = value.get("name") or name if isinstance(value, dict) else name
+    shown = textwrap.shorten(json.dumps(value), _SHOWN, placeholder=" ...")
+    return f"{name}{': ' * bool(name)}{message}, found {shown}"
 
 
 def _matrix(stored: _StoredMatrix) -> Matrix:
@@ -76,15 +97,11 @@ def _matrix(stored: _StoredMatrix) -> Matrix:
 
 
 def write_layout(path: str | Path, layout: Layout) -> None:
-    """Write a layout, one matrix a line; an existing file is replaced.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a layout, one matrix a line; a UserError where the file cannot be written."""
     lines = []
     for matrix in layout.matrices:
         split = matrix.split
-        shards = [_StoredShard(s.rank, s.row_start, s.rows, s.col_start, s.cols, s.replicas) for s in matrix.shards]
+        shards = [_StoredShard(*dataclasses.astuple(shard)) for shard in matrix.shards]
         blocks = None if split == whole(split.rows) else (split.groups, split.parts)
         lines.append(msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks)).decode())
     body = ",\n".join(lines)
@@ -94,24 +111,15 @@ def write_layout(path: str | Path, layout: Layout) -> None:
         raise UserError(f"cannot write layout {str(path)!r}: {error.strerror}") from None
 
 
-def dump_file(path: str | Path, *, is_expert: bool) -> Path:
+def _dump_file(path: str | Path, *, is_expert: bool) -> Path:
     """Where a run writes a layout: `path` takes that of dense matrices, `NAME.experts.SUFFIX` that of experts."""
     path = Path(path)
     return path.with_name(f"{path.stem}.experts{path.suffix}") if is_expert else path
 
 
 def dump_layout(path: str | Path, layout: Layout, *, is_expert: bool) -> None:
-    """Write the layout of a run and print a line that says so; for one rank to call.
-
-    Args:
-        path: what `--muon-dump-layout` was given.
-        layout: that of this rank's group.
-        is_expert: whether its matrices are those of experts.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    file = dump_file(path, is_expert=is_expert)
+    """Write the layout of a run for `--muon-dump-layout path`, and print a line that says so; for one rank to call."""
+    file = _dump_file(path, is_expert=is_expert)
     write_layout(file, layout)
     print(
         f"megatron-muon: {file}: the layout of {len(layout.matrices)} {'expert' if is_expert else 'dense'} matrices "
@@ -121,24 +129,16 @@ def dump_layout(path: str | Path, layout: Layout, *, is_expert: bool) -> None:
 
 
 def check_dump_file(path: str | Path, *, has_experts: bool) -> None:
-    """Check that a run will be able to write its layouts; leaves files as they are.
-
-    Raises:
-        UserError: names the file and the remedy.
-    """
-    for file in (dump_file(path, is_expert=True), Path(path)) if has_experts and Path(path).name else (Path(path),):
-        flag = f"--muon-dump-layout {str(path)!r}"
+    """Refuse, by a UserError, a file in which a run will not be able to write its layouts; leaves files as they are."""
+    for is_expert in (True, False) if has_experts and Path(path).name else (False,):
+        file, flag = _dump_file(path, is_expert=is_expert), f"--muon-dump-layout {str(path)!r}"
         if file.is_dir():
             raise UserError(f"{flag}: {str(file)!r} is a folder; name a file, for instance {file / 'layout.json'}")
         if not file.parent.is_dir():
             raise UserError(f"{flag}: there is no folder {str(file.parent)!r}; type mkdir -p {file.parent}")
         try:
-            if file.exists():
-                with file.open("ab"):
-                    pass
-            else:
-                with tempfile.TemporaryFile(dir=file.parent):
-                    pass
+            with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
+                pass
         except OSError as error:
             raise UserError(
                 f"{flag}: cannot write {str(file)!r} ({error.strerror}); choose a file that this user may write"

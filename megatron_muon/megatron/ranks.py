@@ -1,6 +1,6 @@
 """What ranks tell each other outside of a step, and what one of them does or says for all."""
 
-from __future__ import annotations
+# Annotations are no strings here: documentation tools do not find the type parameters of a generic function in them.
 
 from collections.abc import Callable
 from typing import Any
@@ -31,20 +31,13 @@ def of_all_ranks[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]
 
 
 def of_first_rank[T](make: Callable[[], T]) -> T:
-    """What rank 0 makes, on every rank. Collective.
-
-    Raises:
-        UserError: on every rank, where rank 0 raised it.
-        OSError: on every rank, where rank 0 raised anything else.
-    """
+    """What rank 0 makes, on every rank; a UserError that it raised, too, and as an OSError any other. Collective."""
     made: list[Any] = [None, None]
     if is_first_rank():
         try:
             made[0] = make()
-        except UserError as error:
-            made[1] = error
         except Exception as error:
-            made[1] = OSError(f"rank 0: {error}")
+            made[1] = error if isinstance(error, UserError) else OSError(f"rank 0: {error}")
     if dist.is_initialized():
         dist.broadcast_object_list(made, src=0)
     value, failure = made

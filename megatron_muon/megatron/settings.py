@@ -16,8 +16,6 @@ from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import refusals
 from megatron_muon.megatron.flags.fields import MuonSettings
-from megatron_muon.megatron.flags.refusals import MuonRun
-from megatron_muon.megatron.model.fused import BlockSettings
 from megatron_muon.megatron.patches.fsdp import is_mended
 
 
@@ -34,26 +32,8 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
     muon_offload_save: str = ""
 
 
-def with_own_settings(config: OptimizerConfig) -> MuonOptimizerConfig:
-    """`config` itself where it carries this package's settings, else a copy with their defaults."""
-    return config if isinstance(config, MuonOptimizerConfig) else MuonOptimizerConfig(**vars(config))
-
-
-def block_settings(config: MuonOptimizerConfig) -> BlockSettings:
-    """Which fused parameters are split into blocks."""
-    return BlockSettings(
-        split_qkv=config.muon_split_qkv,
-        split_gated_mlp=config.muon_split_gated_mlp,
-        split_heads=config.muon_split_heads,
-    )
-
-
 def require_megatron_fsdp(model_chunks: Sequence[Any]) -> None:
-    """Check that the model is wrapped in Megatron-FSDP, and that this one's gradients are right.
-
-    Raises:
-        UserError: it is not; what to do.
-    """
+    """Refuse, by a UserError, a model that is not wrapped in Megatron-FSDP, and one whose gradients will be wrong."""
     ddp_config = getattr(model_chunks[0], "ddp_config", None)
     if ddp_config is None or not ddp_config.use_megatron_fsdp:
         raise UserError(
@@ -67,16 +47,12 @@ def require_megatron_fsdp(model_chunks: Sequence[Any]) -> None:
 
 
 def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) -> None:
-    """Check what Muon under Megatron-FSDP does not support.
-
-    Raises:
-        UserError: names the value and the remedy.
-    """
+    """Refuse, by a UserError with the value and the remedy, what Muon under Megatron-FSDP does not support."""
     check_numbers(config)
     chunk = model_chunks[0]
     main_params = str(chunk.ddp_config.megatron_fsdp_main_params_dtype).removeprefix("torch.")
     refusals.check(
-        MuonRun(
+        refusals.MuonRun(
             settings=config,
             model=chunk.config,
             strategy=chunk.ddp_config.data_parallel_sharding_strategy,

@@ -12,19 +12,20 @@ import argparse
 import ast
 import contextlib
 import copy
-import inspect
+import functools
 import io
+import linecache
 import logging
 import os
 import re
-import textwrap
 import traceback
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from megatron_muon.errors import Reasons, UserError, reason_of
+from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.patching import Patches
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
@@ -55,27 +56,17 @@ def check(
     parser: argparse.ArgumentParser,
     *,
     world_size: int,
-    muon_under_fsdp: bool,
     elsewhere: bool = False,
     refused: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Take a command line through everything by which megatron-core validates it; no process group, nothing written.
 
-    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start.
+    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `elsewhere` a tokenizer's
+    package and files may be, and not here. `args` stay as they are; returned are those that validation has completed,
+    with the padded size of the vocabulary.
 
-    Args:
-        args: parsed by `parser`; left as they are.
-        parser: knows the flags.
-        world_size: number of ranks.
-        muon_under_fsdp: this package's factory makes the optimizer.
-        elsewhere: the run is for another machine, where a tokenizer's package and files may be.
-        refused: what is refused already; reasons that are about the same flags are not repeated.
-
-    Returns:
-        The arguments as validation has completed them, with the padded size of the vocabulary.
-
-    Raises:
-        UserError: the reasons of all parts that do not depend on each other, one a line.
+    Raises a UserError with the reasons of all parts that do not depend on each other, one a line, but for those that
+    are about the same flags as lines of `refused`.
     """
     settled = copy.deepcopy(args)
     settled.rank, settled.world_size = 0, world_size
@@ -89,37 +80,31 @@ def check(
     def passes(*parts: Callable[[argparse.Namespace], object]) -> bool:
         """Whether nothing is refused by parts of which each needs the one before."""
         before = len(reasons.lines)
-        for part in parts:
-            with reasons, explained(settled, parser):
+        with reasons, explained(settled, parser):
+            for part in parts:
                 part(settled)
-            if len(reasons.lines) > before:
-                return False
-        return True
+        return len(reasons.lines) == before
 
-    with silent(), _as_in_training(muon_under_fsdp):
+    with silent(), _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
         passes(_check_batches)
         is_valid = passes(_validate, _count_micro_batches)
-        passes(_build_tokenizer_elsewhere if elsewhere else _build_tokenizer)
+        passes(functools.partial(_build_tokenizer, elsewhere=elsewhere))
         if is_valid:
             passes(_schedule)
             if settled.padded_vocab_size is None:  # the rest of the model does not depend on it
                 settled.padded_vocab_size = settled.make_vocab_size_divisible_by * settled.tensor_model_parallel_size
             passes(_check_heads, _build_model)
-    if refused:
-        about = _subjects(refused)
+    if about := _subjects(refused):
         reasons.lines = [line for line in reasons.lines if (flags := _subjects([line])) and not flags & about]
     reasons.tell()
     return settled
 
 
 def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Validate in place what a model depends on, and nothing else: for a plan.
+    """Validate in place what a model depends on, and nothing else: for a plan; a UserError where that is refused.
 
     The size of the vocabulary is the tokenizer's where there is one at hand, else that of `--vocab-size`. Where
     neither is known it is 1, unless buckets that are cut by size depend on it. `args` have `rank` and `world_size`.
-
-    Raises:
-        UserError: what megatron-core refuses.
     """
     with silent(), _as_in_training(True), explained(args, parser):
         _validate(args)
@@ -135,46 +120,11 @@ def complete(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
 
 
 def _subjects(lines: Sequence[str]) -> set[str]:
-    """Flags and environment variables."""
     return {name for line in lines for name in re.findall(r"--[a-z][a-z0-9-]+|[A-Z]+(?:_[A-Z]+)+", line)}
 
 
-@contextlib.contextmanager
-def explained(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[None]:
-    """Turn what megatron-core raises into a UserError with the flags on which that depends, as `args` has them."""
-    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
-
-    try:
-        yield
-    except UserError:
-        raise
-    except (Exception, CheckpointException) as refusal:
-        raise UserError(_explanation(refusal, args, parser)) from refusal
-
-
-def _explanation(refusal: BaseException, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
-    """Why megatron-core stopped; many assertions carry no message, the condition that does not hold says it then."""
-    reason = " ".join((reason_of(refusal) if hasattr(refusal, "failures") else str(refusal)).split())
-    flags: dict[str, str] = {}
-    for number, (statement, conditions) in enumerate(_statements(refusal.__traceback__)):
-        if number == 0:
-            if isinstance(statement, ast.Assert):
-                reason = reason or re.sub(r"\b(args|self|config)\.", "", ast.unparse(statement.test))
-            nearest = conditions[:1] if isinstance(statement, (ast.Assert, ast.Raise)) else []
-            flags = _flags([name for node in (statement, *nearest) for name in _names(node)], args, parser)
-        else:  # whoever calls a helper knows what it was called with
-            flags = _flags(_names(statement), args, parser, among=re.findall(r"[\d.]+", reason))
-        if flags:
-            break
-    if not isinstance(refusal, (AssertionError, ValueError, RuntimeError)) and type(refusal) is not Exception:
-        reason = f"{type(refusal).__name__}: {reason}"
-    flags |= _flags(re.findall(r"[a-z][a-z0-9_]{2,}", reason.replace("-", "_")), args, parser)
-    given = f"; given: {', '.join(list(flags.values())[:_MOST_SHOWN])}" if flags else ""
-    return f"megatron-core refuses these settings: {reason}{given}"
-
-
 def _check_batches(args: argparse.Namespace) -> None:
-    """Refuse what validation would refuse of evaluation's batches, which follow those of training; mend it after."""
+    """Refuse what validation would refuse of evaluation's batches, which follow those of training."""
     if not (args.micro_batch_size and args.global_batch_size) or args.decrease_batch_size_if_needed:
         return
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
@@ -191,15 +141,14 @@ def _check_batches(args: argparse.Namespace) -> None:
 
 def _check_heads(args: argparse.Namespace) -> None:
     """What megatron-core finds out in the first step alone."""
-    if args.group_query_attention and args.num_attention_heads % args.num_query_groups:
+    heads, groups = args.num_attention_heads, args.num_query_groups
+    if args.group_query_attention and heads % groups:
         raise UserError(
-            f"--num-attention-heads {args.num_attention_heads} is not a multiple of --num-query-groups "
-            f"{args.num_query_groups}; change one of them"
+            f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one of them"
         )
-    if args.num_experts and args.moe_router_topk > args.num_experts:
-        raise UserError(
-            f"--moe-router-topk {args.moe_router_topk} is more than --num-experts {args.num_experts}; lower it"
-        )
+    experts, top_k = args.num_experts, args.moe_router_topk
+    if experts and top_k > experts:
+        raise UserError(f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it")
 
 
 def _validate(args: argparse.Namespace) -> None:
@@ -218,20 +167,14 @@ def _validate(args: argparse.Namespace) -> None:
             os.environ[_CONNECTIONS] = kept
 
 
-def _build_tokenizer(args: argparse.Namespace) -> None:
-    from megatron_muon.data.tokenizers import build_megatron
+def _build_tokenizer(args: argparse.Namespace, *, elsewhere: bool = False) -> None:
+    from megatron_muon.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, build_megatron, check_spec
 
     args.tokenizer_type = args.tokenizer_type or DEFAULTS["tokenizer_type"]
-    build_megatron(args)  # which pads the vocabulary, too
-
-
-def _build_tokenizer_elsewhere(args: argparse.Namespace) -> None:
-    from megatron_muon.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, check_spec
-
     if args.tokenizer_type in TOKENIZER_TYPES:
         check_spec(TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size))
-    with contextlib.suppress(UserError):
-        _build_tokenizer(args)
+    with contextlib.suppress(UserError) if elsewhere else contextlib.nullcontext():
+        build_megatron(args)  # which pads the vocabulary, too
 
 
 def _count_micro_batches(args: argparse.Namespace) -> None:
@@ -282,9 +225,8 @@ def _schedule(args: argparse.Namespace) -> None:
 def silent() -> Iterator[None]:
     """Keep to ourselves what megatron-core prints; a training prints it again."""
     disabled = logging.root.manager.disable
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
         try:
             yield
         finally:
@@ -309,41 +251,64 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
         yield
 
 
-def _statements(trace: TracebackType | None) -> Iterator[tuple[ast.stmt, list[ast.expr]]]:
-    """The statements that were running, innermost first, each with the conditions under which it runs, nearest first.
+@contextlib.contextmanager
+def explained(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Turn what megatron-core raises into a UserError with the flags on which that depends, as `args` has them."""
+    from torch.distributed.checkpoint.api import CheckpointException  # not an Exception
 
-    Only functions of Megatron whose source is there.
-    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, CheckpointException) as refusal:
+        raise UserError(_explanation(refusal, args, parser)) from refusal
+
+
+def _explanation(refusal: BaseException, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:
+    """Why megatron-core stopped; many assertions carry no message, the condition that does not hold says it then."""
+    reason = " ".join((reason_of(refusal) if hasattr(refusal, "failures") else str(refusal)).split())
+    flags: dict[str, str] = {}
+    for number, (statement, conditions) in enumerate(_statements(refusal.__traceback__)):
+        if number:  # whoever calls a helper knows what it was called with
+            flags = _flags(_names(statement), args, parser, among=re.findall(r"[\d.]+", reason))
+        elif isinstance(statement, ast.Assert):
+            reason = reason or re.sub(r"\b(args|self|config)\.", "", ast.unparse(statement.test))
+            flags = _flags([*_names(statement.test), *conditions], args, parser)
+        else:
+            nearest = conditions if isinstance(statement, ast.Raise) else []
+            flags = _flags([*_names(statement), *nearest], args, parser)
+        if flags:
+            break
+    if not isinstance(refusal, (AssertionError, ValueError, RuntimeError)) and type(refusal) is not Exception:
+        reason = f"{type(refusal).__name__}: {reason}"
+    flags |= _flags(re.findall(r"[a-z][a-z0-9_]{2,}", reason.replace("-", "_")), args, parser)
+    given = f"; given: {', '.join(list(flags.values())[:_MOST_SHOWN])}" if flags else ""
+    return f"megatron-core refuses these settings: {reason}{given}"
+
+
+def _statements(trace: TracebackType | None) -> Iterator[tuple[ast.stmt, list[str]]]:
+    """The statements of Megatron that were running, innermost first, each with the names in its nearest condition."""
     for frame, line in reversed(list(traceback.walk_tb(trace))):
-        if not frame.f_globals.get("__name__", "").startswith("megatron."):
-            continue
-        with contextlib.suppress(OSError, SyntaxError, TypeError):
-            lines, first = inspect.getsourcelines(frame.f_code)
-            line -= max(first, 1) - 1
-            tree = ast.walk(ast.parse(textwrap.dedent("".join(lines))))  # outer statements before inner ones
-            path = [node for node in tree if isinstance(node, ast.stmt) and node.lineno <= line <= _last_line(node)]
+        if frame.f_globals.get("__name__", "").startswith("megatron."):
+            nodes = ast.walk(ast.parse("".join(linecache.getlines(frame.f_code.co_filename))))  # outer before inner
+            path = [
+                node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)
+            ]
+            tests = [_names(node.test) for node in path[:-1] if isinstance(node, (ast.If, ast.While))]
             if path:
-                yield path[-1], [node.test for node in reversed(path[:-1]) if isinstance(node, (ast.If, ast.While))]
-
-
-def _last_line(node: ast.stmt) -> int:
-    return node.end_lineno or node.lineno
+                yield path[-1], (tests or [[]])[-1]
 
 
 def _names(node: ast.AST) -> list[str]:
-    """Names of variables and attributes in an assertion's condition, or in any other simple statement."""
-    node = node.test if isinstance(node, ast.Assert) else node
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.If, ast.For, ast.With, ast.Try)):
+    """Names of variables and attributes in an expression or a simple statement."""
+    if hasattr(node, "body") and isinstance(node, ast.stmt):
         return []
-    return [
-        part.attr if isinstance(part, ast.Attribute) else part.id
-        for part in ast.walk(node)
-        if isinstance(part, (ast.Attribute, ast.Name))
-    ]
+    parts = [part for part in ast.walk(node) if isinstance(part, (ast.Attribute, ast.Name))]
+    return [part.attr if isinstance(part, ast.Attribute) else part.id for part in parts]
 
 
 def _flags(
-    names: list[str],
+    names: Iterable[str],
     args: argparse.Namespace,
     parser: argparse.ArgumentParser,
     *,
@@ -352,26 +317,21 @@ def _flags(
     """By name: the flag with its value, as it would be typed, or that it is not given; only values `among` some."""
     shown = {}
     for name in dict.fromkeys(_FLAG_OF.get(name, name) for name in names):
-        if name in _OURS or (among is not None and str(getattr(args, name, None)) not in among):
+        value = getattr(args, name, None)
+        if name in _OURS or (among is not None and str(value) not in among):
             continue
-        if name in _RANKS and hasattr(args, name) and among is None:
-            size = getattr(args, name)
-            shown[name] = f"{size} {_RANKS[name]}{'s' * (size != 1)}"
+        if name in _RANKS and value is not None and among is None:
+            shown[name] = f"{value} {_RANKS[name]}{'s' * (value != 1)}"
         elif actions := [action for action in parser._actions if action.dest == name and action.option_strings]:
-            shown[name] = _typed(actions, getattr(args, name, None))
+            shown[name] = _typed(actions, value)
     return shown
 
 
 def _typed(actions: list[argparse.Action], value: Any) -> str:
-    """A setting as it would be typed."""
-    flag = next(option for option in actions[0].option_strings if option.startswith("--"))
-    if value is None:
-        return f"no {flag}"
-    for action in actions:
-        if action.nargs == 0 and isinstance(action, argparse.BooleanOptionalAction):
-            return action.option_strings[0] if value else action.option_strings[-1]
-        if action.nargs == 0 and action.const == value:
-            return next(option for option in action.option_strings if option.startswith("--"))
-    if actions[0].nargs == 0:
-        return f"no {flag}"
-    return f"{flag} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"
+    flags = [next(option for option in action.option_strings if option.startswith("--")) for action in actions]
+    for action, flag in zip(actions, flags, strict=True):
+        if value is not None and action.nargs == 0 and value == (True if action.const is None else action.const):
+            return flag
+    if value is None or actions[0].nargs == 0:
+        return f"no {flags[0]}"
+    return f"{flags[0]} {' '.join(map(str, value)) if isinstance(value, (list, tuple)) else value}"

@@ -10,36 +10,26 @@ from megatron_muon.errors import UserError
 
 PYTHON = ((3, 12), (3, 14))
 MEGATRON_CORE = ((0, 19), (0, 20))
+_RANGE = "megatron-core>={}.{},<{}.{}".format(*MEGATRON_CORE[0], *MEGATRON_CORE[1])
 
 
 def check_versions(python: tuple[int, int] | None = None, megatron_core: str | None = None) -> None:
-    """Check that this Python and megatron-core, or those given, are supported.
-
-    Raises:
-        UserError: names what was found, the supported range and what to install.
-    """
-    python = sys.version_info[:2] if python is None else python
-    if python >= PYTHON[1]:
+    """Check that this Python and megatron-core, or those given, are supported; a UserError says what to install."""
+    major, minor = python or sys.version_info[:2]
+    if (major, minor) >= PYTHON[1]:
         raise UserError(
-            f"Python {python[0]}.{python[1]} is too new: megatron-core {_range()} has no wheel for it; make the "
-            "virtual environment with python3.12 or python3.13"
+            f"Python {major}.{minor} is too new: {_RANGE} has no wheel for it; make the virtual environment with "
+            "python3.12 or python3.13"
         )
-    if python < PYTHON[0]:
+    if (major, minor) < PYTHON[0]:
         raise UserError(
-            f"Python {python[0]}.{python[1]} is too old: megatron-core {_range()} needs Python "
-            f"{PYTHON[0][0]}.{PYTHON[0][1]} or newer; make the virtual environment with python3.12"
+            f"Python {major}.{minor} is too old: {_RANGE} needs Python {PYTHON[0][0]}.{PYTHON[0][1]} or newer; make "
+            "the virtual environment with python3.12"
         )
-    if megatron_core is None:
-        try:
-            megatron_core = metadata.version("megatron-core")
-        except metadata.PackageNotFoundError:
-            raise UserError(f"megatron-core is not installed; type: pip install 'megatron-core{_range()}'") from None
+    try:
+        megatron_core = megatron_core or metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        raise UserError(f"megatron-core is not installed; type: pip install '{_RANGE}'") from None
     numbers = re.match(r"(\d+)\.(\d+)", megatron_core)
-    found = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    if not MEGATRON_CORE[0] <= found < MEGATRON_CORE[1]:
-        raise UserError(f"megatron-core {megatron_core} is not supported; type: pip install 'megatron-core{_range()}'")
-
-
-def _range() -> str:
-    lowest, beyond = (".".join(map(str, version)) for version in MEGATRON_CORE)
-    return f">={lowest},<{beyond}"
+    if numbers is None or not MEGATRON_CORE[0] <= (int(numbers[1]), int(numbers[2])) < MEGATRON_CORE[1]:
+        raise UserError(f"megatron-core {megatron_core} is not supported; type: pip install '{_RANGE}'")

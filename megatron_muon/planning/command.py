@@ -7,10 +7,8 @@ even it is, what travels, what memory it takes and what a step may cost on a nam
 from __future__ import annotations
 
 import argparse
-import functools
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,12 @@ import numpy as np
 
 from megatron_muon.command_parser import write_json
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.layout import LayoutError, check_ranks
+from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.layout_file import read_layout
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupEstimate, Hardware, estimate
+from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Ints, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
 
 EVEN = 1.05
@@ -46,36 +43,6 @@ Plan a Muon step on paper: who orthogonalises what, how even that is, what trave
 Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, without latency, launches
 and elementwise work. They rank configurations; measure with megatron-muon bench.
 """
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
-
-    buffer_mb: float
-    exchange_dtype: str
-    iteration: Iteration
-
-    @property
-    def ns_dtype(self) -> str:
-        """What Newton-Schulz starts from, "fp32" or "bf16"."""
-        return _dtype(half=self.iteration.half)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of an element on the wire."""
-        return 2 if self.exchange_dtype == "bf16" else 4
-
-
-@dataclass(frozen=True)
-class GroupPlan:
-    """A group's plan and the plan's figures; `seconds` is what planning took, `largest` the cost of one matrix."""
-
-    group: Group
-    plan: Plan
-    estimate: GroupEstimate
-    seconds: float
-    largest: float
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -103,25 +70,10 @@ def run(args: argparse.Namespace) -> int:
     config, groups, world_size = _read(args)
     hardware = HARDWARE[args.hardware]
     settings = _settings(args, config, hardware)
-    plans = [plan_group(group, settings, hardware) for group in groups]
-    figures = report(plans, world_size, settings, hardware)
+    figures = report([plan_group(group, settings, hardware) for group in groups], world_size, settings, hardware)
     write_json(args.json, figures)
     show(figures, str(args.config or args.layout), hardware)
     return 0
-
-
-def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
-    """Make a group's plan as training would, and estimate it."""
-    element_bytes = settings.element_bytes
-    cost = functools.cache(settings.iteration.flops)
-    flops = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in group.layout.matrices]
-    started = time.perf_counter()
-    plan = make_plan(group.layout, flops, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
-    seconds = time.perf_counter() - started
-    estimated = estimate(
-        plan, flops, hardware, element_bytes=element_bytes, ns_dtype=settings.ns_dtype, rank_stride=group.stride
-    )
-    return GroupPlan(group, plan, estimated, seconds, max(flops, default=0.0))
 
 
 def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
@@ -129,13 +81,13 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
     return {
         "digest": "-".join(item.plan.digest() for item in plans),
         "world_size": world_size,
-        **_figures(plans, [_ranks_in_group(item, world_size) for item in plans]),
+        **_figures(plans, [item.group.ranks_in(world_size) for item in plans]),
         "hardware": hardware.name,
         "settings": {
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": settings.exchange_dtype,
             "ns": settings.iteration.method,
-            "ns_dtype": settings.ns_dtype,
+            "ns_dtype": "bf16" if settings.iteration.half else "fp32",
             "ns_steps": settings.iteration.steps,
         },
         "groups": [
@@ -150,51 +102,34 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
     }
 
 
-def _figures(plans: Sequence[GroupPlan], ranks: Sequence[np.ndarray[Any, Any]]) -> dict[str, Any]:
-    """Figures of ranks that step several groups one after the other: times add up, buffers do not.
-
-    Args:
-        plans: of the groups.
-        ranks: of each group, which of its ranks the ranks are.
-    """
+def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any]:
+    """Figures of ranks, by their rank in each group, that step groups one by one: times add up, buffers do not."""
 
     def total(name: str) -> np.ndarray[Any, Any]:
-        return np.sum([getattr(item.estimate, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
+        return np.sum([getattr(item, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
 
     matrices = [matrix for item in plans for matrix in item.plan.layout.matrices]
+    loads, largest = total("ns_flops"), max(item.largest for item in plans)
+    mean = float(loads.mean()) or 1.0
     return {
         "matrices": len(matrices),
         "parameters": sum(matrix.numel for matrix in matrices),
-        "ns_load": _load(total("ns_flops"), max(item.largest for item in plans)),
+        "ns_load": {
+            "max_over_mean": float(loads.max()) / mean if loads.any() else 1.0,
+            "least_possible": max(largest / mean, 1.0),  # by any plan, for the sake of the costliest matrix
+        },
         "exchange_bytes": {
             "max_per_rank": int(total("received_bytes").max()),
             "allgather_per_rank": int(total("all_gather_bytes").max()),
         },
-        "extra_bytes_max": max(int(item.estimate.extra_bytes.max()) for item in plans),
+        "extra_bytes_max": max(int(item.extra_bytes.max()) for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
         "oversized": sum(len(item.plan.oversized) for item in plans),
         "plan_seconds": sum(item.seconds for item in plans),
         "estimated_ms": {
-            name: sum(getattr(item.estimate, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
+            name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
         },
     }
-
-
-def _load(loads: np.ndarray[Any, Any], largest: float) -> dict[str, float]:
-    """How even the loads are, and the least that any plan could reach with a matrix of this cost."""
-    mean = float(loads.mean())
-    if not mean:
-        return {"max_over_mean": 1.0, "least_possible": 1.0}
-    return {"max_over_mean": float(loads.max()) / mean, "least_possible": max(largest / mean, 1.0)}
-
-
-def _ranks_in_group(item: GroupPlan, world_size: int) -> np.ndarray[Any, Any]:
-    """For each rank of the world, its rank in its group of this kind.
-
-    Source: megatron.core.parallel_state, whose order of ranks is tp-cp-ep-dp-pp.
-    """
-    ranks, stride, together = np.arange(world_size), item.group.stride, item.group.together
-    return (ranks // (stride * together) * together + ranks % together) % item.plan.layout.world_size
 
 
 def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
@@ -203,22 +138,18 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
         raise UserError("give either --config FILE.yaml with --world-size N, or --layout FILE.json")
     if args.layout is not None:
         layout = read_layout(args.layout)
-        if args.world_size not in (None, layout.world_size):
+        ranks = layout.world_size
+        if args.world_size not in (None, ranks):
             raise UserError(
-                f"{args.layout} holds a layout of {layout.world_size} ranks, not {args.world_size}; "
-                "leave --world-size out"
+                f"{args.layout} holds a layout of {ranks} ranks, not {args.world_size}; leave --world-size out"
             )
         if not layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return MuonSettings(), [Group("layout", layout)], layout.world_size
+        return MuonSettings(), [Group("layout", layout)], ranks
     if args.world_size is None:
         raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
-    if args.world_size < 1:
-        raise UserError(f"--world-size must be at least 1, got {args.world_size}")
-    try:
-        check_ranks(args.world_size)
-    except LayoutError as error:
-        raise UserError(f"--world-size {args.world_size}: {error}") from None
+    if not 1 <= args.world_size <= MAX_RANKS:
+        raise UserError(f"--world-size must be at least 1 and at most {MAX_RANKS:,}, got {args.world_size}")
     with quiet_imports():
         from megatron_muon import cpu
 
@@ -245,12 +176,9 @@ def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Sett
         args.ns or config.muon_ns,
     )
     iteration.check()
-    iteration = replace(iteration, products=hardware.products(half=iteration.half))
-    return Settings(buffer, _dtype(half=iteration.half) if exchange == "auto" else exchange, iteration)
-
-
-def _dtype(*, half: bool) -> str:
-    return "bf16" if half else "fp32"
+    half = iteration.half
+    iteration = replace(iteration, products=hardware.products(half=half))
+    return Settings(buffer, ("bf16" if half else "fp32") if exchange == "auto" else exchange, iteration)
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
@@ -267,8 +195,8 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     table.add_column("")
     for heading in columns:
         table.add_column(heading, justify="right")
-    for label, value in _ROWS.items():
-        table.add_row(label, *(value(column) for column in columns.values()))
+    for label, shown in _ROWS.items():
+        table.add_row(label, *map(shown, columns.values()))
     settings = figures["settings"]
     console.print(Text(f"Plan of {source} at {figures['world_size']:,} ranks", style="bold"), soft_wrap=True)
     console.print(table)
@@ -285,14 +213,12 @@ def notes(figures: dict[str, Any]) -> list[str]:
     """What the figures do not say by themselves."""
     lines = []
     for group in figures["groups"]:
-        load = group["ns_load"]
-        if load["max_over_mean"] <= EVEN:
-            continue
-        if load["max_over_mean"] <= EVEN * load["least_possible"]:
-            why = f"the largest matrix alone is {load['least_possible']:.2f} times a rank's even share"
-        else:
-            why = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
-        lines.append(f"{group['name']}, uneven: {why}")
+        load, least = group["ns_load"].values()
+        why = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
+        if load <= EVEN * least:
+            why = f"the largest matrix alone is {least:.2f} times a rank's even share"
+        if load > EVEN:
+            lines.append(f"{group['name']}, uneven: {why}")
     if figures["oversized"]:
         lines.append(
             f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; waves are as large as the largest "
@@ -306,13 +232,9 @@ def notes(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _size(count: float) -> str:
-    if count < 1024:
-        return f"{count:,.0f} B"
-    for power, unit in enumerate(("KiB", "MiB"), start=1):
-        if count < 1024 ** (power + 1):
-            return f"{count / 1024**power:,.1f} {unit}"
-    return f"{count / 1024**3:,.1f} GiB"
+def _size(count: int) -> str:
+    power = min((max(count, 1).bit_length() - 1) // 10, 3)
+    return f"{count / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
 def _duration(ms: float) -> str:
@@ -320,7 +242,7 @@ def _duration(ms: float) -> str:
 
 
 def _saving(column: dict[str, Any]) -> str:
-    ours, theirs = column["exchange_bytes"]["max_per_rank"], column["exchange_bytes"]["allgather_per_rank"]
+    ours, theirs = column["exchange_bytes"].values()
     return f"{theirs / ours:,.1f} times less" if ours else "nothing travels" if theirs else "-"
 
 

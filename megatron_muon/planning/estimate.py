@@ -7,50 +7,39 @@ configurations; `megatron-muon bench` measures.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes
+from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes, make_plan
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
-PRODUCT_SHARE = 0.65
-"""Part of the data sheet's matrix rate that large bf16 products reach; an assumption on the careful side."""
-
-LINK_SHARE = 0.75
-"""Part of the data sheet's link rate that an all-to-all reaches; an assumption on the careful side."""
+PRODUCT_SHARE, LINK_SHARE = 0.65, 0.75
+"""Parts of the data sheet's rates that large bf16 products and an all-to-all reach; assumed on the careful side."""
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine. Rates are what a rank can be expected to reach.
-
-    Attributes:
-        bf16_tflops: matrix products in bf16, 10^12 operations per second.
-        fp32_tflops: matrix products in fp32.
-        node_ranks: ranks that the fast link joins.
-        node_gb_per_s: 10^9 bytes per second that a rank receives, and sends at the same time, within a node.
-        network_gb_per_s: the same between nodes.
-        source: where the figures come from.
-        processor: Newton-Schulz runs on a CPU.
-        symmetric_kernel: a GPU that runs the symmetric kernel, as `core.newton_schulz.products_on` finds it.
-    """
+    """A machine. Rates are what a rank can be expected to reach, of links in each direction at the same time."""
 
     name: str
     bf16_tflops: float
     fp32_tflops: float
-    node_ranks: int
+    node_ranks: int  # that the fast link joins
     node_gb_per_s: float
-    network_gb_per_s: float
+    network_gb_per_s: float  # between nodes
     source: str
     processor: bool = False
-    symmetric_kernel: bool = True
+    symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
 
     def products(self, *, half: bool) -> Products:
         """How it forms symmetric products, in bf16 where `half`, else in fp32."""
@@ -58,143 +47,132 @@ class Hardware:
             return HALVES
         return KERNEL if self.symmetric_kernel and half else DENSE
 
-    def expected(self) -> Hardware:
-        """The rates that can be expected where these are a data sheet's."""
-        return replace(
-            self,
-            bf16_tflops=self.bf16_tflops * PRODUCT_SHARE,
-            fp32_tflops=self.fp32_tflops * PRODUCT_SHARE,
-            node_gb_per_s=self.node_gb_per_s * LINK_SHARE,
-            network_gb_per_s=self.network_gb_per_s * LINK_SHARE,
-            source=f"{self.source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links",
-        )
+
+def _gpu(name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str) -> Hardware:
+    """A GPU whose data sheet has these rates, at the part of them that can be expected."""
+    source = f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links"
+    rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, node_ranks, node * LINK_SHARE, network * LINK_SHARE
+    return Hardware(name, *rates, source, symmetric_kernel=name != "a100-sxm")
 
 
-_DATA_SHEETS = (
-    Hardware(
-        "h100-sxm", 989, 67, 8, 450, 50,
-        "NVIDIA H100 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H100)",
-    ),
-    Hardware(
-        "h200-sxm", 989, 67, 8, 450, 50,
-        "NVIDIA H200 data sheet (SXM, dense), NVLink 900 GB/s both ways, one 400 Gb/s adapter a GPU (DGX H200)",
-    ),
-    Hardware(
-        "a100-sxm", 312, 19.5, 8, 300, 25,
-        "NVIDIA A100 data sheet (SXM, dense), NVLink 600 GB/s both ways, one 200 Gb/s adapter a GPU (DGX A100)",
-        symmetric_kernel=False,
-    ),
-    Hardware(
+def _dgx(chip: str, bf16: float, fp32: float, node: int, network: int) -> Hardware:
+    return _gpu(
+        f"{chip.lower()}-sxm", bf16, fp32, 8, node, network,
+        f"NVIDIA {chip} data sheet (SXM, dense), NVLink {2 * node} GB/s both ways, one {8 * network} Gb/s adapter a "
+        f"GPU (DGX {chip})",
+    )  # fmt: skip
+
+
+_MACHINES = (
+    _dgx("H100", 989, 67, 450, 50),
+    _dgx("H200", 989, 67, 450, 50),
+    _dgx("A100", 312, 19.5, 300, 25),
+    _gpu(
         "gb300", 2500, 80, 72, 900, 100,
         "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
     ),
+    Hardware(
+        "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
+        "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
+        processor=True,
+    ),
 )  # fmt: skip
-_CPU = Hardware(
-    "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
-    "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
-    processor=True,
-)  # fmt: skip
-HARDWARE = {machine.name: machine for machine in (*(sheet.expected() for sheet in _DATA_SHEETS), _CPU)}
+HARDWARE = {machine.name: machine for machine in _MACHINES}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
+
+    buffer_mb: float
+    exchange_dtype: str
+    iteration: Iteration
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element on the wire."""
+        return 2 if self.exchange_dtype == "bf16" else 4
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group whose matrices are planned together: "dense", "experts", or a captured "layout".
-
-    Attributes:
-        stride: groups of this kind that lie side by side in the world.
-        together: consecutive global ranks in one group.
-    """
+    """A process group whose matrices are planned together: "dense", "experts", or a captured "layout"."""
 
     name: str
     layout: Layout
-    stride: int = 1
-    together: int = 1
+    stride: int = 1  # groups of this kind that lie side by side in the world
+    together: int = 1  # consecutive global ranks in one group
+
+    def ranks_in(self, world_size: int) -> Ints:
+        """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
+        ranks, together = np.arange(world_size), self.together
+        return (ranks // (self.stride * together) * together + ranks % together) % self.layout.world_size
 
 
 @dataclass(frozen=True)
-class GroupEstimate:
-    """Figures of one process group's plan.
+class GroupPlan:
+    """A group's plan and its figures; arrays have one for each rank of the group."""
 
-    Attributes:
-        ns_flops: operations of each rank of the group.
-        received_bytes: bytes that each rank receives in a step.
-        all_gather_bytes: bytes that each rank would receive in the all-gather scheme.
-        extra_bytes: the most bytes that each rank holds for waves under way and for a filler between them.
-        ns_ms: time of the products on the rank with most of them.
-        exchange_ms: time of all collectives, one after the other.
-        step_ms: time of the step with both overlapped.
-    """
-
+    group: Group
+    plan: Plan
+    seconds: float  # of planning
+    largest: float  # operations of the costliest matrix
     ns_flops: Floats
     received_bytes: Ints
-    all_gather_bytes: Ints
-    extra_bytes: Ints
-    ns_ms: float
-    exchange_ms: float
-    step_ms: float
+    all_gather_bytes: Ints  # received in a step of the all-gather scheme
+    extra_bytes: Ints  # the most that is held for waves under way and for a filler between them
+    ns_ms: float  # on the rank with most operations
+    exchange_ms: float  # of all collectives, one after the other
+    step_ms: float  # with both overlapped
 
 
-def estimate(
-    plan: Plan,
-    flops: Sequence[float],
-    hardware: Hardware,
-    *,
-    element_bytes: int,
-    ns_dtype: str = "bf16",
-    rank_stride: int = 1,
-) -> GroupEstimate:
-    """The figures of a plan.
+def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
+    """Make a group's plan as training would, and estimate it."""
+    layout, element_bytes, half = group.layout, settings.element_bytes, settings.iteration.half
+    ranks = layout.world_size
+    cost = functools.cache(settings.iteration.flops)
+    costs = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in layout.matrices]
+    started = time.perf_counter()
+    plan = make_plan(layout, costs, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
+    seconds = time.perf_counter() - started
 
-    Args:
-        plan: owners and waves of a group.
-        flops: operations of each matrix.
-        hardware: what it runs on.
-        element_bytes: of an element on the wire.
-        ns_dtype: "bf16" or "fp32", what the products run in.
-        rank_stride: distance in the world between neighbours of the group, which decides who shares a node.
-    """
-    world_size, waves = plan.layout.world_size, plan.waves
-    nodes = np.arange(world_size) * rank_stride // hardware.node_ranks
-    rate = (hardware.bf16_tflops if ns_dtype == "bf16" else hardware.fp32_tflops) * 1e12
-    received = np.zeros(world_size, dtype=np.int64)
-    footprints = np.zeros((min(len(waves), MIN_WAVES), world_size), dtype=np.int64)  # the last waves, in turn
-    extra = np.zeros(world_size, dtype=np.int64)
-    transfer_s = []
-    for k, wave in enumerate(waves):
-        owners, holders, size = _transfers(plan, wave)
-        size = size * element_bytes
-        arriving, leaving = _sums(owners, size, world_size), _sums(holders, size, world_size)
-        received += arriving + leaving
-        far = nodes[owners] != nodes[holders]
-        transfer_s.append(0.0)
-        for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s)):
-            busiest = max(_sums(ends[part], size[part], world_size).max() for ends in (owners, holders))
-            transfer_s[-1] = max(transfer_s[-1], float(busiest) / (gb_per_s * 1e9))
-        # As plan._footprint counts: rows out and back; at the owner also the whole matrix and its update.
-        owned = np.array([plan.owners[index] for index in wave], dtype=np.int64)
-        whole = np.array([plan.layout.matrices[index].numel for index in wave], dtype=np.int64)
-        at_owner = _sums(owned, 2 * whole * (element_bytes + UPDATE_BYTES), world_size)
-        footprints[k % len(footprints)] = 2 * leaving + at_owner
-        extra = np.maximum(extra, footprints.sum(axis=0))
-    loads = _loads(plan, range(len(flops)), flops)
-    return GroupEstimate(
+    owners, flops = np.array(plan.owners, dtype=np.int64), np.array(costs)
+    rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
+
+    def products_s(indices: Sequence[int]) -> Floats:
+        """Seconds that each rank multiplies for the matrices with these indices."""
+        of = list(indices)
+        return np.bincount(owners[of], weights=flops[of], minlength=ranks) / rate
+
+    nodes = np.arange(ranks) * group.stride // hardware.node_ranks
+    transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
+    extra = np.zeros(ranks, dtype=np.int64)
+    under_way: deque[Ints] = deque(maxlen=MIN_WAVES)
+    for footprint in plan.footprints(element_bytes):
+        under_way.append(footprint)
+        extra = np.maximum(extra, np.sum(under_way, axis=0))
+    loads, numel = np.array(plan.loads), [matrix.numel for matrix in layout.matrices]
+    fillers = [max((sum(numel[i] for i in part) for part in plan.fillers(r)), default=0) for r in range(ranks)]
+    return GroupPlan(
+        group=group,
+        plan=plan,
+        seconds=seconds,
+        largest=max(costs, default=0.0),
         ns_flops=loads,
-        received_bytes=received,
-        all_gather_bytes=np.asarray(all_gather_bytes(plan.layout, element_bytes), dtype=np.int64),
-        extra_bytes=extra + _filler_bytes(plan),
-        ns_ms=float(loads.max(initial=0.0)) / rate * 1e3,
+        received_bytes=np.array(plan.exchanged_bytes(element_bytes), dtype=np.int64),
+        all_gather_bytes=np.array(all_gather_bytes(layout, element_bytes), dtype=np.int64),
+        extra_bytes=extra + np.array(fillers, dtype=np.int64) * 2 * UPDATE_BYTES,  # a matrix and its update
+        ns_ms=float(loads.max()) / rate * 1e3,
         exchange_ms=2 * sum(transfer_s) * 1e3,
-        step_ms=_play(plan, flops, transfer_s, rate) * 1e3,
+        step_ms=_play(plan, products_s, transfer_s) * 1e3,
     )
 
 
-def _play(plan: Plan, flops: Sequence[float], transfer_s: Sequence[float], rate: float) -> float:
+def _play(plan: Plan, products_s: Callable[[Sequence[int]], Floats], transfer_s: Sequence[float]) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler."""
-    local = [index for indices in plan.whole for index in indices]
-    filler = _loads(plan, local, flops) / rate
+    filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
-        return float(filler.max(initial=0.0))
+        return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
     link = arrived = transfer_s[0]  # when the link is free, and when the current wave has arrived
@@ -202,41 +180,27 @@ def _play(plan: Plan, flops: Sequence[float], transfer_s: Sequence[float], rate:
         here = arrived
         if k + 1 < len(plan.waves):
             link = arrived = link + transfer_s[k + 1]
-        work = _loads(plan, wave, flops) / rate
+        work = products_s(wave)
         busy = work > 0
         clock += filler
         clock[busy] = np.maximum(clock[busy], here) + work[busy]
         link = max(link, float(clock[busy].max(initial=here))) + transfer_s[k]
-    return max(link, float(clock.max(initial=0.0)))
+    return max(link, float(clock.max()))
 
 
-def _filler_bytes(plan: Plan) -> Ints:
-    """Bytes of the largest part of its whole matrices that each rank orthogonalises at a time: matrix and update."""
-    largest = [
-        max((sum(plan.layout.matrices[index].numel for index in part) for part in plan.fillers(rank)), default=0)
-        for rank in range(plan.layout.world_size)
-    ]
-    return np.array(largest, dtype=np.int64) * 2 * UPDATE_BYTES
-
-
-def _loads(plan: Plan, indices: Sequence[int] | range, flops: Sequence[float]) -> Floats:
-    owners = np.array([plan.owners[index] for index in indices], dtype=np.int64)
-    work = np.array([flops[index] for index in indices], dtype=np.float64)
-    return np.bincount(owners, weights=work, minlength=plan.layout.world_size)
-
-
-def _transfers(plan: Plan, wave: Sequence[int]) -> Ints:
-    """Columns of owner, holder and elements of all that travels; rows travel to the owner from one replica only."""
+def _transfer_s(plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
+    """Seconds in which a wave's rows arrive, or its updates leave; rows come from one replica only."""
     table = [
-        (plan.owners[index], holder, shard.numel)
+        (plan.owners[index], holder, shard.numel * element_bytes)
         for index in wave
         for shard in plan.layout.matrices[index].shards
         for holder in shard.holders
         if holder != plan.owners[index]
     ]
-    return np.array(table, dtype=np.int64).reshape(-1, 3).T
-
-
-def _sums(ranks: Ints, sizes: Ints, world_size: int) -> Ints:
-    # In float64 sums of bytes are exact up to 2^53.
-    return np.bincount(ranks, weights=sizes, minlength=world_size).astype(np.int64)
+    owners, holders, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
+    far = nodes[owners] != nodes[holders]
+    return max(
+        float(np.bincount(ends[part], weights=sizes[part]).max(initial=0.0)) / (gb_per_s * 1e9)
+        for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s))
+        for ends in (owners, holders)
+    )

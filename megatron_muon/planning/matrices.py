@@ -1,8 +1,7 @@
 """The matrices of a config's model and who holds which of their rows, without ranks.
 
 megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
-parameters into buckets and place them there, and what the optimizer asks of a parameter is asked here by the same
-functions. Left to this module is the arithmetic of a cut: a bucket is cut into equal pieces, a piece a rank.
+parameters into buckets and place them there. Left is the arithmetic: a bucket is cut into equal pieces, a piece a rank.
 
 A model with Transformer Engine's layers is built of megatron-core's local ones, which have the same matrices in the
 same order; norms that Transformer Engine fuses into a projection stand elsewhere, and come after the matrices in a
@@ -33,7 +32,8 @@ from megatron_muon.megatron.flags.config_file import check_flags, load_config, m
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.model import on_meta
 from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.settings import MuonOptimizerConfig, block_settings, check_supported
+from megatron_muon.megatron.model.selection import muon_matrices, restore_attributes, tag_for_muon
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 from megatron_muon.planning.estimate import Group
 
 UNITS = "optim_grads_params"
@@ -65,12 +65,7 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> tuple[Mu
     """A config's Muon settings and the matrices of its model over so many ranks: dense ones, then experts.
 
     What says nothing about matrices and ranks need not fit: paths may have placeholders, batches any size, data and
-    tokenizer may be missing.
-
-    Args:
-        path: the config.
-        world_size: number of ranks.
-        device: "cuda" or "cpu", where the run is to be.
+    tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
 
     Raises:
         UserError: what a run with this model, these sizes and Muon would be refused for, or a strategy that does not
@@ -120,25 +115,23 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
         bucket_size = training.resolve_ddp_bucket_size(ddp_config, groups.dp_cp, args.overlap_grad_reduce, size)
         shards = cut(model, groups, ddp_config, bucket_size)
         make_whole(model, groups)
-        kinds = (
-            ("dense", groups.intra_dp_cp.size(), groups.tp.size(), 1),
-            ("experts", groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
-        )
-    mp.restore_attributes([model])
-    mp.tag_for_muon([model], exclude=settings.muon_exclude)
-    names = {p: name for p, name in mp.parameter_names([model]).items() if p.requires_grad and mp.is_muon_matrix(p)}
+        kinds = {
+            "dense": (groups.intra_dp_cp.size(), groups.tp.size(), 1),
+            "experts": (groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
+        }
+    restore_attributes([model])
+    tag_for_muon([model], exclude=settings.muon_exclude)
     over_tp, instances = settings.muon_tp_mode != "blockwise", args.num_distributed_optimizer_instances
     planned = []
-    for kind, ranks, tensor, expert in kinds:
+    for kind, (ranks, tensor, expert) in kinds.items():
         parts = tensor if over_tp else 1
         matrices = []
-        for parameter, name in names.items():
+        for parameter, name in muon_matrices([model]).items():
             if getattr(parameter, "allreduce", True) is (kind == "experts"):  # as megatron-core tells its groups apart
                 continue
-            shape, part = mp.matrix_shape(parameter, over_tp=over_tp), mp.matrix_shape(parameter, over_tp=False)
-            mine = shards[parameter.orig_param]  # type: ignore[attr-defined]
-            held = _over_replicas(mine, shape, part, ranks, parts, instances)
-            split = mp.block_split(parameter, block_settings(settings), over_tp=over_tp)
+            shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
+            held = _over_replicas(shards[parameter.orig_param], shape, part, ranks, parts, instances)
+            split = mp.block_split(parameter, settings, over_tp=over_tp)
             matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank)), split))
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))
@@ -164,11 +157,8 @@ def cut(
 ) -> dict[torch.Tensor, list[Shard]]:
     """The row shards of each trained matrix over the data-parallel ranks of one instance, rows counted in its part."""
     units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
-    policy = buffers.BucketingPolicy(
-        suggested_bucket_size=bucket_size,
-        fsdp_unit_modules=units if ddp_config.data_parallel_sharding_strategy == UNITS else [],
-        data_parallel_sharding_strategy=ddp_config.data_parallel_sharding_strategy,
-    )
+    strategy = ddp_config.data_parallel_sharding_strategy
+    policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
     shards = {}
     for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
         world_size = (groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size()
@@ -202,18 +192,16 @@ def _pieces(item: Any, size: int) -> Iterator[Shard]:
 def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
     """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold together.
 
-    As Megatron-FSDP's DTensors these have the rank's part as `orig_param`. Which dimension tensor parallelism cuts,
-    Megatron-FSDP has noted on the part.
+    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that is cut is noted.
     """
     made: dict[torch.Tensor, torch.nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, part in list(module.named_parameters(recurse=False)):
             if part not in made:
-                ranks = (groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp).size()
                 shape = list(part.shape)
                 cut_along = {"column": 0, "row": 1}.get(getattr(part, "_tensor_parallel_mode", ""))
                 if cut_along is not None and cut_along < len(shape):
-                    shape[cut_along] *= ranks
+                    shape[cut_along] *= (groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp).size()
                 whole = torch.nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
                 whole.__dict__.update(part.__dict__, orig_param=part)
                 made[part] = whole
@@ -223,26 +211,17 @@ def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
 def _over_replicas(
     shards: Sequence[Shard], shape: tuple[int, int], part: tuple[int, int], ranks: int, parts: int, instances: int
 ) -> Iterator[Shard]:
-    """The shards of one tensor-parallel rank's part, in one instance, as those of a matrix over all of them.
+    """The shards of one tensor-parallel rank's part over the `ranks` of an instance, as those of a matrix over all.
 
-    Ranks are ordered as Megatron orders them: tensor-parallel ones lie together, instances lie apart.
-
-    Args:
-        shards: of the part over data-parallel ranks.
-        shape: of the matrix; one that tensor parallelism does not cut has as many replicas as parts.
-        part: shape of the part.
-        ranks: data-parallel ranks of an instance.
-        parts: tensor-parallel ranks that hold the matrix.
-        instances: of the distributed optimizer.
+    Tensor-parallel ranks lie together, instances apart; of a matrix that they do not cut, parts are replicas.
     """
+    down, right = (whole * (whole != cut) for whole, cut in zip(part, shape, strict=True))  # from part to part
     for shard in shards:
-        places = [
-            [(instance * ranks + shard.rank) * parts + number for instance in range(instances)]
-            for number in range(parts)
-        ]
-        if shape == part:
-            places = [sorted(rank for holders in places for rank in holders)]
-        for number, (first, *others) in enumerate(places):
-            row_start = shard.row_start + (number * part[0] if shape[0] != part[0] else 0)
-            col_start = number * part[1] if shape[1] != part[1] else 0
-            yield Shard(first, row_start, shard.rows, col_start, shard.cols, replicas=tuple(others))
+        holders: dict[tuple[int, int, int, int], list[int]] = {}
+        for number in range(parts):
+            rectangle = (shard.row_start + number * down, shard.rows, shard.col_start + number * right, shard.cols)
+            held = holders.setdefault(rectangle, [])
+            held += [(instance * ranks + shard.rank) * parts + number for instance in range(instances)]
+        for rectangle, held in holders.items():
+            first, *others = sorted(held)
+            yield Shard(first, *rectangle, replicas=tuple(others))

@@ -6,7 +6,7 @@
       run.json        what was started, where, with which software; written before the training starts
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
       tensorboard/    Megatron's events, where the flags do not name another place, and facts.json: what the training
-                      knows of its optimizer, see `state_report.write_facts`
+                      knows of its optimizer, see `patches.progress`
       checkpoints/    checkpoints, where the flags ask for them (--save)
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it

@@ -34,7 +34,7 @@ def taken(rank: int, world_size: int, *, tied: bool) -> dict[str, str]:
     from megatron.core.transformer import TransformerConfig
 
     import megatron_muon
-    from megatron_muon.megatron.model import parameters as mp
+    from megatron_muon.megatron.model import selection
 
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
@@ -52,8 +52,10 @@ def taken(rank: int, world_size: int, *, tied: bool) -> dict[str, str]:
     model(torch.arange(32).view(2, 16)).backward()
     finalize_model_grads([model])
     assert optimizer.step()[0]
-    names = mp.parameter_names([model])
-    return {n: getattr(p, "why_not_muon", "") for p, n in names.items() if p.ndim == 2 and not mp.is_muon_matrix(p)}
+    names = selection.parameter_names([model])
+    return {
+        n: getattr(p, "why_not_muon", "") for p, n in names.items() if p.ndim == 2 and not selection.is_muon_matrix(p)
+    }
 
 
 def test_embeddings_and_the_output_layer_are_known_by_their_modules(ranks: Pool) -> None:

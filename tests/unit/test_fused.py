@@ -11,7 +11,9 @@ from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.fused import BlockSettings, Fused, fused_rows
+from megatron_muon.megatron.model import selection
+from megatron_muon.megatron.model.parameters import Fused, fused_rows
+from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 LAYER = "decoder.layers.0."
 GPT: dict[str, Any] = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 4, "num_query_groups": 2}
@@ -27,10 +29,10 @@ LATENT: dict[str, Any] = {
     "rope_type": "rope",
 }
 GATED: dict[str, Any] = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}
-PLAIN = BlockSettings()
-HEADS = BlockSettings(split_heads=True)
-WHOLE = BlockSettings(split_qkv=False)
-SPLIT = BlockSettings(split_gated_mlp=True)
+PLAIN = MuonOptimizerConfig()
+HEADS = MuonOptimizerConfig(muon_split_heads=True)
+WHOLE = MuonOptimizerConfig(muon_split_qkv=False)
+SPLIT = MuonOptimizerConfig(muon_split_gated_mlp=True)
 
 
 class Chunk(torch.nn.Module):
@@ -47,66 +49,66 @@ class Chunk(torch.nn.Module):
         module.register_parameter(leaf, parameter)
 
 
-def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: BlockSettings) -> Any:
+def split(config: TransformerConfig, name: str, shape: tuple[int, ...], settings: MuonOptimizerConfig) -> Any:
     parameter = torch.nn.Parameter(torch.zeros(shape))
-    mp.tag_for_muon([Chunk(config, name, parameter)])
-    return mp.block_split(parameter, settings) if mp.is_muon_matrix(parameter) else None
+    selection.tag_for_muon([Chunk(config, name, parameter)])
+    return mp.block_split(parameter, settings) if selection.is_muon_matrix(parameter) else None
 
 
 QKV = f"{LAYER}self_attention.linear_qkv.weight"
 FC1 = f"{LAYER}mlp.linear_fc1.weight"
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        (PLAIN, RowSplit(2, (8, 4, 4))),
-        (SPLIT, RowSplit(2, (8, 4, 4))),
-        (HEADS, RowSplit(1, (4,) * 8)),
-        (WHOLE, RowSplit(1, (32,))),
-    ],
-)
-def test_qkv(settings: BlockSettings, expected: RowSplit) -> None:
-    assert split(TransformerConfig(**GPT), QKV, (32, 16), settings) == expected
+BLOCKS: dict[str, tuple[dict[str, Any], str, int, list[tuple[int, tuple[int, ...]]]]] = {
+    "query, key and value": (GPT, QKV, 32, [(2, (8, 4, 4)), (2, (8, 4, 4)), (1, (4,) * 8), (1, (32,))]),
+    "gate between query and key": (
+        GPT | {"attention_output_gate": True},
+        QKV,
+        48,
+        [(2, (8, 8, 4, 4)), (2, (8, 8, 4, 4)), (1, (4,) * 12), (1, (48,))],
+    ),
+    "heads that are columns": (GPT | GATED, f"{LAYER}self_attention.linear_proj.weight", 16, [(1, (16,))] * 4),
+    **{
+        f"gate and up of {name}": (
+            GPT | GATED,
+            f"{LAYER}mlp.{name}",
+            20,
+            [(1, (20,)), (1, (10, 10)), *[(1, (20,))] * 2],
+        )
+        for name in (
+            *("linear_fc1.weight", "shared_experts.linear_fc1.weight"),
+            *("experts.linear_fc1.weight3", "experts.local_experts.1.linear_fc1.weight"),
+        )
+    },
+    "no gate in this model": (GPT, FC1, 20, [(1, (20,))] * 4),
+    **{
+        name: (LATENT, f"{LAYER}self_attention.{name}.weight", rows, [plain, plain, heads, (1, (rows,))])
+        for name, rows, plain, heads in (
+            ("linear_q_proj", 24, (1, (24,)), (1, (6,) * 4)),
+            ("linear_q_up_proj", 24, (1, (24,)), (1, (6,) * 4)),
+            ("linear_q_down_proj", 5, (1, (5,)), (1, (5,))),
+            ("linear_kv_down_proj", 8, (1, (6, 2)), (1, (6, 2))),
+            ("linear_qkv_down_proj", 13, (1, (5, 6, 2)), (1, (5, 6, 2))),
+            ("linear_kv_up_proj", 28, (4, (4, 3)), (1, (4, 3) * 4)),
+        )
+    },
+}
+"""Sizes, a parameter's name and rows, and its blocks with PLAIN, SPLIT, HEADS and WHOLE."""
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [(PLAIN, RowSplit(2, (8, 8, 4, 4))), (HEADS, RowSplit(1, (4,) * 12)), (WHOLE, RowSplit(1, (48,)))],
-)
-def test_gated_attention_has_its_gate_between_query_and_key(settings: BlockSettings, expected: RowSplit) -> None:
-    assert split(TransformerConfig(**GPT, attention_output_gate=True), QKV, (48, 16), settings) == expected
-
-
-@pytest.mark.parametrize("settings", [PLAIN, HEADS, SPLIT])
-def test_the_output_projection_is_one_block(settings: BlockSettings) -> None:
-    """Its heads are columns, which are no blocks."""
-    config = TransformerConfig(**GPT, **GATED)
-    name = f"{LAYER}self_attention.linear_proj.weight"
-    assert split(config, name, (16, 16), settings) == RowSplit(1, (16,))
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        FC1,
-        f"{LAYER}mlp.shared_experts.linear_fc1.weight",
-        f"{LAYER}mlp.experts.linear_fc1.weight3",
-        f"{LAYER}mlp.experts.local_experts.1.linear_fc1.weight",
-    ],
-)
-def test_gate_and_up_are_halves(name: str) -> None:
-    config = TransformerConfig(**GPT, **GATED)
-    assert split(config, name, (20, 16), SPLIT) == RowSplit(1, (10, 10))
-    assert split(config, name, (20, 16), PLAIN) == RowSplit(1, (20,))
-    assert split(TransformerConfig(**GPT), name, (20, 16), SPLIT) == RowSplit(1, (20,)), "no gate in this model"
+@pytest.mark.parametrize("case", BLOCKS)
+def test_each_setting_splits_what_it_names(case: str) -> None:
+    sizes, name, rows, expected = BLOCKS[case]
+    config = (MLATransformerConfig if sizes is LATENT else TransformerConfig)(**sizes)
+    found = [split(config, name, (rows, 16), settings) for settings in (PLAIN, SPLIT, HEADS, WHOLE)]
+    assert found == [RowSplit(*each) for each in expected]
 
 
 def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
     """Gate | up of the first rank, then of the next: their blocks gather the gates of all."""
     parameter = torch.nn.Parameter(torch.zeros(24, 16))
     parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # one of three ranks' part
-    mp.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
+    selection.tag_for_muon([Chunk(TransformerConfig(**GPT, **GATED), FC1, parameter)])
     assert mp.block_split(parameter, SPLIT) == RowSplit(3, (4, 4))
     assert mp.block_split(parameter, SPLIT, over_tp=False) == RowSplit(1, (4, 4))
 
@@ -114,7 +116,7 @@ def test_each_tensor_parallel_rank_has_a_gate_and_an_up() -> None:
 def test_a_part_without_whole_query_groups_is_one_block() -> None:
     parameter = torch.nn.Parameter(torch.zeros(32, 16))
     parameter.orig_param = torch.zeros(8, 16)  # type: ignore[attr-defined]  # half a group
-    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
+    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), QKV, parameter)])
     assert mp.block_split(parameter, PLAIN) == RowSplit(2, (8, 4, 4))
     assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (8,))
 
@@ -130,31 +132,13 @@ def test_interleaved_gates() -> None:
     assert fused_rows(FC1, config) == Fused(gated=True)
 
 
-MLA = {
-    "linear_q_proj": (24, {PLAIN: (1, (24,)), HEADS: (1, (6,) * 4), WHOLE: (1, (24,))}),
-    "linear_q_up_proj": (24, {PLAIN: (1, (24,)), HEADS: (1, (6,) * 4), WHOLE: (1, (24,))}),
-    "linear_q_down_proj": (5, {PLAIN: (1, (5,)), HEADS: (1, (5,)), WHOLE: (1, (5,))}),
-    "linear_kv_down_proj": (8, {PLAIN: (1, (6, 2)), HEADS: (1, (6, 2)), WHOLE: (1, (8,))}),
-    "linear_qkv_down_proj": (13, {PLAIN: (1, (5, 6, 2)), HEADS: (1, (5, 6, 2)), WHOLE: (1, (13,))}),
-    "linear_kv_up_proj": (28, {PLAIN: (4, (4, 3)), HEADS: (1, (4, 3) * 4), WHOLE: (1, (28,))}),
-}
-
-
-@pytest.mark.parametrize("projection", MLA)
-@pytest.mark.parametrize("settings", [PLAIN, HEADS, WHOLE])
-def test_latent_attention(projection: str, settings: BlockSettings) -> None:
-    rows, expected = MLA[projection]
-    found = split(MLATransformerConfig(**LATENT), f"{LAYER}self_attention.{projection}.weight", (rows, 16), settings)
-    assert found == RowSplit(*expected[settings])
-
-
 def test_rows_that_do_not_fit_are_one_block_with_a_warning() -> None:
     with pytest.warns(UserWarning, match=r"linear_qkv\.weight: 30 rows are no multiple of 16"):
         assert split(TransformerConfig(**GPT), QKV, (30, 16), PLAIN) == RowSplit(1, (30,))
 
 
 @pytest.mark.parametrize(("settings", "parts"), [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)])
-def test_a_stack_has_a_block_for_each_expert(settings: BlockSettings, parts: tuple[int, ...]) -> None:
+def test_a_stack_has_a_block_for_each_expert(settings: MuonOptimizerConfig, parts: tuple[int, ...]) -> None:
     config = TransformerConfig(**GPT, **GATED)
     assert split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), settings) == RowSplit(1, parts)
 
@@ -178,17 +162,17 @@ def test_experts_fused_into_a_matrix_are_refused(number: int) -> None:
     with pytest.raises(UserError, match=r"experts fused into one 2D parameter .* --muon-exclude experts\.weight"):
         split(TransformerConfig(**GPT), name, (16, 48), PLAIN)
     parameter = torch.nn.Parameter(torch.zeros(16, 48))
-    mp.tag_for_muon([Chunk(TransformerConfig(**GPT), name, parameter)], exclude=["experts.weight"])
-    assert not mp.is_muon_matrix(parameter)
+    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), name, parameter)], exclude=["experts.weight"])
+    assert not selection.is_muon_matrix(parameter)
 
 
 def test_excluded_and_frozen_parameters() -> None:
     config = TransformerConfig(**GPT)
     qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
     chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
-    mp.tag_for_muon(chunks)
-    assert mp.is_muon_matrix(qkv)
+    selection.tag_for_muon(chunks)
+    assert selection.is_muon_matrix(qkv)
     with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
-        mp.tag_for_muon(chunks, exclude=["router"])
-    mp.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
-    assert not mp.is_muon_matrix(qkv)
+        selection.tag_for_muon(chunks, exclude=["router"])
+    selection.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
+    assert not selection.is_muon_matrix(qkv)

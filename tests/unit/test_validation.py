@@ -75,7 +75,7 @@ def parsed(parser: arguments.Parser, more: str) -> argparse.Namespace:
 
 
 def check(parser: arguments.Parser, more: str, **settings: object) -> argparse.Namespace:
-    return validation.check(parsed(parser, more), parser, **{"world_size": RANKS, "muon_under_fsdp": True, **settings})
+    return validation.check(parsed(parser, more), parser, **{"world_size": RANKS, **settings})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -95,7 +95,7 @@ def test_what_trains_is_not_refused(parser, more):
     given = parsed(parser, more)
     before = dict(vars(given))
     assert check(parser, more).padded_vocab_size >= 256
-    validation.check(given, parser, world_size=RANKS, muon_under_fsdp=True)
+    validation.check(given, parser, world_size=RANKS)
     assert vars(given) == before
     assert not torch.distributed.is_initialized()
 
@@ -171,7 +171,7 @@ def test_arguments_of_a_checkpoint_are_taken_without_running_it(parser, tmp_path
     with pytest.raises(
         UserError, match=rf"the checkpoint 1 in {tmp_path} cannot be loaded .*names posix\.mkdir"
     ) as raised:
-        validation.check(args, parser, world_size=RANKS, muon_under_fsdp=optimizer is MUON)
+        validation.check(args, parser, world_size=RANKS)
     assert "\n" not in str(raised.value)
     assert not made.exists()
 

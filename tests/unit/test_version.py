@@ -16,28 +16,25 @@ def test_versions_in_range_pass(python, megatron_core):
 
 @pytest.mark.parametrize("megatron_core", ["0.16.1", "0.18.4", "0.20.0", "0.20.0rc0", "1.0.0", "0.0.0"])
 def test_another_megatron_core_is_named_with_the_one_to_install(megatron_core):
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=rf"^megatron-core {megatron_core} .*pip install 'megatron-core>=0.19,<0.20'$"):
         check_versions((3, 12), megatron_core)
-    message = str(caught.value)
-    assert f"megatron-core {megatron_core} " in message
-    assert "pip install 'megatron-core>=0.19,<0.20'" in message
-    assert "\n" not in message
 
 
-def test_a_python_that_is_too_new_is_named():
-    with pytest.raises(UserError, match=r"Python 3\.14 is too new.*python3\.12 or python3\.13"):
-        check_versions((3, 14), "0.19.2")
-
-
-@pytest.mark.parametrize("python", [(3, 11), (3, 9), (2, 7)])
-def test_an_old_python_is_named_before_megatron_core(python):
+@pytest.mark.parametrize(
+    ("python", "said"),
+    [
+        ((3, 14), r"^Python 3\.14 is too new.*python3\.12 or python3\.13$"),
+        *(
+            ((major, minor), rf"^Python {major}\.{minor} is too old.*python3\.12$")
+            for major, minor in ((3, 11), (2, 7))
+        ),
+    ],
+)
+def test_another_python_is_named_before_megatron_core(python, said):
     """On Python 3.11 pip installs megatron-core 0.16.1, so the Python is the cause and the remedy."""
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=said) as caught:
         check_versions(python, "0.16.1")
-    message = str(caught.value)
-    assert f"Python {python[0]}.{python[1]} is too old" in message
-    assert "python3.12" in message
-    assert "0.16" not in message
+    assert "0.16" not in str(caught.value)
 
 
 def test_an_absent_megatron_core_is_an_error_that_says_what_to_type(monkeypatch):

@@ -29,7 +29,7 @@ from megatron_muon.megatron.checkpoint.summed_files import SummedFiles
 from megatron_muon.megatron.checkpoint.swiglu import split_swiglu
 from megatron_muon.megatron.checkpoint.trial_save import try_saving_before_training
 from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank
-from megatron_muon.megatron.scalar_state import initialize_scalar_state, step_over_empty_shards
+from megatron_muon.megatron.state import initialize_scalar_state
 from megatron_muon.patching import Patches, versions
 
 
@@ -162,7 +162,6 @@ def keep_adam_state_alike(patches: Patches) -> None:
         for member in getattr(optimizer, "chained_optimizers", [optimizer]):
             if not member.is_stub_optimizer and getattr(member, "init_state_fn", None) is not None:
                 initialize_scalar_state(member)
-                step_over_empty_shards(member.optimizer)
         return optimizer
 
     @patches.around(DistributedOptimizer, "_init_optimizer_states_with_dummy_values")

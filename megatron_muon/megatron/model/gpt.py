@@ -1,7 +1,6 @@
 """What megatron.training.pretrain wants to be told about a GPT: batches, loss, datasets.
 
-megatron-core's wheel ships the training loop but not the script around it. Model building is megatron.training's own
-(GPTModelConfig); nothing here knows which optimizer runs.
+megatron-core's wheel ships the training loop but not the script around it. Nothing here knows which optimizer runs.
 """
 
 from __future__ import annotations
@@ -22,6 +21,10 @@ from megatron.training.utils import get_blend_and_blend_per_split
 _FIELDS = (
     *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
     *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"),
+)
+_DATA_SETTINGS = (
+    *("multiple_validation_sets", "full_validation", "split", "num_dataset_builder_threads", "mmap_bin_files"),
+    *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "context_parallel_size"),
 )
 Batch = dict[str, torch.Tensor | None]
 
@@ -100,18 +103,10 @@ def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=blend_per_split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        split=args.split,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=args.data_cache_path,
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=get_tokenizer(),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        context_parallel_size=args.context_parallel_size,
+        **{name: getattr(args, name) for name in _DATA_SETTINGS},
     )
     print_rank_0("> building training, validation and test sets ...")
     return BlendedMegatronDatasetBuilder(

@@ -1,8 +1,4 @@
-"""The model that some flags describe, without memory and without ranks.
-
-megatron-core builds it on the meta device, in process groups that exist on paper (torch's fake backend), as the first
-of so many ranks. Settings are validated so, and plans are made so.
-"""
+"""The model that some flags describe, to validate settings and to plan: on the meta device, without ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from megatron_muon.patching import Patches
 
 @contextlib.contextmanager
 def process_groups(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]:
-    """megatron-core's process groups as rank 0 of `args.world_size` has them; none may exist before."""
+    """megatron-core's process groups as rank 0 of `args.world_size` has them, on paper; none may exist before."""
     torch.distributed.init_process_group("fake", rank=0, world_size=args.world_size, store=FakeStore())
     try:
         parallel_state.initialize_model_parallel(
@@ -45,37 +41,20 @@ def process_groups(args: argparse.Namespace) -> Iterator[ProcessGroupCollection]
 def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, runnable: bool = True) -> Any:
     """The GPT that a run with these validated flags builds, in the dtype that it trains in.
 
-    Args:
-        args: validated, with the padded size of the vocabulary.
-        groups: `process_groups`.
-        runnable: False builds a model for its parameters alone, see `_do_without_kernels`.
+    One that is not `runnable` is for its parameters alone: megatron-core's local layers stand for those of Transformer
+    Engine. The local core attention of 0.19 takes neither context parallelism nor the two head sizes of latent
+    attention; it has no parameters. The projections of latent experts are Transformer Engine's alone.
     """
     config = gpt_config_from_args(args)
     config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
     with Patches() as changes, torch.device("meta"):
         if not runnable:
             config.attention_backend = AttnBackend.auto
-            _do_without_kernels(changes)
+            changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)
+            changes.replace(moe_layer, "HAVE_TE", True)
+            changes.replace(moe_layer, "TELinear", _Linear)
         model = config.get_builder_cls()(config).build_model(groups, True, True)
     return model.bfloat16() if args.bf16 else model
-
-
-def _do_without_kernels(changes: Patches) -> None:
-    """Let megatron-core's local layers stand for those of Transformer Engine.
-
-    The local core attention of 0.19 takes neither context parallelism nor the two head sizes of latent attention; it
-    has no parameters. The projections of latent experts are Transformer Engine's alone.
-    """
-    changes.replace(LocalSpecProvider, "core_attention", lambda _provider: _NoCoreAttention)
-    changes.replace(moe_layer, "HAVE_TE", True)
-    changes.replace(moe_layer, "TELinear", _Linear)
-
-
-class _NoCoreAttention(torch.nn.Module):
-    """Stands for the part of attention that has no parameters."""
-
-    def __init__(self, *_args: Any, **_settings: Any) -> None:
-        super().__init__()
 
 
 class _Linear(torch.nn.Linear):

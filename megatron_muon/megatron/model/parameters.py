@@ -1,112 +1,92 @@
-"""What Muon has to know of a Megatron model's parameters: names, attributes, blocks, and who holds which rows.
+"""The matrices of a Megatron model's parameters: their shapes and blocks, and which rank holds which part of them.
 
-Megatron-FSDP hands the optimizer DTensors that lack several attributes of the parameters they stand for. This module
-restores them and describes matrices as plain layouts. It chooses no optimizer.
+Several of megatron-core's projections keep matrices of their own in one parameter: query, key and value; gate and up;
+a latent and a rotary key; a layer's experts. What splits is decided from sizes of the model and of whole matrices,
+never from the rows that a rank happens to hold. Megatron-FSDP hands the optimizer DTensors; here they become plain
+layouts over a process group.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
-from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, replicated, whole
+from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.model.fused import (
-    BlockSettings,
-    Fused,
-    check_experts,
-    fused_rows,
-    is_expert_stack,
-    stack_split,
-)
-from megatron_muon.megatron.model.names import matching
-from megatron_muon.megatron.model.vocabulary import vocabulary_weights
 from megatron_muon.megatron.ranks import of_all_ranks
+from megatron_muon.megatron.settings import MuonOptimizerConfig
 
-_ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
+Rectangle = tuple[int, int, int, int]
+"""`(row_start, rows, col_start, cols)` of a whole matrix."""
 
 
-def restore_attributes(model_chunks: Sequence[Any]) -> None:
-    """Give the optimizer's DTensor parameters the attributes that Megatron-FSDP leaves on the originals.
+@dataclass(frozen=True)
+class Fused:
+    """The rows of one parameter, as they repeat from its first row to its last."""
 
-    Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and counted wrong in the
-    gradient norm. Needed by megatron-core 0.19 (ParamAndGradBuffer._init_optimizer_named_parameters copies a fixed
-    list).
+    parts: tuple[int, ...] = ()  # rows of each matrix in one repetition; none where it holds one matrix
+    heads: tuple[int, ...] = ()  # rows of each head in one repetition of heads; none where it makes no heads
+    gated: bool = False  # the rows are gate and up, half of them each
+    interleave: int = 0  # rows of gate that alternate with as many of up; 0 where all of gate come first
+
+    @property
+    def unit(self) -> int:
+        """Rows of one repetition: every matrix that is fused so has a multiple of them."""
+        return 2 * max(self.interleave, 1) if self.gated else sum(self.parts or self.heads)
+
+    def fits(self, rows: int) -> bool:
+        """Whether rows are a whole number of repetitions."""
+        return rows % self.unit == 0
+
+    def split(self, rows: int, settings: MuonOptimizerConfig, *, tensor_parallel: int) -> RowSplit:
+        """The blocks of a whole matrix of `rows` rows: one part after the other for each tensor-parallel rank."""
+        if self.gated and settings.muon_split_gated_mlp:
+            half = self.interleave or rows // (2 * tensor_parallel)
+            return RowSplit(groups=rows // (2 * half), parts=(half, half))
+        if self.heads and settings.muon_split_heads:
+            return RowSplit(groups=1, parts=self.heads * (rows // sum(self.heads)))
+        if self.parts and settings.muon_split_qkv:
+            return RowSplit(groups=rows // sum(self.parts), parts=self.parts)
+        return whole(rows)
+
+
+def fused_rows(name: str, config: Any) -> Fused | None:
+    """How the rows of the parameter of this name are fused; None where it is one matrix whatever the settings.
+
+    Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV, with the gate of gated attention
+    between query and key (SelfAttention.get_query_key_value_tensors); MLASelfAttention.get_query_key_value_tensors;
+    MLP.forward, where gate and up are the halves of the first projection. Its own Muon leaves the projections of
+    multi-latent attention whole ("TODO: support MLA"); here the fused ones are split with QKV: `linear_kv_down_proj`
+    into latent and rotary key, `linear_qkv_down_proj` into query latent, latent and rotary key, `linear_kv_up_proj`
+    into keys and values of all heads. `config` is a TransformerConfig.
     """
-    for chunk in model_chunks:
-        for parameter in chunk.parameters():
-            original = getattr(parameter, "orig_param", None)
-            for name in _ATTRIBUTES_LEFT_BEHIND:
-                if original is not None and hasattr(original, name):
-                    setattr(parameter, name, getattr(original, name))
-
-
-def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) -> None:
-    """Mark trainable parameters: `use_muon`, `why_not_muon`, `expert_tp`, `fused_rows` and `expert_stack`.
-
-    A `use_muon` that a script has set on an embedding or output layer is kept.
-
-    Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon. What the
-    patterns `exclude` match (`--muon-exclude`) goes to the scalar optimizer.
-
-    Raises:
-        UserError: a pattern that matches none of Muon's matrices, or experts that cannot be told apart.
-    """
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            if not parameter.requires_grad:
-                continue
-            if "experts" in name and "shared" not in name:
-                parameter.expert_tp = True
-            parameter.expert_stack = is_expert_stack(name, parameter.ndim)
-    for parameter, why in vocabulary_weights(model_chunks).items():
-        if not hasattr(parameter, "use_muon"):
-            parameter.use_muon, parameter.why_not_muon = False, why  # type: ignore[attr-defined]
-    names = {p: name for p, name in parameter_names(model_chunks).items() if p.requires_grad}
-    matrices = {name: parameter for parameter, name in names.items() if is_muon_matrix(parameter)}
-    for name in matching(exclude, matrices, others=[name for name in names.values() if name not in matrices]):
-        parameter = matrices.pop(name)
-        parameter.use_muon, parameter.why_not_muon = False, "--muon-exclude"  # type: ignore[attr-defined]
-    for chunk in model_chunks:
-        for name, parameter in chunk.named_parameters():
-            if not parameter.requires_grad or not is_muon_matrix(parameter):
-                continue
-            check_experts(name, parameter.ndim)
-            fused, rows = fused_rows(name, chunk.config), _rows_of_one(parameter, over_tp=True)
-            if fused is not None and not fused.fits(rows):
-                warnings.warn(
-                    f"{name}: {rows} rows are no multiple of {fused.unit}, the rows of what is fused in "
-                    "it, so Muon orthogonalises it as one matrix",
-                    stacklevel=3,
-                )
-                fused = None
-            parameter.fused_rows = fused
-
-
-def is_muon_matrix(parameter: torch.Tensor) -> bool:
-    """Whether Muon takes this parameter: a 2D weight or a stack of experts, no embedding and not the output layer.
-
-    megatron-core marks word embeddings and the output layer with `is_embedding_or_output_parameter`; `tag_for_muon`
-    sets `use_muon` to False on every embedding and output layer, and on what `--muon-exclude` names.
-    """
-    embedding = getattr(parameter, "is_embedding_or_output_parameter", False)
-    is_matrix = parameter.ndim == 2 or getattr(parameter, "expert_stack", False)
-    return is_matrix and not embedding and getattr(parameter, "use_muon", True)
-
-
-def parameter_names(model_chunks: Sequence[Any]) -> dict[torch.Tensor, str]:
-    """The name of each parameter, without the wrappers' `module.` prefixes, unique over the model chunks."""
-    names: dict[torch.Tensor, str] = {}
-    for index, chunk in enumerate(model_chunks):
-        prefix = f"chunk{index}." if len(model_chunks) > 1 else ""
-        for name, parameter in chunk.named_parameters():
-            names[parameter] = prefix + name.removeprefix("module.").replace("module.", "")
-    return names
+    if config.multi_latent_attention:
+        nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+        if ".linear_qkv_down_proj.weight" in name:
+            return Fused(parts=(config.q_lora_rank, config.kv_lora_rank, rotary))
+        if ".linear_kv_down_proj.weight" in name:
+            return Fused(parts=(config.kv_lora_rank, rotary))
+        if ".linear_kv_up_proj.weight" in name:
+            return Fused(parts=(nope, value), heads=(nope, value))
+        if re.search(r"\.linear_q(_up)?_proj\.weight", name):
+            return Fused(heads=(nope + rotary,))
+    elif "linear_qkv.weight" in name:
+        return Fused(parts=tuple(_get_qkv_split_shapes(config)), heads=(config.kv_channels,))
+    if config.gated_linear_unit and "linear_fc1.weight" in name:
+        interleave = None
+        if ".shared_experts." in name:
+            interleave = getattr(config, "moe_shared_expert_glu_interleave_size", None)
+        elif ".experts.linear_fc1." in name:  # not those of SequentialMLP, which never interleaves
+            interleave = getattr(config, "moe_mlp_glu_interleave_size", None)
+        return Fused(gated=True, interleave=interleave or 0)
+    return None
 
 
 def matrix_shape(parameter: torch.Tensor, *, over_tp: bool = True) -> tuple[int, int]:
@@ -123,15 +103,31 @@ def experts_in(parameter: torch.Tensor) -> int:
     return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
-def _rows_of_one(parameter: torch.Tensor, *, over_tp: bool) -> int:
+def rows_of_one(parameter: torch.Tensor, *, over_tp: bool = True) -> int:
+    """Rows of the matrix, or of each one of a stack."""
     return matrix_shape(parameter, over_tp=over_tp)[0] // experts_in(parameter)
+
+
+def block_split(parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> RowSplit:
+    """How the matrix of a tagged parameter splits into blocks, decided from its whole shape, never from local rows.
+
+    `over_tp` as for `matrix_shape`. Raises a ValueError for stacked experts whose blocks are not of consecutive rows.
+    """
+    rows = rows_of_one(parameter, over_tp=over_tp)
+    fused: Fused | None = getattr(parameter, "fused_rows", None)
+    if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
+        each = whole(rows)
+    else:
+        each = fused.split(rows, settings, tensor_parallel=rows // rows_of_one(parameter, over_tp=False))
+    if parameter.ndim == 3 and each.groups > 1:
+        raise ValueError(f"stacked experts need blocks of consecutive rows, got {each.groups} groups of {each.parts}")
+    return RowSplit(1, each.parts * experts_in(parameter)) if parameter.ndim == 3 else each
 
 
 def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
     """The ranks that together hold matrices which data and tensor parallelism cut.
 
-    A collective over all ranks of the run, at construction only: where tensor parallelism has more than one rank, it
-    makes process groups.
+    Where tensor parallelism has several ranks this makes process groups: a collective over all ranks of the run.
     """
     if tensor_parallel.size() == 1:
         return data_parallel
@@ -140,7 +136,7 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory. A collective over all ranks, at construction only."""
+    """A group of the same ranks for tensors in host memory. A collective over all ranks of the run."""
     return _new_groups(dist.get_process_group_ranks(group), like=group, backend="gloo")
 
 
@@ -156,29 +152,12 @@ def _new_groups(mine: Iterable[int], *, like: dist.ProcessGroup, backend: str | 
     return group
 
 
-def block_split(parameter: torch.Tensor, settings: BlockSettings, *, over_tp: bool = True) -> RowSplit:
-    """How the matrix of a tagged parameter splits into blocks, decided from its whole shape, never from local rows.
-
-    `over_tp` as for `matrix_shape`.
-    """
-    rows = _rows_of_one(parameter, over_tp=over_tp)
-    fused: Fused | None = getattr(parameter, "fused_rows", None)
-    if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
-        each = whole(rows)
-    else:
-        tensor_parallel = rows // _rows_of_one(parameter, over_tp=False)
-        each = fused.split(rows, settings, tensor_parallel=tensor_parallel)
-    return stack_split(experts_in(parameter), each) if parameter.ndim == 3 else each
-
-
-def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, tuple[int, int, int, int]]:
-    """What this rank holds of each sharded matrix or stack: `(row_start, rows, col_start, cols)` of the whole.
+def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
+    """What this rank holds of each sharded matrix or stack.
 
     Megatron-FSDP notes it on the tensors from which it makes the optimizer's parameters
-    (update_uneven_dtensor_chunk_metadata), for its checkpoints.
-
-    Raises:
-        UserError: tensor parallelism cuts the experts of a stack.
+    (update_uneven_dtensor_chunk_metadata), for its checkpoints. Raises a UserError where tensor parallelism cuts the
+    experts of a stack.
     """
     rectangles = {}
     for chunk in model_chunks:
@@ -203,50 +182,29 @@ def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, tuple[in
 def layout_of(
     parameters: Sequence[torch.Tensor],
     names: Mapping[torch.Tensor, str],
-    rectangles: Mapping[torch.Tensor, tuple[int, int, int, int]],
+    rectangles: Mapping[torch.Tensor, Rectangle],
+    splits: Sequence[RowSplit],
     group: dist.ProcessGroup,
-    settings: BlockSettings,
     *,
-    over_tp: bool = True,
+    over_tp: bool,
 ) -> Layout:
-    """The layout of sharded parameters over the ranks of `group`, as Megatron-FSDP cut them.
+    """The layout of sharded parameters over the ranks of `group`, as Megatron-FSDP cut them into `rectangles`.
 
-    Ranks that hold the same rectangle are replicas: instances of the distributed optimizer, or tensor-parallel ranks
-    where a parameter is not cut by tensor parallelism. One collective on Python objects, at construction only.
-
-    Args:
-        parameters: DTensors, in the same order on every rank of `group`.
-        names: of the parameters.
-        rectangles: `local_rectangles`.
-        group: the ranks that hold the parameters; with `over_tp` tensor-parallel ones too.
-        settings: which fused parameters are split into blocks.
-        over_tp: as for `matrix_shape`.
+    `splits` has the blocks of each. Ranks that hold the same rectangle are replicas: instances of the distributed
+    optimizer, or tensor-parallel ranks where a parameter is not cut by tensor parallelism. `over_tp` as for
+    `matrix_shape`. Collective.
     """
-    shapes, mine = [], []
-    for parameter in parameters:
-        shape = matrix_shape(parameter, over_tp=over_tp)
-        row_start, rows, col_start, cols = rectangles[parameter]
-        shapes.append(shape)
-        # A part begins at a multiple of its size, so the remainder is the place within the part.
-        mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
+    shapes = [matrix_shape(parameter, over_tp=over_tp) for parameter in parameters]
+    # A part begins at a multiple of its size, so the remainder is the place within the part.
+    mine = [
+        (row_start % shape[0], rows, col_start % shape[1], cols)
+        for shape, (row_start, rows, col_start, cols) in zip(
+            shapes, map(rectangles.__getitem__, parameters), strict=True
+        )
+    ]
     everyone = of_all_ranks(mine, group)
     matrices = (
-        from_rectangles(names[parameter], shape, held, block_split(parameter, settings, over_tp=over_tp))
-        for parameter, shape, *held in zip(parameters, shapes, *everyone, strict=True)
+        from_rectangles(names[parameter], shape, held, split)
+        for parameter, shape, split, *held in zip(parameters, shapes, splits, *everyone, strict=True)
     )
     return Layout(group.size(), tuple(matrices))
-
-
-def replicated_layout(
-    parameters: Sequence[torch.Tensor],
-    names: Mapping[torch.Tensor, str],
-    group: dist.ProcessGroup,
-    settings: BlockSettings,
-) -> Layout:
-    """The layout of parameters that every rank of `group` holds whole."""
-    ranks = group.size()
-    matrices = (
-        replicated(names[p], matrix_shape(p, over_tp=False), ranks, block_split(p, settings, over_tp=False))
-        for p in parameters
-    )
-    return Layout(ranks, tuple(matrices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp import MegatronFSDP
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
     GradReducePipeline,
@@ -18,11 +18,11 @@ from megatron_muon.patching import Patches
 def mend_megatron_fsdp(patches: Patches | None = None) -> None:
     """Mend what Megatron-FSDP of megatron-core 0.19 does to gradients that any optimizer would suffer from.
 
-    For a training loop of one's own, before the model is wrapped; megatron_muon's command line does it by itself.
-    Frozen parameters under `optim`, several optimizer instances (HSDP), and experts that one rank alone reduces.
+    Frozen parameters under `optim`, several optimizer instances (HSDP), and experts that one rank alone reduces. For a
+    training loop of one's own, before the model is wrapped; the command line does it by itself. Twice is once.
 
     Args:
-        patches: records what is replaced; None leaves it in place until the process ends. Twice is once.
+        patches: records what is replaced; None leaves it in place until the process ends.
 
     Raises:
         RuntimeError: this megatron-core is not as expected; nothing is patched then.
@@ -31,8 +31,7 @@ def mend_megatron_fsdp(patches: Patches | None = None) -> None:
         return
     patches = Patches() if patches is None else patches
     reduce_without_frozen(patches)
-    average_over_sharing_instances(patches)
-    average_lone_gradients_once(patches)  # sees the factors that the one before sets
+    mend_factors(patches)
     reduce_over_instances(patches)
 
 
@@ -58,8 +57,12 @@ def reduce_without_frozen(patches: Patches) -> None:
             self.parameter_groups = everything
 
 
-def average_lone_gradients_once(patches: Patches) -> None:
-    """Let gradients that one rank alone reduces be averaged once, not once for each micro-batch.
+def mend_factors(patches: Patches) -> None:
+    """Let every gradient be averaged, and once, by the factors of the buffers in which it is reduced.
+
+    Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces in a buffer that it
+    makes without the factor of the average (_create_hfsdp_helper_buffer): sums come out, and the gradient norm, and
+    with it clipping, is wrong by the number of data-parallel ranks.
 
     Where a data-parallel group has one rank, as that of the experts has when expert parallelism takes all ranks, 0.19
     accumulates micro-batches in an unsharded buffer. Under `optim_grads` and `optim_grads_params` it reduces after each
@@ -69,18 +72,20 @@ def average_lone_gradients_once(patches: Patches) -> None:
     """
 
     @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
-    def hold_back(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
+    def with_factors(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
         init(self, ddp_config, *args, **kwargs)
         self.lone_gradients = []
         sharded = ddp_config.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-        if not sharded or ddp_config.average_in_collective:  # the collective's average takes no factor
-            return
+        sharded = sharded and not ddp_config.average_in_collective  # whose average takes no factor
         for group in self.parameter_groups:
-            reduced = group.hfsdp_helper_gbuf or group.main_grad_buffer
-            if reduced is None or reduced.is_data_distributed or reduced.gradient_scaling_factor is None:
-                continue
-            self.lone_gradients.append((group.main_grad_buffer, reduced.gradient_scaling_factor))
-            reduced.gradient_scaling_factor = None
+            gradients, helper = group.main_grad_buffer, group.hfsdp_helper_gbuf
+            if helper is not None and gradients is not None:
+                helper.gradient_scaling_factor = gradients.gradient_scaling_factor
+            reduced = helper or gradients
+            lone = sharded and reduced is not None and not reduced.is_data_distributed
+            if lone and reduced.gradient_scaling_factor is not None:
+                self.lone_gradients.append((gradients, reduced.gradient_scaling_factor))
+                reduced.gradient_scaling_factor = None
 
     @patches.around(MegatronFSDP, "attach_grad_to_optimizer_state")
     def average(attach: Callable[..., None], self: Any) -> None:
@@ -98,53 +103,27 @@ def reduce_over_instances(patches: Patches) -> None:
     """
 
     @patches.around(GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"])
-    def note(
-        reduce: Callable[..., None],
-        self: Any,
-        params: Any,
-        *args: Any,
-        outer_fsdp_group_grad_reduce: bool = False,
-        **kwargs: Any,
-    ) -> None:
-        reduce(self, params, *args, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce, **kwargs)
-        self.reduced_over_instances = getattr(self, "reduced_over_instances", False) or outer_fsdp_group_grad_reduce
+    def note(reduce: Callable[..., None], self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        reduce(self, params, *args, **kwargs)
+        if kwargs.get("outer_fsdp_group_grad_reduce", False):
+            self.reduced_over_instances = True
 
     @patches.around(MegatronFSDP, "synchronize_gradient_reduce")
     def catch_up(synchronize: Callable[..., None], self: Any) -> None:
         synchronize(self)
         pipeline = self.grad_reduce_pipeline
         done, pipeline.reduced_over_instances = getattr(pipeline, "reduced_over_instances", False), False
-        if self.dist_index.use_hybrid_fsdp and not done:
-            _reduce_over_instances(self)
-
-
-def average_over_sharing_instances(patches: Patches) -> None:
-    """Let gradients be averaged where instances of the distributed optimizer share its state too (outer `optim`).
-
-    0.19 reduces them in a buffer that it makes without the factor of the average (_create_hfsdp_helper_buffer), so they
-    come out as sums: the gradient norm, and with it clipping, is wrong by the number of data-parallel ranks.
-    """
-
-    @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
-    def with_factors(init: Callable[..., None], self: Any, ddp_config: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, ddp_config, *args, **kwargs)
-        for group in self.parameter_groups:
-            if group.hfsdp_helper_gbuf is not None and group.main_grad_buffer is not None:
-                group.hfsdp_helper_gbuf.gradient_scaling_factor = group.main_grad_buffer.gradient_scaling_factor
-
-
-def _reduce_over_instances(fsdp: Any) -> None:
-    """Sum what each instance has reduced within itself; gradients carry the factor of their average already."""
-    config, pipeline = fsdp.ddp_config, fsdp.grad_reduce_pipeline
-    operation = torch.distributed.ReduceOp.AVG if config.average_in_collective else torch.distributed.ReduceOp.SUM
-    group = fsdp.dist_index.get_outer_fsdp_group()
-    for bucket, parameters in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
-        gradients = parameters.main_grad_buffer
-        if gradients is None:
-            continue
-        within = pipeline.get_fsdp_buffer(bucket)
-        if config.outer_dp_sharding_strategy == "no_shard":
-            torch.distributed.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
-        else:
-            shard = gradients.get_shard_from_local_buffer()
-            torch.distributed.reduce_scatter_tensor(shard, within.data, op=operation, group=group)
+        if done or not self.dist_index.use_hybrid_fsdp:
+            return
+        # Sum what each instance has reduced within itself; gradients carry the factor of their average already.
+        config, group = self.ddp_config, self.dist_index.get_outer_fsdp_group()
+        operation = dist.ReduceOp.AVG if config.average_in_collective else dist.ReduceOp.SUM
+        for bucket, parameters in enumerate(self.param_and_grad_buffer.parameter_groups):
+            if (gradients := parameters.main_grad_buffer) is None:
+                continue
+            within = pipeline.get_fsdp_buffer(bucket)
+            if config.outer_dp_sharding_strategy == "no_shard":
+                dist.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
+            else:
+                shard = gradients.get_shard_from_local_buffer()
+                dist.reduce_scatter_tensor(shard, within.data, op=operation, group=group)

@@ -1,8 +1,4 @@
-"""The patches of megatron-core that Muon under Megatron-FSDP needs, one function each.
-
-`install` puts them in place for one run of the training loop. With another optimizer, or without Megatron-FSDP, only
-the first is installed and upstream's own code runs.
-"""
+"""The patches of megatron-core that a run needs, most of them for Muon under Megatron-FSDP, one function each."""
 
 from __future__ import annotations
 
@@ -89,10 +85,9 @@ def let_experts_have_biases(patches: Patches) -> None:
 
 
 def accept_muon(patches: Patches) -> None:
-    """Let `--optimizer muon` pass argument validation together with Megatron-FSDP.
+    """Validate a run of `--optimizer muon` as one of Adam: 0.19 asserts twice that Megatron-FSDP runs Adam or SGD only.
 
-    0.19 asserts in two places that Megatron-FSDP runs Adam or SGD only. Everything else that validation settles for
-    Adam under Megatron-FSDP holds for Muon too, so the run is validated as one of Adam.
+    Everything else that validation settles for Adam under Megatron-FSDP holds for Muon too.
     """
     source = inspect.getsource(inspect.unwrap(arguments.validate_args))
     for text in ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"):
@@ -123,7 +118,8 @@ def use_factory(patches: Patches) -> None:
         config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
     ) -> Any:
         args = get_args()
-        config.muon_offload_iteration = _iteration_to_load(args)
+        found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
+        config.muon_offload_iteration = int(found) if found and str(found).isdigit() and not args.finetune else 0
         config.muon_offload_save = str(Path(args.save).absolute()) if args.save else ""
         if not (args.tensorboard_dir or args.wandb_project):
             config.muon_metrics_interval = 0  # nobody would see them
@@ -135,44 +131,24 @@ def use_factory(patches: Patches) -> None:
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
 
 
-def _iteration_to_load(args: argparse.Namespace) -> int:
-    """The iteration that this run goes on from, as far as the command line and --load tell."""
-    if args.finetune:
-        return 0
-    found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
-    return int(found) if found and str(found).isdigit() else 0
-
-
 def stop_after_offload_failure(patches: Patches) -> None:
-    """Save a checkpoint and stop once momentum could not be read or written.
+    """Save a checkpoint, which is whole, and stop once momentum could not be read or written.
 
-    The step in which that happened was finished on every rank, so what is saved is whole. Where saving itself is what
-    found that momentum cannot be read, the run stops after it.
+    Where saving itself is what found that momentum cannot be read, the run stops after it.
     """
     from megatron.training import get_args
 
+    state = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")
+
     @patches.around(
-        training,
-        "checkpoint_and_decide_exit",
-        takes=[
-            *("model", "optimizer", "opt_param_scheduler", "iteration"),
-            *("num_floating_point_operations_so_far", "checkpointing_context", "train_data_iterator"),
-        ],
+        training, "checkpoint_and_decide_exit", takes=[*state, "checkpointing_context", "train_data_iterator"]
     )
-    def checkpoint_and_decide_exit(
-        decide: Callable[..., bool],
-        model: Any,
-        optimizer: Any,
-        scheduler: Any,
-        iteration: int,
-        flops: Any,
-        context: Any,
-        data: Any,
-    ) -> bool:
+    def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
+        model, optimizer, scheduler, iteration, flops, context, data = args
         note_iteration(iteration)
         failure = getattr(optimizer, "offload_failure", None)
         if failure is None:
-            return decide(model, optimizer, scheduler, iteration, flops, context, data)
+            return decide(*args)
         if not get_args().save:
             raise OffloadError(f"{failure}. Iteration {iteration} was finished; without --save it is lost")
         try:

@@ -1,7 +1,8 @@
 """What a run shows beside Megatron's own log: speed, the optimizer's share, time left, and Muon's metrics.
 
 Each of Megatron's iteration lines is followed by one of this package's. Metrics go where Megatron's go, to TensorBoard
-and Weights & Biases, under `muon/`, and so does Muon's learning rate where it is not the one that Megatron logs.
+and Weights & Biases, under `muon/`, and so does Muon's learning rate where it is not the one that Megatron logs. What
+tools want to know of the optimizer goes into `facts.json`, beside the run's events.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import datetime
 import functools
 import itertools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,11 +18,13 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
+from megatron.training import get_args, print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_muon.megatron import FACTS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.ranks import is_first_rank
-from megatron_muon.megatron.state_report import report_state, write_facts
+from megatron_muon.megatron.state import report_state
 from megatron_muon.patching import Patches
 
 _SHOWN_MATRICES = 5
@@ -31,32 +35,34 @@ class Stopwatch:
 
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu = on_gpu
-        self._seconds = 0.0
-        self._events: list[tuple[Any, Any]] = []
-        self.calls = 0
+        self._spans: list[tuple[Any, Any]] = []
+
+    @property
+    def calls(self) -> int:
+        """How many since the last time."""
+        return len(self._spans)
 
     def time(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What `call` returns."""
-        self.calls += 1
-        if self._on_gpu:
-            self._events.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
-            start, end = self._events[-1]
-            start.record()
-            result = call(*args, **kwargs)
-            end.record()
-            return result
-        begun = time.perf_counter()
+        start = self._now()
         result = call(*args, **kwargs)
-        self._seconds += time.perf_counter() - begun
+        self._spans.append((start, self._now()))
         return result
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def take(self) -> float:
         """Seconds since the last time; waits for the GPU."""
-        for start, end in self._events:
-            end.synchronize()
-            self._seconds += start.elapsed_time(end) / 1e3
-        seconds, self._seconds, self._events, self.calls = self._seconds, 0.0, [], 0
-        return seconds
+        spans, self._spans = self._spans, []
+        if self._on_gpu and spans:
+            spans[-1][1].synchronize()
+        seconds = [start.elapsed_time(end) / 1e3 if self._on_gpu else end - start for start, end in spans]
+        return float(sum(seconds))
 
 
 def show_progress(patches: Patches, *, on_gpu: bool) -> None:
@@ -81,29 +87,21 @@ class Progress:
         self._optimizer = optimizer = build(*args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
         if isinstance(optimizer, MuonChainedOptimizer):
-            _tell(optimizer.facts)
+            self._has_reported = True  # its factory has
+            _write_facts(optimizer.facts)
         return optimizer
 
     def follow(
-        self,
-        log: Callable[..., Any],
-        losses: Any,
-        totals: Any,
-        learning_rate: Any,
-        iteration: int,
-        *args: Any,
-        **kwargs: Any,
+        self, log: Callable[..., Any], losses: Any, totals: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any
     ) -> Any:
         """Instead of megatron.training's log of an iteration."""
-        from megatron.training import get_args
-
-        result = log(losses, totals, learning_rate, iteration, *args, **kwargs)
-        settings = get_args()
-        if self._optimizer is not None and not self._has_reported:
-            self._has_reported = True
-            if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
-                _tell({"state_bytes": report_state(self._optimizer)})
-        rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
+        result = log(losses, totals, lr, iteration, *args, **kwargs)
+        settings, rate = get_args(), None
+        if self._optimizer is not None:
+            rate = muon_rate(self._optimizer.param_groups)
+            if not self._has_reported:  # only now has it state
+                self._has_reported = True
+                _write_facts({"state_bytes": report_state(self._optimizer)})
         self._write(rate if iteration % settings.tensorboard_log_interval == 0 else None, iteration)
         if iteration % settings.log_interval == 0 and self.steps.calls:
             self._print(settings, rate, iteration)
@@ -123,28 +121,19 @@ class Progress:
             wandb.log(values, iteration)
 
     def _print(self, settings: Any, rate: float | None, iteration: int) -> None:
-        from megatron.training import print_rank_last
-
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
         count, seconds = self.steps.calls, self.steps.take()
-        per_step = seconds / count
-        print_rank_last(
-            progress_line(
-                tokens_per_s=getattr(settings, "global_batch_size", 0) * settings.seq_length / per_step,
-                optimizer_share=self._in_optimizer.take() / seconds,
-                seconds_left=per_step * max((settings.train_iters or iteration) - iteration, 0),
-                muon_rate=rate,
-            )
-        )
+        share, left = self._in_optimizer.take() / seconds, max((settings.train_iters or iteration) - iteration, 0)
+        tokens_per_s = getattr(settings, "global_batch_size", 0) * settings.seq_length * count / seconds
+        print_rank_last(progress_line(tokens_per_s, share, left * seconds / count, rate))
 
 
-def _tell(facts: Mapping[str, Any]) -> None:
-    """Writes what is known of the optimizer beside the run's events; the first rank does."""
-    from megatron.training import get_args
-
+def _write_facts(facts: Mapping[str, Any]) -> None:
+    """Write what is known of the optimizer into --tensorboard-dir, on the first rank."""
     if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
-        write_facts(Path(folder), facts)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / FACTS).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
@@ -166,12 +155,8 @@ def muon_rate(groups: Sequence[Mapping[str, Any]]) -> float | None:
     return next((group["lr"] for group in own), None)
 
 
-def progress_line(
-    *, tokens_per_s: float, optimizer_share: float, seconds_left: float, muon_rate: float | None = None
-) -> str:
-    """The line that follows one of Megatron's."""
+def progress_line(tokens_per_s: float, share: float, seconds_left: float, muon_rate: float | None = None) -> str:
+    """The line that follows one of Megatron's; `share` is the optimizer's."""
     left = datetime.timedelta(seconds=round(seconds_left))
     rate = "" if muon_rate is None else f"Muon's learning rate {muon_rate:.6E}, "
-    return (
-        f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {optimizer_share:.1%} of the step, {rate}{left} left"
-    )
+    return f"megatron-muon: {tokens_per_s:,.0f} tokens/s, optimizer {share:.1%} of the step, {rate}{left} left"

@@ -1,4 +1,4 @@
-"""Which 2D weights of a plain nn.Module are no matrices of Muon's, and how the table says so."""
+"""Which 2D weights of a plain nn.Module are no matrices of Muon's, what patterns find, and how the table says so."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.model.table import parameter_table
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.model import selection
+from megatron_muon.megatron.model.selection import matching, nearest, parameter_table
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16
 CONFIG = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
@@ -32,10 +33,10 @@ class Plain(nn.Module):
 
 def tagged(model: nn.Module) -> tuple[list[str], dict[str, str]]:
     """Names of the matrices, and of the other 2D weights with their reasons."""
-    mp.tag_for_muon([model])
-    names = mp.parameter_names([model])
-    return [name for p, name in names.items() if mp.is_muon_matrix(p)], {
-        name: p.why_not_muon for p, name in names.items() if p.ndim == 2 and not mp.is_muon_matrix(p)
+    selection.tag_for_muon([model])
+    names = selection.parameter_names([model])
+    return [name for p, name in names.items() if selection.is_muon_matrix(p)], {
+        name: p.why_not_muon for p, name in names.items() if p.ndim == 2 and not selection.is_muon_matrix(p)
     }
 
 
@@ -94,15 +95,15 @@ def test_a_script_has_the_last_word():
     model = Plain()
     model.lm_head.weight.use_muon = True
     model.blocks[0].weight.use_muon = False
-    mp.tag_for_muon([model])
-    matrices = [name for p, name in mp.parameter_names([model]).items() if mp.is_muon_matrix(p)]
+    selection.tag_for_muon([model])
+    matrices = [name for p, name in selection.parameter_names([model]).items() if selection.is_muon_matrix(p)]
     assert matrices == [*BLOCKS[1:], "lm_head.weight"]
 
 
 def test_the_table_says_why():
     model = Plain()
-    mp.tag_for_muon([model], exclude=["blocks"])
-    names = mp.parameter_names([model])
+    selection.tag_for_muon([model], exclude=["blocks"])
+    names = selection.parameter_names([model])
     table = parameter_table([{"params": list(names), "optimizer": "adam"}], names)
     for line in (
         "not Muon's, embedding: wte.weight, wpe.weight",
@@ -116,3 +117,58 @@ def test_the_table_says_why():
     names = {p: f"router{number}" for number, p in enumerate(many)}
     table = parameter_table([{"params": many, "optimizer": "adam"}], names)
     assert table.endswith("not Muon's, --muon-exclude: router0, router1, router2 and 2 more")
+
+
+NAMES = [
+    f"decoder.layers.{layer}.{part}.weight"
+    for layer in (0, 1, 10)
+    for part in ("self_attention.linear_proj", "self_attention.linear_qkv", "mlp.router", "mlp.experts.linear_fc1")
+]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "count"),
+    [
+        ((), 0),
+        (("router",), 3),
+        (("layers.1.",), 4),
+        (("layers.1",), 8),  # found anywhere: layer 10 too
+        (("layers.[01].*fc1",), 2),
+        (("linear_?roj", "linear_qkv"), 6),
+        (("decoder.layers.0.mlp.router.weight",), 1),
+        (("*",), 12),
+    ],
+)
+def test_a_pattern_is_found_anywhere_in_a_name(patterns: tuple[str, ...], count: int) -> None:
+    found = matching(patterns, NAMES)
+    assert len(found) == count
+    assert found == [name for name in NAMES if name in found], "in their order, each once"
+
+
+@pytest.mark.parametrize("pattern", ["ruoter", "Router", "mlp.route.weight", "*roter*"])
+def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_names(pattern: str) -> None:
+    with pytest.raises(UserError) as caught:
+        matching(["linear_qkv", pattern], NAMES)
+    text = str(caught.value)
+    assert text.startswith(f"--muon-exclude {pattern} matches none of Muon's 12 matrices; the nearest names are ")
+    assert "names are decoder.layers.0.mlp.router.weight, " in text
+    assert "layers.1." not in text, "one name for each kind"
+    assert "\n" not in text
+
+
+def test_what_goes_to_the_scalar_optimizer_anyway_is_an_error_too() -> None:
+    others = ["embedding.word_embeddings.weight"]
+    with pytest.raises(UserError, match=r"embedding matches none .* only parameters that Muon does not take \(embedd"):
+        matching(["embedding"], NAMES, others=others)
+
+
+@pytest.mark.parametrize("pattern", ["", "  "])
+def test_nothing_is_no_pattern(pattern: str) -> None:
+    with pytest.raises(UserError, match="would match every matrix"):
+        matching([pattern], NAMES)
+
+
+def test_the_nearest_come_first() -> None:
+    assert nearest("linear_pro", NAMES)[:1] == ["decoder.layers.0.self_attention.linear_proj.weight"]
+    assert nearest("fc11", NAMES)[:1] == ["decoder.layers.0.mlp.experts.linear_fc1.weight"]
+    assert nearest("x", []) == []

@@ -1,0 +1,93 @@
+"""Optimizer state: that of the scalar optimizers from the start, and how many bytes of it lie where.
+
+Saving an fsdp_dtensor checkpoint runs collectives key by key, so ranks whose keys differ wait for each other for ever.
+torch's AdamW makes state at the first gradient and none for empty shards.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from torch.distributed.tensor import DTensor
+
+from megatron_muon import cpu
+from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, local_rows
+from megatron_muon.megatron.ranks import of_all_ranks, say
+from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
+
+
+def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
+    """Create the state of a wrapped scalar optimizer now, and keep its step counters alike on every rank.
+
+    0.19 makes the step counter with a first optimizer step, which a resumed run must not take; without it the run would
+    not ask the checkpoint for it and count from 0 again. torch's AdamW has one for each parameter, the FusedAdam of
+    Transformer Engine and Apex one for each group.
+
+    torch's then steps over shards without rows too, where Megatron-FSDP sets no gradient: a checkpoint keeps one
+    counter for a parameter, and the rank that writes it may well be one without rows. FusedAdam counts steps of groups,
+    and its kernel is not launched for what precedes an empty tensor at a group's end.
+    """
+    inner = wrapped.optimizer
+    wrapped.init_state_fn(inner, wrapped.config)
+    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+        for group in inner.param_groups:
+            on_device = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                step = torch.zeros((), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+                inner.state[parameter].setdefault("step", step)
+        inner.register_step_pre_hook(_give_empty_gradients)
+    elif type(inner).__name__ == "FusedAdam":
+        capturable = getattr(inner, "capturable", False)
+        for group in (group for group in inner.param_groups if group["params"]):
+            on_device = torch.zeros(1, dtype=torch.int, device=group["params"][0].device)
+            group.setdefault("step", on_device if capturable else 0)
+
+
+def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if parameter.grad is None and local_rows(parameter).numel() == 0:
+            parameter.grad = torch.zeros_like(parameter.detach())
+
+
+def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
+    """Prints what an optimizer's state takes, momentum of Muon and all else apart; bytes by kind. Collective."""
+    members = [getattr(member, "optimizer", None) for member in getattr(optimizer, "chained_optimizers", [optimizer])]
+    inner = [member for member in members if member is not None]  # None where a rank has no parameters
+    momentum, rest = Counter[str](), Counter[str]()
+    for slot, value in (item for one in inner for slots in one.state.values() for item in slots.items()):
+        if isinstance(value, torch.Tensor):
+            tensor = value._local_tensor if isinstance(value, DTensor) else value
+            place = HOST if tensor.device.type == "cpu" and not (of_muon or cpu.installed()) else DEVICE
+            (momentum if of_muon and slot == MOMENTUM else rest)[place] += tensor.nbytes
+    if not of_muon:
+        return {"all of it": _report("all of it", rest)}
+    stores = [one.store for one in inner if isinstance(one, ShardedMuon) and isinstance(one.store, RecordStore)]
+    for store in stores:
+        momentum.update(store.bytes)
+    text = kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
+    if staging := sum(store.staging_bytes for store in stores):
+        text += f", staged through {_mb(staging)} MB"
+    if buffered := sorted(str(f.path.parent) for store in stores for f in store.disk.files if not f.direct):
+        text += f", through the page cache ({buffered[0]} takes no direct I/O)"
+    return {kind: _report(text, momentum), "all else": _report("all else", rest)}
+
+
+def _report(name: str, here: Counter[str]) -> int:
+    """Prints what the fullest rank has of each place, and all ranks together; all bytes of all ranks."""
+    ranks = of_all_ranks(here)
+    text = _places({place: max(rank[place] for rank in ranks) for place in (DEVICE, HOST, DISK)})
+    if len(ranks) > 1:
+        text += f" on the fullest rank; on all {len(ranks)} ranks {_places(sum(ranks, Counter()))}"
+    say(f"optimizer state: {name}: {text}")
+    return sum(rank.total() for rank in ranks)
+
+
+def _places(sizes: dict[str, int]) -> str:
+    return ", ".join(f"{place} {_mb(sizes[place])} MB" for place in (DEVICE, HOST, DISK))
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.2f}"
