@@ -18,6 +18,7 @@ from megatron_muon.command_parser import write_json
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
+from megatron_muon.core.plan import Plan, all_gather_bytes
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.layout_file import read_layout
@@ -81,7 +82,7 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
     return {
         "digest": "-".join(item.plan.digest() for item in plans),
         "world_size": world_size,
-        **_figures(plans, [item.group.ranks_in(world_size) for item in plans]),
+        **_figures(plans, [item.group.ranks_in(world_size) for item in plans], settings.element_bytes),
         "hardware": hardware.name,
         "settings": {
             "buffer_mb": settings.buffer_mb,
@@ -95,21 +96,21 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
                 "name": item.group.name,
                 "ranks": item.plan.layout.world_size,
                 "whole_matrices": sum(map(len, item.plan.whole)),
-                **_figures([item], [np.arange(item.plan.layout.world_size)]),
+                **_figures([item], [np.arange(item.plan.layout.world_size)], settings.element_bytes),
             }
             for item in plans
         ],
     }
 
 
-def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any]:
+def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints], element_bytes: int) -> dict[str, Any]:
     """Figures of ranks, by their rank in each group, that step groups one by one: times add up, buffers do not."""
 
-    def total(name: str) -> np.ndarray[Any, Any]:
-        return np.sum([getattr(item, name)[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
+    def total(per_rank: Callable[[Plan], Sequence[float]]) -> np.ndarray[Any, Any]:
+        return np.sum([np.array(per_rank(item.plan))[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
 
     matrices = [matrix for item in plans for matrix in item.plan.layout.matrices]
-    loads, largest = total("ns_flops"), max(item.largest for item in plans)
+    loads, largest = total(lambda plan: plan.loads), max(item.largest for item in plans)
     mean = float(loads.mean()) or 1.0
     return {
         "matrices": len(matrices),
@@ -119,10 +120,10 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any
             "least_possible": max(largest / mean, 1.0),  # by any plan, for the sake of the costliest matrix
         },
         "exchange_bytes": {
-            "max_per_rank": int(total("received_bytes").max()),
-            "allgather_per_rank": int(total("all_gather_bytes").max()),
+            "max_per_rank": int(total(lambda plan: plan.exchanged_bytes(element_bytes)).max()),
+            "allgather_per_rank": int(total(lambda plan: all_gather_bytes(plan.layout, element_bytes)).max()),
         },
-        "extra_bytes_max": max(int(item.extra_bytes.max()) for item in plans),
+        "extra_bytes_max": max(item.extra_bytes for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
         "oversized": sum(len(item.plan.oversized) for item in plans),
         "plan_seconds": sum(item.seconds for item in plans),

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, all_gather_bytes, make_plan
+from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, make_plan
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -111,16 +111,13 @@ class Group:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group's plan and its figures; arrays have one for each rank of the group."""
+    """A group's plan and its figures."""
 
     group: Group
     plan: Plan
     seconds: float  # of planning
     largest: float  # operations of the costliest matrix
-    ns_flops: Floats
-    received_bytes: Ints
-    all_gather_bytes: Ints  # received in a step of the all-gather scheme
-    extra_bytes: Ints  # the most that is held for waves under way and for a filler between them
+    extra_bytes: int  # the most that a rank holds for waves under way and for a filler between them
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with both overlapped
@@ -151,18 +148,15 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
     for footprint in plan.footprints(element_bytes):
         under_way.append(footprint)
         extra = np.maximum(extra, np.sum(under_way, axis=0))
-    loads, numel = np.array(plan.loads), [matrix.numel for matrix in layout.matrices]
+    numel = [matrix.numel for matrix in layout.matrices]
     fillers = [max((sum(numel[i] for i in part) for part in plan.fillers(r)), default=0) for r in range(ranks)]
     return GroupPlan(
         group=group,
         plan=plan,
         seconds=seconds,
         largest=max(costs, default=0.0),
-        ns_flops=loads,
-        received_bytes=np.array(plan.exchanged_bytes(element_bytes), dtype=np.int64),
-        all_gather_bytes=np.array(all_gather_bytes(layout, element_bytes), dtype=np.int64),
-        extra_bytes=extra + np.array(fillers, dtype=np.int64) * 2 * UPDATE_BYTES,  # a matrix and its update
-        ns_ms=float(loads.max()) / rate * 1e3,
+        extra_bytes=int((extra + np.array(fillers) * 2 * UPDATE_BYTES).max()),  # of a filler a matrix and its update
+        ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=2 * sum(transfer_s) * 1e3,
         step_ms=_play(plan, products_s, transfer_s) * 1e3,
     )
