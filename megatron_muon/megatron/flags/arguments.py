@@ -18,7 +18,7 @@ from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags import refusals
 from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
-from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
+from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, flag_of
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
@@ -31,6 +31,8 @@ MODEL_FLAGS = (
     "--yaml-cfg",
 )
 """Flags that say that the user brings a model of their own."""
+
+TE = "transformer_engine"
 
 
 class Parser(argparse.ArgumentParser):
@@ -74,43 +76,32 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 def allow_full_precision(parser: argparse.ArgumentParser) -> None:
     """Add "highest", torch's name for products in full fp32, to the choices of --muon-fp32-matmul-prec."""
     precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
-    if "highest" not in (precision.choices or ()):
-        precision.choices = [*(precision.choices or ()), "highest"]
+    precision.choices = list(dict.fromkeys([*(precision.choices or ()), "highest"]))
 
 
 def build_parser() -> Parser:
-    """megatron.training's parser with this package's flags."""
+    """megatron.training's parser with this package's flags, and help texts that argparse can format."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False)
     add_megatron_arguments(parser)
     add_muon_arguments(parser)
-    _mend_help(parser)
-    return parser
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the percent signs of help texts that argparse cannot format: one of 0.19's ended --help in a traceback."""
-    for action in parser._actions:
+    for action in parser._actions:  # one of 0.19 has a bare percent sign, which ended --help in a traceback
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
         except (KeyError, TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")
+    return parser
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse `argv`.
-
-    Raises:
-        UserError: an unknown flag, with the nearest known one, or a value that a flag does not take.
-    """
+    """Parse `argv`; refuse an unknown flag, with the nearest known one, and a value that a flag does not take."""
     if {"--help", "-h"} & set(argv):  # argparse would print it and exit, here in the middle of another command
         raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
     args, unknown = parser.parse_known_args(list(argv))
-    flags = [token.split("=")[0] for token in unknown if token.startswith("--")]
-    if flags:
-        hint = did_you_mean(flags[0], parser._option_string_actions) or "; see pretrain_gpt.py --help"
-        raise UserError(f"unknown flag {flags[0]}{hint}")
+    for flag in [token.split("=")[0] for token in unknown if token.startswith("--")]:
+        hint = did_you_mean(flag, parser._option_string_actions) or "; see pretrain_gpt.py --help"
+        raise UserError(f"unknown flag {flag}{hint}")
     if unknown:
         raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")
     return args
@@ -143,19 +134,14 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this processor multiplies bf16 matrices in hardware.
-
-    Without it a bf16 Newton-Schulz iteration takes up to 800 times as long as one in fp32.
-    """
+    """Whether this processor multiplies bf16 matrices in hardware; without it they take up to 800 times fp32's time."""
     import torch
 
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     if any(getattr(torch.cpu, name, lambda: False)() for name in names):
         return True
-    flags = Path("/proc/cpuinfo")
-    return flags.exists() and any(
-        line.startswith("Features") and "bf16" in line.split() for line in flags.read_text().splitlines()
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return any(line.startswith("Features") and "bf16" in line.split() for line in lines)
 
 
 def has_transformer_engine() -> bool:
@@ -172,7 +158,7 @@ def check_settings(
     check_data: bool = True,
     elsewhere: bool = False,
 ) -> None:
-    """Check what a user can get wrong, before torch.distributed starts.
+    """Refuse what a user can get wrong, before torch.distributed starts; of several mistakes each in a line of its own.
 
     Args:
         args: the settings.
@@ -181,32 +167,18 @@ def check_settings(
         writes: whether this is the start of a run, which needs its --load.
         check_data: whether the training data should be there by now.
         elsewhere: whether the run is for another machine, where Transformer Engine may be.
-
-    Raises:
-        UserError: names the value and the remedy; of several mistakes each in a line of its own.
     """
     check_numbers(args)
+    on_cpu = device == "cpu"
     reasons = Reasons()
     with reasons:
         check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
     with reasons:
         refuse_hybrid(args)
     with reasons:
-        _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
+        _check_implementation(args, on_cpu=on_cpu, is_installed=elsewhere or has_transformer_engine())
     with reasons:
-        refusals.check(
-            MuonRun(
-                settings=args,
-                model=args,
-                strategy=args.data_parallel_sharding_strategy,
-                instances=args.num_distributed_optimizer_instances,
-                main_params_dtype=args.megatron_fsdp_main_params_dtype,
-                gated=args.swiglu,
-                on_cpu=device == "cpu",
-                megatron_fsdp=args.use_megatron_fsdp,
-                has_model=False,
-            )
-        )
+        refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
     with reasons:
@@ -216,7 +188,7 @@ def check_settings(
                 "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
             )
     with reasons:
-        _check_async_save(args, device)
+        _check_async_save(args, on_cpu=on_cpu)
     with reasons:
         if check_data:
             require_data(args)
@@ -230,29 +202,26 @@ def check_settings(
 
 
 def refuse_hybrid(args: argparse.Namespace) -> None:
-    """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT.
-
-    Raises:
-        UserError: the flag that asks for them.
-    """
+    """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(args, name):
-            flag = refusals.flag_of(name)
-            raise UserError(f"{flag} {pattern} makes a hybrid model, and only a GPT is built here; leave it out")
+            raise UserError(
+                f"{flag_of(name)} {pattern} makes a hybrid model, and only a GPT is built here; leave it out"
+            )
 
 
-def _check_transformer_engine(args: argparse.Namespace, *, device: str, is_installed: bool) -> None:
-    if args.transformer_impl == "transformer_engine" and not is_installed:
+def _check_implementation(args: argparse.Namespace, *, on_cpu: bool, is_installed: bool) -> None:
+    if args.transformer_impl == TE and not is_installed:
         raise UserError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
-            "pip install 'megatron-muon[te]' on a machine with a GPU, or use --transformer-impl local"
+            f"--transformer-impl {TE}: Transformer Engine is not installed; type pip install 'megatron-muon[te]' on a "
+            "machine with a GPU, or use --transformer-impl local"
         )
-    if args.transformer_impl == "transformer_engine" and device == "cpu":
-        raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
+    if args.transformer_impl == TE and on_cpu:
+        raise UserError(f"--transformer-impl {TE} needs a GPU; use --transformer-impl local on a CPU")
 
 
-def _check_async_save(args: argparse.Namespace, device: str) -> None:
-    if args.async_save and device == "cpu":
+def _check_async_save(args: argparse.Namespace, *, on_cpu: bool) -> None:
+    if args.async_save and on_cpu:
         raise UserError(
             "--async-save does not work on the CPU, where the saving process would share the tensors that training "
             "changes; leave it out, and --use-persistent-ckpt-worker too"
@@ -265,14 +234,10 @@ def _check_async_save(args: argparse.Namespace, device: str) -> None:
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse parallel sizes that do not fit the number of ranks, or each other.
-
-    Raises:
-        UserError: names the size and the remedy.
-    """
+    """Refuse parallel sizes that do not fit the number of ranks, or each other."""
     product = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        flag, size = refusals.flag_of(name), getattr(args, name)
+        flag, size = flag_of(name), getattr(args, name)
         product *= size
         if product > world_size or world_size % product:
             raise UserError(
@@ -283,7 +248,7 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         raise UserError(
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, and a GPU; "
-            "use --transformer-impl transformer_engine there, or --context-parallel-size 1"
+            f"use --transformer-impl {TE} there, or --context-parallel-size 1"
         )
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
         raise UserError(

@@ -1,7 +1,7 @@
 """Muon's settings as fields: each is a flag of pretrain_gpt.py, its docstring the flag's help.
 
 megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a default and a help text stand here alone.
-This module imports neither torch nor megatron-core; the factory reads types at run time, so annotations are no strings.
+The factory reads types at run time, so annotations are no strings; neither torch nor megatron-core is imported.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
