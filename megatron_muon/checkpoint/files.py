@@ -5,6 +5,7 @@
     SAVE_DIR/iter_0000008/__0_0.distcp, ...        one file for each rank
     SAVE_DIR/iter_0000008/checksums.json           of all of these
     SAVE_DIR/iter_0000012.saving/                  a save that has not finished
+    SAVE_DIR/.training.lock                        while a training saves there; its first rank holds it
 
 A checkpoint is written under its name with `.saving` and renamed when every file is there, so a folder without that
 ending is complete unless somebody damaged it. No collectives here.
@@ -23,11 +24,22 @@ from typing import IO, Any
 
 from megatron_muon.checkpoint import checksums
 from megatron_muon.errors import UserError
+from megatron_muon.locks import Lock
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
 _ITERATION = re.compile(r"iter_(\d{7,})$")
+
+SECONDS_FOR_A_DEAD_MACHINE = 120.0
+"""A file server may take so long to give up the locks of a machine that is dead, whose run SLURM starts elsewhere."""
+
+
+def lock_of(save_dir: Path) -> Lock:
+    """The lock of a --save directory, which the first rank holds: ranks may outlive whoever launched them."""
+    return Lock(
+        save_dir / ".training.lock", f"a training saves its checkpoints to {save_dir}", "give another --save DIR"
+    )
 
 
 def iteration_folder(save_dir: Path, iteration: int | str) -> Path:
@@ -43,9 +55,7 @@ def iteration_of(folder: Path) -> int | None:
 
 def iterations(save_dir: Path) -> list[int]:
     """The iterations that have a folder in `save_dir`, oldest first, complete or not."""
-    if not save_dir.is_dir():
-        return []
-    return sorted(found for entry in save_dir.iterdir() if (found := iteration_of(entry)) is not None)
+    return sorted(found for entry in save_dir.glob("iter_*") if (found := iteration_of(entry)) is not None)
 
 
 def unfinished(save_dir: Path) -> list[Path]:
@@ -55,18 +65,12 @@ def unfinished(save_dir: Path) -> list[Path]:
 
 def newest_complete(save_dir: Path, *, but: int | str | None = None) -> int | None:
     """The newest iteration whose checkpoint is complete, leaving out the iteration `but`."""
-    for iteration in reversed(iterations(save_dir)):
-        if iteration != but and not problems(iteration_folder(save_dir, iteration)):
-            return iteration
-    return None
+    others = (iteration for iteration in reversed(iterations(save_dir)) if iteration != but)
+    return next((iteration for iteration in others if not problems(iteration_folder(save_dir, iteration))), None)
 
 
 def latest(save_dir: Path) -> int | str | None:
-    """What the tracker file names: an iteration, or "release"; None where there is no tracker.
-
-    Raises:
-        UserError: the file holds something else.
-    """
+    """What the tracker file names: an iteration, or "release"; None where there is none. Anything else is refused."""
     file = save_dir / TRACKER
     try:
         text = file.read_text("utf-8", errors="replace").strip()
@@ -101,11 +105,8 @@ def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
 def problems(folder: Path, *, verify: bool = True) -> list[str]:
     """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
 
-    Compares the index with its checksum and the other files with the sizes that the index gives; it reads no tensor.
-
-    Args:
-        folder: the checkpoint.
-        verify: False leaves checksums out (`--no-verify-checkpoint`).
+    Compares the index with its checksum, unless `verify` is False, and the other files with the sizes that the index
+    gives; it reads no tensor.
     """
     from megatron_muon.checkpoint.unpickling import Reader, UntrustedError
 
@@ -119,10 +120,9 @@ def problems(folder: Path, *, verify: bool = True) -> list[str]:
         return [str(error)]
     if sums and (found := checksums.changed(folder, sums, [".metadata"])):
         return found
+    ends: dict[str, int] = {}
     try:
-        stored = Reader(folder).read_metadata().storage_data
-        ends: dict[str, int] = {}
-        for place in stored.values():
+        for place in Reader(folder).read_metadata().storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     except UntrustedError as error:
         return [f"{folder}/{error}"]
@@ -154,14 +154,9 @@ def begin(folder: Path) -> Path:
 
 
 def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
-    """Give a finished save its name, in place of an earlier one of the same iteration.
+    """Give a finished save its name, in place of an earlier one of the same iteration, with the checksums of its files.
 
-    Args:
-        folder: where the checkpoint is to be.
-        sums: the checksums of its files, which are written beside them.
-
-    Raises:
-        OSError: a file of it is missing or cut short; nothing is renamed then.
+    Raises OSError where a file is missing or cut short; nothing is renamed then.
     """
     aside = folder.with_name(folder.name + UNFINISHED)
     if sums is not None:
@@ -199,8 +194,7 @@ def written_at_once(file: Path) -> Iterator[IO[Any]]:
         aside.replace(file)
         _sync(file.parent)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
+        aside.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

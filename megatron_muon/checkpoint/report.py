@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,7 @@ class CheckpointReport:
 
 
 def find(directory: Path) -> Path:
-    """The folder of the checkpoint that `directory` is, or that its tracker, or that of a run's folder, names.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The folder of the checkpoint that `directory` is, or that its tracker, or that of a run's folder, names."""
     if not directory.is_dir():
         raise UserError(f"{directory} is not a directory; give a run's --save directory, or one of its iter_ folders")
     if (directory / ".metadata").exists() or files.iteration_of(directory) is not None:
@@ -61,7 +58,7 @@ def find(directory: Path) -> Path:
         return find(directory / "checkpoints")
     if named is None:
         raise UserError(f"{directory} has no {files.TRACKER}; {files.resume_hint(directory)}")
-    return directory / "release" if isinstance(named, str) else files.iteration_folder(directory, named)
+    return files.iteration_folder(directory, named)
 
 
 def report(folder: Path) -> CheckpointReport:
@@ -83,25 +80,21 @@ def report(folder: Path) -> CheckpointReport:
     except Exception as error:  # damaged bytes raise whatever they happen to mean
         return CheckpointReport(folder, (f"{folder}: {error}", files.resume_hint(folder.parent, but=iteration)))
     args = stored.get("args")
-    layout = {name: getattr(args, key) for key, name in _LAYOUT.items() if hasattr(args, key)}
-
     slots = {content.plain(name): held for name, held in content.optimizer_slots(entries).items()}
     weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
-    optimizers: dict[str, int] = {}
-    for held in slots.values():
-        optimizers[content.optimizer_of(held)] = optimizers.get(content.optimizer_of(held), 0) + 1
+    optimizers = Counter(map(content.optimizer_of, slots.values()))
     known = {content.plain(name) for name in content.optimized(entries)}
     lacking = {weight for weight in weights if weight not in slots}
-    missing = {weight for weight in lacking if weight in known or weight.removesuffix("_w").removesuffix("_v") in known}
+    missing = {weight for weight in lacking if content.whole_name(weight, known) in known}
     missing |= {name for name, held in slots.items() if content.optimizer_of(held) == "lion" and "adam" in optimizers}
     return CheckpointReport(
         folder,
-        (),
-        tuple(notes),
-        stored.get("iteration"),
-        layout,
-        len(weights),
-        optimizers,
-        tuple(sorted(missing)),
-        tuple(sorted(lacking - missing)),
+        problems=(),
+        notes=tuple(notes),
+        iteration=stored.get("iteration"),
+        layout={name: getattr(args, key) for key, name in _LAYOUT.items() if hasattr(args, key)},
+        parameters=len(weights),
+        optimizers=optimizers,
+        missing=tuple(sorted(missing)),
+        without_state=tuple(sorted(lacking - missing)),
     )

@@ -85,15 +85,9 @@ def _refusal(where: str, names: list[str]) -> str:
 
 
 def load_entry(name: str, stream: IO[bytes]) -> Any:
-    """An entry of a checkpoint that is not a tensor.
+    """The entry `name`, which is not a tensor, from what `torch.save` wrote.
 
-    Args:
-        name: the entry, for messages.
-        stream: what `torch.save` wrote.
-
-    Raises:
-        UntrustedError: it names functions or classes that are not allowed.
-        UserError: it is damaged.
+    Raises UntrustedError where it names functions or classes that are not allowed, UserError where it is damaged.
     """
     try:
         return torch.load(stream, weights_only=True)
@@ -113,12 +107,7 @@ class Reader(FileSystemReader):
     """torch's reader of a checkpoint's folder, which takes from an index what torch's writer puts there and no more."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint, or of one rank's part of it.
-
-        Raises:
-            UntrustedError: it names functions or classes that are not allowed.
-            UserError: it is a pickle of something else.
-        """
+        """The index of the checkpoint, or of one rank's part of it; raises as `load_entry` does."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             metadata = _IndexUnpickler(stream).load()
         if not isinstance(metadata, Metadata):

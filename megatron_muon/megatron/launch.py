@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon import exit_codes
-from megatron_muon.checkpoint import lock as checkpoint_lock
+from megatron_muon.checkpoint import files
 from megatron_muon.data import ensure_stdlib_corpus
-from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
+from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.megatron import STATUS_FILE as STATUS_FILE
 from megatron_muon.megatron.flags import arguments, config_file
@@ -314,7 +314,7 @@ def _save_folder_held(save: str | None) -> contextlib.AbstractContextManager[obj
     """Keeps a second training away from the checkpoints; the first rank does that for all."""
     if save is None or int(os.environ.get("RANK", "0")) > 0:
         return contextlib.nullcontext()
-    return checkpoint_lock.lock_of(Path(save)).held(wait_s=checkpoint_lock.SECONDS_FOR_A_DEAD_MACHINE)
+    return files.lock_of(Path(save)).held(wait_s=files.SECONDS_FOR_A_DEAD_MACHINE)
 
 
 def _ended_by_signal() -> bool:

@@ -5,6 +5,7 @@ Only what is complete is loaded, with the state that another optimizer left star
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,13 +103,12 @@ def explain_load_refusals(patches: Patches) -> None:
         try:
             return load(*args, **kwargs)
         except AssertionError as refusal:
-            remedy = "give this run the flags that wrote it"
             if "OptimizerParamScheduler" in str(refusal):
-                remedy = (
-                    "use --override-opt-param-scheduler for this run's schedule, --use-checkpoint-opt-param-scheduler "
-                    "for that of the checkpoint"
-                )
-            elif "from checkpoint" not in str(refusal):
+                schedules = "this run's schedule, --use-checkpoint-opt-param-scheduler for that of the checkpoint"
+                remedy = f"use --override-opt-param-scheduler for {schedules}"
+            elif "from checkpoint" in str(refusal):
+                remedy = "give this run the flags that wrote it"
+            else:
                 raise
             raise UserError(f"megatron-core refuses this checkpoint: {refusal}; {remedy}") from refusal
 
@@ -149,11 +149,7 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
 
 
 def _require_complete(folder: Path, *, verify: bool = True) -> None:
-    """Check a checkpoint's files on the first rank, for all.
-
-    Raises:
-        UserError: what is wrong with it, and which one to take instead.
-    """
+    """Refuse a checkpoint whose files are not complete, on the first rank for all, and name the one to take instead."""
 
     def look() -> None:
         _refuse_damaged(folder, files.problems(folder, verify=verify))
@@ -163,12 +159,9 @@ def _require_complete(folder: Path, *, verify: bool = True) -> None:
 
 
 def _require_unchanged(folder: Path) -> None:
-    """Compare a checkpoint's files with their checksums, each on one rank.
+    """Refuse a checkpoint whose files do not have their checksums; each file is read by one rank.
 
     The first rank reads the checksums for all: what a file server shows to one rank, another may not see yet.
-
-    Raises:
-        UserError: which are not as they were written, and which checkpoint to take instead.
     """
     sums = of_first_rank(lambda: checksums.read(folder))
     if sums is None:
@@ -176,7 +169,7 @@ def _require_unchanged(folder: Path) -> None:
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))
-    _refuse_damaged(folder, [line for lines in of_all_ranks(mine) for line in lines])
+    _refuse_damaged(folder, list(itertools.chain(*of_all_ranks(mine))))
 
 
 def _refuse_damaged(folder: Path, found: list[str]) -> None:
@@ -186,22 +179,18 @@ def _refuse_damaged(folder: Path, found: list[str]) -> None:
 
 
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
-    """Check that a checkpoint's learning rates, which groups would take on, are those of the run.
+    """Refuse learning rates of a checkpoint, which groups would take on, that are not those of the run.
 
     megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where it is told to
     override them.
-
-    Raises:
-        UserError: the first that differs.
     """
-    for parameter, rates in run.items():
-        for name, rate in rates.items():
-            if stored[parameter][name] != rate:
-                raise UserError(
-                    f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
-                    f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
-                    "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
-                )
+    for parameter, name, rate in ((p, name, rate) for p, rates in run.items() for name, rate in rates.items()):
+        if stored[parameter][name] != rate:
+            raise UserError(
+                f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
+                f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
+                "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+            )
 
 
 def _ask_for_what_is_there(
@@ -214,20 +203,10 @@ def _ask_for_what_is_there(
     keep: Sequence[str] = (),
     tensor_parallel: int = 1,
 ) -> Any:
-    """The part of a state dict that a checkpoint can fill; what it cannot starts afresh, or is an error.
+    """The part of a state dict that a checkpoint with these entries can fill; what it cannot starts afresh.
 
-    Args:
-        state: what the run wants: `model`, `optimizer` and more.
-        entries: what the checkpoint in `folder` holds.
-        folder: named in messages.
-        allow_missing: `--muon-allow-missing-state`.
-        allow_dropped: `--no-strict-fsdp-dtensor-load`.
-        keep: settings of parameter groups that stay the run's.
-        tensor_parallel: the run's size, which orders some state.
-
-    Raises:
-        UserError: a weight is missing, of another shape or the checkpoint's alone, or state is missing that should be
-            there.
+    Refused is a weight that is missing, of another shape or, unless `allow_dropped`, the checkpoint's alone, and,
+    unless `allow_missing`, state that should be there. Settings of groups in `keep` stay the run's.
     """
     optimizer = state.get("optimizer")
     missing, fresh = content.compare(optimizer["state"], entries) if optimizer else (content.Missing(), set())
@@ -245,12 +224,13 @@ def _ask_for_what_is_there(
         raise UserError(
             f"{folder} is of another model: {_some(sorted(missing.misfits))}; give this run its model flags"
         )
-    if dropped := _dropped(weights, entries):
-        if not allow_dropped:
-            raise UserError(
-                f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; "
-                "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
-            )
+    dropped = _dropped(weights, entries)
+    if dropped and not allow_dropped:
+        raise UserError(
+            f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; give this "
+            "run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
+        )
+    if dropped:
         _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
     if missing.absent and not allow_missing:
         raise UserError(
