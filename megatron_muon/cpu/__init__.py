@@ -22,14 +22,10 @@ _active: Patches | None = None
 
 
 def install(*, force: bool = False) -> None:
-    """Makes the CPU stand in for a CUDA device. Installing twice is installing once.
+    """Make the CPU stand in for a CUDA device. Installing twice is installing once.
 
-    Args:
-        force: install although CUDA is available, for a CPU run on a machine with GPUs.
-
-    Raises:
-        RuntimeError: CUDA is available and `force` is not set, or torch or megatron-core has changed in a way
-            that this package does not know; nothing is patched then.
+    Raises RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch or megatron-core
+    has changed in a way that this package does not know.
     """
     global _active
     if _active is not None:
@@ -51,10 +47,8 @@ def install(*, force: bool = False) -> None:
     try:
         # The two that import megatron-core come first: it must not pick up patched functions by name while it
         # is imported, or uninstalling could not take them back.
-        collectives.install(patches)
-        megatron.install(patches)
-        cuda_api.install(patches)
-        devices.install(patches)
+        for part in (collectives, megatron, cuda_api, devices):
+            part.install(patches)
     except BaseException:
         patches.undo()
         raise
@@ -62,7 +56,7 @@ def install(*, force: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Restores every attribute that `install` replaced; does nothing where nothing is installed."""
+    """Restore every attribute that `install` replaced; does nothing where nothing is installed."""
     global _active
     if _active is not None:
         _active.undo()

@@ -30,8 +30,7 @@ class _Done:
     def wait(self, timeout: Any = None) -> bool:
         return True
 
-    def is_completed(self) -> bool:
-        return True
+    is_completed = wait
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,8 @@ class _View(types.ModuleType):
         return getattr(self._module, name)
 
 
-def _all_gather_into_tensor(
-    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
-) -> _Done | None:
-    dist.all_gather_into_tensor(output_tensor, input_tensor, group=group)
+def _all_gather_into_tensor(*tensors: torch.Tensor, async_op: bool = False, **kwargs: Any) -> _Done | None:
+    dist.all_gather_into_tensor(*tensors, **kwargs)
     return _Done() if async_op else None
 
 
@@ -96,7 +93,7 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 
 def install(patches: Patches) -> None:
-    """Gives Megatron-FSDP's buffer module blocking collectives."""
+    """Give Megatron-FSDP's buffer module blocking collectives."""
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
 
     blocking = _View(

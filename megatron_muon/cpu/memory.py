@@ -18,12 +18,9 @@ _KEPT = 256 * 2**20
 def keep_freed_memory() -> bool:
     """Serve blocks below 128 MiB from the heap, and keep up to 256 MiB of it when it falls free.
 
-    Returns:
-        False where that was left alone: no glibc, or the user has set it in the environment.
+    False where that was left alone: no glibc, or the user has set it in the environment.
     """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
+    if mallopt is None or os.environ.keys() & {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"}:
         return False
     return bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM) and mallopt(_M_TRIM_THRESHOLD, _KEPT))

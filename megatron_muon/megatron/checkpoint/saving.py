@@ -70,18 +70,18 @@ def save_beside_and_rename(patches: Patches) -> None:
             sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
             of_first_rank(lambda: files.finish(folder, sums))
         except (Exception, CheckpointException) as error:
-            raise SaveError(
-                f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
-                f"({reason_of(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
-            ) from error
+            reason = reason_of(error)
+            with contextlib.suppress(OSError):
+                reason += f", {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB free there"
+            raise _save_error(files.iteration_of(folder), folder.parent, reason) from error
         return result
 
 
-def _free_space(folder: Path) -> str:
-    try:
-        return f", {shutil.disk_usage(folder).free / 2**30:.1f} GiB free there"
-    except OSError:
-        return ""
+def _save_error(iteration: int | None, save_dir: Path, reason: object) -> SaveError:
+    return SaveError(
+        f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({reason}); "
+        f"{files.resume_hint(save_dir)}"
+    )
 
 
 def write_tracker_at_once(patches: Patches) -> None:
@@ -96,13 +96,12 @@ def write_tracker_at_once(patches: Patches) -> None:
     client = checkpointing.maybe_msc
 
     class WithWholeTracker:
-        """megatron-core's storage client, which writes the tracker at once where it is a plain file."""
-
         def __getattr__(self, name: str) -> Any:
             return getattr(client, name)
 
         def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if mode == "w" and client.open is open and os.path.basename(path) == files.TRACKER:
+            is_plain = client.open is open  # not in an object store
+            if mode == "w" and is_plain and os.path.basename(path) == files.TRACKER:
                 return _tracker(Path(path))
             return client.open(path, mode, *args, **kwargs)
 
@@ -128,11 +127,7 @@ def explain_failed_saves(patches: Patches) -> None:
         except OSError as error:
             from megatron.training import get_args
 
-            save_dir = Path(get_args().save)
-            raise SaveError(
-                f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({error}); "
-                f"{files.resume_hint(save_dir)}"
-            ) from error
+            raise _save_error(iteration, Path(get_args().save), error) from error
 
 
 def remember_signals(patches: Patches) -> None:

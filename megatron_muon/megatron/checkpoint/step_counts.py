@@ -18,23 +18,12 @@ from megatron_muon.checkpoint.content import STEP
 
 
 def carry_over(
-    optimizer: dict[str, Any],
-    fresh: set[str],
-    entries: Mapping[str, Any],
-    folder: Path,
-    tell: Callable[[str], None],
+    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Set the counts that a checkpoint keeps in another form, in the run's state dict `optimizer`.
 
-    Args:
-        optimizer: the run's state dict.
-        fresh: parameters that start afresh, and their counts with them.
-        entries: what the checkpoint holds, under the run's names.
-        folder: the checkpoint.
-        tell: warns a user.
-
-    Returns:
-        The part of the state dict that is still to be asked for, and the settings not to ask for.
+    Parameters that start `fresh` keep theirs; `entries` are the checkpoint's, under the run's names. Returns the part
+    of the state dict that is still to be asked for, and the settings not to ask for.
     """
     state, settings = optimizer["state"], optimizer["param_to_group_meta"]
     in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
@@ -50,21 +39,17 @@ def carry_over(
     counts = content.step_counts(folder)
     for name in in_state:
         state[name][STEP].fill_(counts[content.whole_name(content.plain(name), counts)])
-    groups: dict[int, tuple[dict[str, Any], set[int]]] = {}  # parameters of a group share its settings
-    for name in in_groups:
-        groups.setdefault(id(settings[name]), (settings[name], set()))[1].add(counts.get(content.plain(name), 0))
-    for meta, found in groups.values():
+    groups = {id(settings[name]): settings[name] for name in in_groups}  # whose parameters share one dict
+    for group, meta in groups.items():
+        found = {counts.get(content.plain(name), 0) for name in in_groups if id(settings[name]) == group}
         count = max(found)
         meta[STEP] = torch.full_like(meta[STEP], count) if isinstance(meta[STEP], torch.Tensor) else count
         if len(found) > 1:
             tell(
                 f"Adam counts by group here, the checkpoint has {min(found)} to {count} steps in one; it takes {count}"
             )
-    asked = {
-        name: {slot: value for slot, value in slots.items() if slot != STEP} if name in in_state else slots
-        for name, slots in state.items()
-    }
-    return {**optimizer, "state": asked}, (STEP,) if in_groups else ()
+    others = {name: {slot: value for slot, value in state[name].items() if slot != STEP} for name in in_state}
+    return {**optimizer, "state": {**state, **others}}, (STEP,) if in_groups else ()
 
 
 def _alike(count: Any, entry: Any) -> bool:

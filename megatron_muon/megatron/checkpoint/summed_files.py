@@ -21,11 +21,7 @@ _SMALL = 1 << 16
 
 
 class SummedFiles(FileSystem):
-    """The file system, with the CRC-32 of each file that was written through it.
-
-    Attributes:
-        sums: checksums by the files' names.
-    """
+    """The file system, with the CRC-32 in `sums` of each file that was written through it, by its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,17 +46,16 @@ class _SummedStream:
 
     def __init__(self, stream: Any, pool: ThreadPoolExecutor) -> None:
         self.crc = 0
-        self._stream = stream
-        self._pool = pool
+        self._write, self._pool = stream.write, pool
         self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
 
     def write(self, data: Any) -> int:
         piece = memoryview(data).cast("B")
         if len(piece) <= _SMALL:
             self.crc = zlib.crc32(piece, self.crc)
-            return int(self._stream.write(piece))
+            return int(self._write(piece))
         summing = self._pool.submit(zlib.crc32, piece, self.crc)
         try:
-            return int(self._stream.write(piece))
+            return int(self._write(piece))
         finally:
             self.crc = summing.result()

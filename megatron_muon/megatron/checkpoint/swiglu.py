@@ -42,7 +42,7 @@ def split_swiglu(patches: Patches) -> None:
     def handle_swiglu(handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any) -> Any:
         names = dict(model.named_parameters())
         with _whole_slices(names.values()) as replicated, Patches() as changes:
-            made = partial(_made, make, replicated)
+            made = partial(make, is_sharded_param=False) if replicated else make
             changes.replace(handlers, "make_fsdp_dtensor", made)
             model_state, _ = handle(_AnyDepth(model, names), model_state, None)
             if optimizer_state is None:
@@ -80,10 +80,6 @@ def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
     finally:
         for parameter in replicas:
             del parameter.megatron_fsdp_slice
-
-
-def _made(make: Callable[..., Any], replicated: bool, local: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
-    return make(local, param, **{**kwargs, **({"is_sharded_param": False} if replicated else {})})
 
 
 def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:

@@ -64,21 +64,16 @@ def try_saving_before_training(patches: Patches) -> None:
     def train_after_trial(
         train: Callable[..., Any], forward: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        _try_saving(model, optimizer, scheduler)
+        from megatron.training import get_args
+
+        settings = get_args()
+        if settings.save and settings.ckpt_format == "fsdp_dtensor":
+            _try_saving(settings, model, optimizer, scheduler)
         return train(forward, model, optimizer, scheduler, *args, **kwargs)
 
 
-def _try_saving(model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-    """Go through a save of the run's state up to the writing. Collective; nothing changes.
-
-    Raises:
-        SaveError: this run could not save a checkpoint.
-    """
-    from megatron.training import get_args
-
-    args = get_args()
-    if not args.save or args.ckpt_format != "fsdp_dtensor":
-        return
+def _try_saving(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    """Go through a save of the run's state up to the writing, or raise SaveError. Collective; nothing changes."""
     started = time.monotonic()
     try:
         state = _state_to_save(args, model, optimizer, scheduler)
@@ -98,18 +93,10 @@ def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, sche
     settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
     if isinstance(optimizer, MuonChainedOptimizer):
         settings["is_loading"] = True  # leaves offloaded momentum where it is
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    rng_state = checkpointing.get_rng_state(args.ckpt_format, *groups)
     state = checkpointing.generate_state_dict(
-        args,
-        model,
-        optimizer,
-        scheduler,
-        checkpointing.get_rng_state(
-            args.ckpt_format,
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_pipeline_model_parallel_group(),
-        ),
-        iteration=0,
-        optim_sd_kwargs=settings,
+        args, model, optimizer, scheduler, rng_state, iteration=0, optim_sd_kwargs=settings
     )
     prepared: dict[str, Any] = checkpointing.preprocess_fsdp_dtensor_state_dict(args, state, model[0])
     return prepared
