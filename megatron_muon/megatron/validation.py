@@ -14,18 +14,17 @@ import contextlib
 import copy
 import inspect
 import io
-import logging
 import os
 import re
 import textwrap
 import traceback
-import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from megatron_muon.errors import Reasons, UserError, reason_of
 from megatron_muon.patching import Patches
+from megatron_muon.quiet import quiet_imports
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What validation takes for arguments that nobody gave."""
@@ -281,14 +280,8 @@ def _schedule(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Keep to ourselves what megatron-core prints; a training prints it again."""
-    disabled = logging.root.manager.disable
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.disable(logging.WARNING)
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
+    with contextlib.redirect_stdout(io.StringIO()), quiet_imports():
+        yield
 
 
 @contextlib.contextmanager

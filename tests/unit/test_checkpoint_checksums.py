@@ -17,7 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_muon.checkpoint import checksums, files
-from megatron_muon.doctor import command as doctor_command
+from megatron_muon.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
@@ -57,7 +57,7 @@ def load(save_dir: Path) -> None:
 
 
 def found_by_doctor(save_dir: Path) -> list[str]:
-    return [finding.text for finding in doctor_command.checkpoint(save_dir) if finding.state == "wrong"]
+    return [finding.text for finding in doctor_checkpoint.checkpoint(save_dir) if finding.state == "wrong"]
 
 
 def test_a_sound_checkpoint(save_dir: Path) -> None:
@@ -109,7 +109,7 @@ def test_one_that_was_written_without_loads_with_a_note(save_dir: Path, capsys) 
     (latest(save_dir) / checksums.NAME).unlink()
     load(save_dir)
     assert "iter_0000008 was written without checksums; what its files hold is not verified" in capsys.readouterr().out
-    notes = [finding.text for finding in doctor_command.checkpoint(save_dir) if finding.state == "note"]
+    notes = [finding.text for finding in doctor_checkpoint.checkpoint(save_dir) if finding.state == "note"]
     assert any("was written without checksums" in note for note in notes)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_muon.checkpoint import content, files, unpickling
 from megatron_muon.checkpoint.unpickling import UntrustedError, load_entry
-from megatron_muon.doctor import command as doctor_command
+from megatron_muon.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import trust as checkpoint_trust
 from megatron_muon.megatron.flags import arguments
@@ -81,7 +81,7 @@ def load(folder: Path, *names: str) -> dict[str, Any]:
 
 
 def found_by_doctor(folder: Path) -> list[str]:
-    return [finding.text for finding in doctor_command.checkpoint(folder) if finding.state == "wrong"]
+    return [finding.text for finding in doctor_checkpoint.checkpoint(folder) if finding.state == "wrong"]
 
 
 def test_the_command_runs_without_the_patch(tmp_path: Path) -> None:
