@@ -3,7 +3,7 @@
     SAVE_DIR/iter_0000500/checksums.json    {"crc32": {".metadata": "1a2b3c4d", "__0_0.distcp": ...}, "of_this": ...}
 
 A CRC-32 finds every flipped bit and every file of another iteration. It is no protection against intent. The file holds
-a checksum of itself too. `megatron/checkpoint/trust.py` makes the checksums while files are written.
+a checksum of itself too. `megatron/checkpoint/saving.py` makes the checksums while files are written.
 """
 
 from __future__ import annotations

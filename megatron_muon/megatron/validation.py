@@ -290,12 +290,12 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
     `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
     """
-    from megatron_muon.megatron.checkpoint import trust
+    from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
 
     with Patches() as changes:
-        trust.run_no_pickles(changes)
-        trust.explain_unreadable(changes)
+        loading.run_no_pickles(changes)
+        loading.explain_unreadable(changes)
         if muon_under_fsdp:
             patches.accept_muon(changes)
             patches.use_factory(changes)

@@ -14,7 +14,7 @@ from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.megatron.checkpoint import loading, saving, swiglu, trial_save
+from megatron_muon.megatron.checkpoint import loading, saving, swiglu
 from megatron_muon.megatron.patches import install as mcore_patches
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
@@ -65,7 +65,7 @@ OTHER_SIGNATURE = [
     (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
     (saving.explain_failed_saves, training, "save_checkpoint"),
-    (trial_save.try_saving_before_training, training, "train"),
+    (saving.try_saving_before_training, training, "train"),
     (loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
     (loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
 ]

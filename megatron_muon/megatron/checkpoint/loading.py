@@ -1,12 +1,13 @@
-"""The patches of megatron-core for loading fsdp_dtensor checkpoints, for Muon and for Adam.
+"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line.
 
-Only what is complete is loaded, with the state that another optimizer left started afresh, and never in silence.
+Of the fsdp_dtensor format, for Muon and for Adam, only what is complete is loaded, with the state that another
+optimizer left started afresh, and never in silence.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_muon.checkpoint import checksums, content, files
-from megatron_muon.errors import UserError
-from megatron_muon.megatron.checkpoint import step_counts
+from megatron_muon.checkpoint.content import STEP
+from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.errors import UserError, reason_of
 from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.patching import Patches
 
@@ -145,7 +150,7 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     if iteration is None:
         _tell_unfinished(save_dir)
         return None
-    return save_dir / "release" if iteration == "release" else files.iteration_folder(save_dir, int(iteration))
+    return files.iteration_folder(save_dir, iteration)
 
 
 def _require_complete(folder: Path, *, verify: bool = True) -> None:
@@ -244,7 +249,7 @@ def _ask_for_what_is_there(
             f"{_some(sorted(content.plain(name) for name in lost))}"
         )
     if optimizer:
-        optimizer, counts = step_counts.carry_over(optimizer, fresh, entries, folder, _warn)
+        optimizer, counts = carry_step_counts_over(optimizer, fresh, entries, folder, _warn)
         state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
     return state
 
@@ -281,3 +286,72 @@ def _warn(text: str) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def run_no_pickles(patches: Patches) -> None:
+    """Read a checkpoint's index and its entries without running what their pickles name.
+
+    torch's reader and planner, up to 2.13 at least, call `pickle.load` and `torch.load(weights_only=False)`. So whoever
+    can write to a checkpoint can run any command where it is loaded.
+    """
+    patches.replace(FileSystemReader, "read_metadata", Reader.read_metadata, takes=["kwargs"])
+    patches.replace(DefaultLoadPlanner, "load_bytes", Planner.load_bytes, takes=["read_item", "value"])
+
+
+def explain_unreadable(patches: Patches) -> None:
+    """Turn what torch raises for a checkpoint that cannot be read into a line, which names the rank and the reason."""
+
+    @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args"])
+    def load_base_checkpoint(load: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        try:
+            return load(load_dir, args, *rest, **kwargs)
+        except CheckpointException as failure:
+            named = args.ckpt_step or files.latest(Path(load_dir))
+            raise UserError(
+                f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)}); "
+                f"{files.resume_hint(Path(load_dir), but=named)}"
+            ) from failure
+
+
+def carry_step_counts_over(
+    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Set Adam's counts of steps that a checkpoint keeps in another form, in the run's state dict `optimizer`.
+
+    torch's AdamW counts for each parameter, in its state; the FusedAdam of Transformer Engine and Apex for each group,
+    in its settings, as an integer or (capturable) a tensor. Without the count Adam's bias correction starts again and
+    its first updates are too large.
+
+    Parameters that start `fresh` keep theirs; `entries` are the checkpoint's, under the run's names. Returns the part
+    of the state dict that is still to be asked for, and the settings not to ask for.
+    """
+    state, settings = optimizer["state"], optimizer["param_to_group_meta"]
+    in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
+    in_groups = [
+        name
+        for name, meta in settings.items()
+        if STEP in meta
+        and not fresh & {name, f"{name}_w"}
+        and not _alike(meta[STEP], entries.get(content.setting(name, STEP)))
+    ]
+    if not in_state and not in_groups:
+        return optimizer, ()
+    counts = content.step_counts(folder)
+    for name in in_state:
+        state[name][STEP].fill_(counts[content.whole_name(content.plain(name), counts)])
+    groups = {id(settings[name]): settings[name] for name in in_groups}  # whose parameters share one dict
+    for group, meta in groups.items():
+        found = {counts.get(content.plain(name), 0) for name in in_groups if id(settings[name]) == group}
+        count = max(found)
+        meta[STEP] = torch.full_like(meta[STEP], count) if isinstance(meta[STEP], torch.Tensor) else count
+        if len(found) > 1:
+            tell(
+                f"Adam counts by group here, the checkpoint has {min(found)} to {count} steps in one; it takes {count}"
+            )
+    others = {name: {slot: value for slot, value in state[name].items() if slot != STEP} for name in in_state}
+    return {**optimizer, "state": {**state, **others}}, (STEP,) if in_groups else ()
+
+
+def _alike(count: Any, entry: Any) -> bool:
+    """Whether a checkpoint holds a group's count as the run does."""
+    return entry is not None and isinstance(count, torch.Tensor) == hasattr(entry, "size")
