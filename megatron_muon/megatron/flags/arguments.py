@@ -16,7 +16,7 @@ from typing import NoReturn
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags import refusals
-from megatron_muon.megatron.flags.fields import MuonSettings
+from megatron_muon.megatron.flags.fields import MuonSettings, RunSettings
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, flag_of
 from megatron_muon.suggest import did_you_mean
@@ -47,27 +47,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     """Add this package's flags to megatron.training's parser."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    group = parser.add_argument_group(title="this package")
-    group.add_argument(
-        "--config", metavar="FILE.yaml", help="experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"
-    )
-    group.add_argument(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="where to train; auto takes CUDA where it is",
-    )
-    group.add_argument(
-        "--muon-allow-missing-state",
-        action="store_true",
-        help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
-    )
-    group.add_argument(
-        "--no-verify-checkpoint",
-        action="store_false",
-        dest="verify_checkpoint",
-        help="with --load: do not compare the checkpoint's files with their checksums, which reads each of them once",
-    )
+    ArgumentGroupFactory(RunSettings).build_group(parser, title="this package")
     ArgumentGroupFactory(MuonSettings).build_group(parser, title="muon under megatron-fsdp")
     allow_full_precision(parser)
     return parser
@@ -160,13 +140,7 @@ def check_settings(
 ) -> None:
     """Refuse what a user can get wrong, before torch.distributed starts; of several mistakes each in a line of its own.
 
-    Args:
-        args: the settings.
-        device: "cuda" or "cpu".
-        environ: has WORLD_SIZE and RANK.
-        writes: whether this is the start of a run, which needs its --load.
-        check_data: whether the training data should be there by now.
-        elsewhere: whether the run is for another machine, where Transformer Engine may be.
+    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there.
     """
     check_numbers(args)
     on_cpu = device == "cpu"

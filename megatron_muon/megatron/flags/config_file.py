@@ -60,12 +60,9 @@ class ExperimentConfig:
     """What an experiment file says.
 
     Attributes:
-        path: The file.
-        env: Environment variables that the run wants.
         flags: (flag, its values) in the file's order; no values for a bare flag.
         ignored: Top-level keys that only upstream's test harness reads.
-        files: All files read, bases before those that rest on them.
-        origins: The file that each flag stands in.
+        files: All files read, bases before those that rest on them; `origins` names that of each flag.
         overridden: Flags that the file has and that were left out of `flags` because the user gives or unsets them.
     """
 
@@ -88,10 +85,8 @@ def load_config(
 ) -> ExperimentConfig:
     """Read an experiment file and the files that it rests on; a mistake is named with file and line.
 
-    Args:
-        path: The YAML file.
-        environ: Where placeholders are looked up; `os.environ` by default.
-        overridden: Flags to leave out because the user gives them otherwise; their placeholders may stay unset.
+    Placeholders are looked up in `environ`, by default `os.environ`. Flags that are `overridden` by the user are left
+    out, and their placeholders may stay unset.
     """
     path = Path(path)
     layers = list(_layers(path, ()))

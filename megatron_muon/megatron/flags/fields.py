@@ -21,6 +21,23 @@ def _field(default: Any, /, **flag: Any) -> Any:
 
 
 @dataclass
+class RunSettings:
+    """For every run, with Muon and without."""
+
+    config: str | None = _field(None, metavar="FILE.yaml")
+    """experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where to train; auto takes CUDA where it is"""
+
+    muon_allow_missing_state: bool = False
+    """with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning"""
+
+    verify_checkpoint: bool = _field(True, arg_names=["--no-verify-checkpoint"])
+    """with --load: do not compare the checkpoint's files with their checksums, which reads each of them once"""
+
+
+@dataclass
 class MuonSettings:
     """How Muon works under Megatron-FSDP."""
 
