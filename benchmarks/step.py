@@ -284,7 +284,7 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
     timer = PhaseTimer(problem.device)
     patches = optimizer.attach(timer) if isinstance(optimizer, Peer) else Patches()
     if isinstance(optimizer, ShardedMuon):
-        patches.setting(optimizer, "probe", timer)
+        patches.replace(optimizer, "probe", timer)
     seconds = [_timed(optimizer, problem) for _ in range(steps)]
     patches.undo()
     total = sum(seconds) / steps

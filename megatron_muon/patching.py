@@ -25,9 +25,6 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def __len__(self) -> int:
-        return len(self._undo)
-
     def __enter__(self) -> Self:
         return self
 
@@ -35,12 +32,14 @@ class Patches:
         self.undo()
 
     def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
-        """Set `owner.name` to `value`; `owner` is a module or class."""
-        _checked(owner, name, takes)
+        """Set `owner.name` to `value`; `owner` is a module, a class or a config object."""
+        original = _checked(owner, name, takes)
+        setting = partial(setattr, owner, name, original)  # of an object that keeps it elsewhere than in its __dict__
+        inherited = partial(delattr, owner, name) if isinstance(owner, type) else setting
         # What the namespace held, not what getattr returns: a staticmethod comes back as a staticmethod.
         own = vars(owner).get(name, _ABSENT)
+        self._undo.append(inherited if own is _ABSENT else partial(setattr, owner, name, own))
         setattr(owner, name, value)
-        self._undo.append(partial(delattr, owner, name) if own is _ABSENT else partial(setattr, owner, name, own))
 
     def wrap(
         self,
@@ -64,12 +63,6 @@ class Patches:
             return instead
 
         return install
-
-    def setting(self, config: Any, name: str, value: Any) -> None:
-        """Set an entry of a config object, which keeps its values elsewhere than in its `__dict__`."""
-        original = _checked(config, name, ())
-        setattr(config, name, value)
-        self._undo.append(partial(setattr, config, name, original))
 
     def undo(self) -> None:
         """Put everything back, last change first."""

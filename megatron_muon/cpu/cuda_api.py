@@ -161,4 +161,4 @@ def install(patches: Patches) -> None:
     # well, and no environment variable is needed.
     import torch._dynamo.config as dynamo_config
 
-    patches.setting(dynamo_config, "disable", True)
+    patches.replace(dynamo_config, "disable", True)
