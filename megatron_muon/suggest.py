@@ -12,29 +12,21 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-SYNONYMS = {
-    "context-length": "seq-length",
-    "d-model": "hidden-size",
-    "expert-parallel-size": "expert-model-parallel-size",
-    "hidden-dim": "hidden-size",
-    "heads": "num-attention-heads",
-    "intermediate-size": "ffn-hidden-size",
-    "layers": "num-layers",
-    "max-seq-len": "seq-length",
-    "max-seq-length": "seq-length",
-    "max-steps": "train-iters",
-    "n-layers": "num-layers",
-    "num-heads": "num-attention-heads",
-    "num-iters": "train-iters",
-    "num-key-value-heads": "num-query-groups",
-    "num-kv-heads": "num-query-groups",
-    "num-steps": "train-iters",
-    "random-seed": "seed",
-    "sharding-strategy": "data-parallel-sharding-strategy",
-    "steps": "train-iters",
-    "tensor-parallel-size": "tensor-model-parallel-size",
-    "wd": "weight-decay",
+_OTHER_NAMES = {
+    "data-parallel-sharding-strategy": ("sharding-strategy",),
+    "expert-model-parallel-size": ("expert-parallel-size",),
+    "ffn-hidden-size": ("intermediate-size",),
+    "hidden-size": ("d-model", "hidden-dim"),
+    "num-attention-heads": ("heads", "num-heads"),
+    "num-layers": ("layers", "n-layers"),
+    "num-query-groups": ("num-key-value-heads", "num-kv-heads"),
+    "seed": ("random-seed",),
+    "seq-length": ("context-length", "max-seq-len", "max-seq-length"),
+    "tensor-model-parallel-size": ("tensor-parallel-size",),
+    "train-iters": ("max-steps", "num-iters", "num-steps", "steps"),
+    "weight-decay": ("wd",),
 }
+SYNONYMS = {theirs: megatrons for megatrons, names in _OTHER_NAMES.items() for theirs in names}
 """Other systems' names of Megatron's flags."""
 
 _WORDS = {"learning-rate": "lr", "iterations": "iters", "steps": "iters", "every": "interval"}

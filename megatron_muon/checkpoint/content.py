@@ -9,9 +9,8 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -127,25 +126,15 @@ def optimizer_of(slots: frozenset[str]) -> str:
     return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
 
 
-@dataclass
-class Missing:
-    """State that a run wants and a checkpoint lacks. Entries are named `<parameter>.<slot>`.
+class Missing(NamedTuple):
+    """State that a run wants and a checkpoint lacks, as entries named `<parameter>.<slot>`.
 
-    Attributes:
-        replaced: entries of parameters that another optimizer kept when the checkpoint was written.
-        absent: entries of parameters whose state should be there and is not.
-        misfits: tensors of another shape, a line each.
+    Another optimizer kept the parameters of those `replaced` when the checkpoint was written; those `absent` should be
+    there and are not.
     """
 
-    replaced: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)
-    misfits: set[str] = field(default_factory=set)
-
-    def add(self, other: Missing) -> None:
-        """Take in what another rank misses."""
-        self.replaced |= other.replaced
-        self.absent |= other.absent
-        self.misfits |= other.misfits
+    replaced: set[str]
+    absent: set[str]
 
 
 def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[Missing, set[str]]:
@@ -153,8 +142,8 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
 
     A parameter whose slots are not all there, or not of the same size, starts afresh as a whole: half a state is none.
     """
-    slots, missing, fresh = optimizer_slots(entries), Missing(), set()
-    known = optimized(entries)
+    missing, fresh = Missing(set(), set()), set()
+    slots, known = optimizer_slots(entries), optimized(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
         whole = whole_name(parameter, known)

@@ -22,30 +22,20 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_muon.errors import UserError
 
-_DCP = "torch.distributed.checkpoint."
+_DCP = "torch.distributed.checkpoint"
 _OF_AN_INDEX = {
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",  # as Python 3.13 names it
-    "torch.Size",
-    "torch.serialization._get_layout",
-    f"{_DCP}filesystem._StorageInfo",
-    f"{_DCP}metadata.BytesStorageMetadata",
-    f"{_DCP}metadata.ChunkStorageMetadata",
-    f"{_DCP}metadata.Metadata",
-    f"{_DCP}metadata.MetadataIndex",
-    f"{_DCP}metadata.StorageMeta",
-    f"{_DCP}metadata.TensorProperties",
-    f"{_DCP}metadata.TensorStorageMetadata",
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # as Python 3.13 names it
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     # megatron-core's torch_dist keeps its plans of a save there:
-    f"{_DCP}filesystem._StoragePrefix",
-    f"{_DCP}planner.BytesIOWriteData",
-    f"{_DCP}planner.SavePlan",
-    f"{_DCP}planner.TensorWriteData",
-    f"{_DCP}planner.WriteItem",
-    f"{_DCP}planner.WriteItemType",
+    f"{_DCP}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
 }
+"""What an index may name, by module."""
 
 _LOAD_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
 
@@ -75,7 +65,7 @@ class _IndexUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if f"{module}.{name}" in _OF_AN_INDEX or is_dtype:
+        if name in _OF_AN_INDEX.get(module, "").split() or is_dtype:
             return super().find_class(module, name)
         raise UntrustedError(_refusal(".metadata", [f"{module}.{name}"]))
 

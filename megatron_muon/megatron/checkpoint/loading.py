@@ -214,21 +214,19 @@ def _ask_for_what_is_there(
     unless `allow_missing`, state that should be there. Settings of groups in `keep` stay the run's.
     """
     optimizer = state.get("optimizer")
-    missing, fresh = content.compare(optimizer["state"], entries) if optimizer else (content.Missing(), set())
+    (replaced, absent), fresh = content.compare(optimizer["state"] if optimizer else {}, entries)
     if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
         stored = content.read_objects(folder, ["args"]).get("args")
         if getattr(stored, "tensor_model_parallel_size", tensor_parallel) != tensor_parallel:
             fresh |= moved
-            missing.replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
+            replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
     weights = state.get("model", {})
-    missing.misfits |= {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
-    missing.misfits |= content.other_shapes("model.", weights, entries)
-    for other in of_all_ranks(missing):  # ranks hold different experts, and must agree
-        missing.add(other)
-    if missing.misfits:
-        raise UserError(
-            f"{folder} is of another model: {_some(sorted(missing.misfits))}; give this run its model flags"
-        )
+    misfits = {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
+    misfits |= content.other_shapes("model.", weights, entries)
+    everywhere = of_all_ranks((replaced, absent, misfits))  # ranks hold different experts, and must agree
+    replaced, absent, misfits = (set().union(*of_each) for of_each in zip(*everywhere, strict=True))
+    if misfits:
+        raise UserError(f"{folder} is of another model: {_some(sorted(misfits))}; give this run its model flags")
     dropped = _dropped(weights, entries)
     if dropped and not allow_dropped:
         raise UserError(
@@ -237,13 +235,13 @@ def _ask_for_what_is_there(
         )
     if dropped:
         _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
-    if missing.absent and not allow_missing:
+    if absent and not allow_missing:
         raise UserError(
-            f"{folder} lacks {len(missing.absent)} entries of optimizer state: {_some(sorted(missing.absent))}; "
-            "use --muon-allow-missing-state to start them at zero, or --no-load-optim to load no optimizer state at all"
+            f"{folder} lacks {len(absent)} entries of optimizer state: {_some(sorted(absent))}; use "
+            "--muon-allow-missing-state to start them at zero, or --no-load-optim to load no optimizer state at all"
         )
-    if lost := missing.absent | missing.replaced:
-        by = "another optimizer or layout wrote this checkpoint" if missing.replaced else "it lacks them"
+    if lost := absent | replaced:
+        by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
         _warn(
             f"{len(lost)} entries of optimizer state start at zero, because {by}: "
             f"{_some(sorted(content.plain(name) for name in lost))}"

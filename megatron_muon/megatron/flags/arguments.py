@@ -144,34 +144,56 @@ def check_settings(
     """
     check_numbers(args)
     on_cpu = device == "cpu"
+    te_here, te_asked = elsewhere or has_transformer_engine(), args.transformer_impl == TE
+    one_connection = environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     reasons = Reasons()
     with reasons:
         check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
     with reasons:
         refuse_hybrid(args)
     with reasons:
-        _check_implementation(args, on_cpu=on_cpu, is_installed=elsewhere or has_transformer_engine())
-    with reasons:
         refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
-    with reasons:
-        if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            raise UserError(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
-                "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
-            )
-    with reasons:
-        _check_async_save(args, on_cpu=on_cpu)
     with reasons:
         if check_data:
             require_data(args)
     with reasons:
         if args.load and writes:
             check_load(args)
-    with reasons:
-        if args.save and args.save_interval is None:
-            raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
+    for is_wrong, message in (
+        (
+            te_asked and not te_here,
+            f"--transformer-impl {TE}: Transformer Engine is not installed; type pip install 'megatron-muon[te]' on a "
+            "machine with a GPU, or use --transformer-impl local",
+        ),
+        (
+            te_asked and te_here and on_cpu,
+            f"--transformer-impl {TE} needs a GPU; use --transformer-impl local on a CPU",
+        ),
+        (
+            args.use_megatron_fsdp and one_connection,
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; type: unset "
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        (
+            args.async_save and on_cpu,
+            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
+            "changes; leave it out, and --use-persistent-ckpt-worker too",
+        ),
+        (
+            args.async_save and not on_cpu and not args.use_persistent_ckpt_worker,  # 0.19 would warn, and do so
+            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
+            "foreground; add that flag, or leave --async-save out",
+        ),
+        (
+            args.save and args.save_interval is None,
+            f"--save {args.save} needs --save-interval N: after how many iterations to save",
+        ),
+    ):
+        with reasons:
+            if is_wrong:
+                raise UserError(message)
     reasons.tell()
 
 
@@ -182,29 +204,6 @@ def refuse_hybrid(args: argparse.Namespace) -> None:
             raise UserError(
                 f"{flag_of(name)} {pattern} makes a hybrid model, and only a GPT is built here; leave it out"
             )
-
-
-def _check_implementation(args: argparse.Namespace, *, on_cpu: bool, is_installed: bool) -> None:
-    if args.transformer_impl == TE and not is_installed:
-        raise UserError(
-            f"--transformer-impl {TE}: Transformer Engine is not installed; type pip install 'megatron-muon[te]' on a "
-            "machine with a GPU, or use --transformer-impl local"
-        )
-    if args.transformer_impl == TE and on_cpu:
-        raise UserError(f"--transformer-impl {TE} needs a GPU; use --transformer-impl local on a CPU")
-
-
-def _check_async_save(args: argparse.Namespace, *, on_cpu: bool) -> None:
-    if args.async_save and on_cpu:
-        raise UserError(
-            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
-            "changes; leave it out, and --use-persistent-ckpt-worker too"
-        )
-    if args.async_save and not args.use_persistent_ckpt_worker:  # 0.19 would warn, and do so
-        raise UserError(
-            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
-            "foreground; add that flag, or leave --async-save out"
-        )
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
