@@ -9,6 +9,7 @@ refused, by name.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from dataclasses import is_dataclass
 from typing import IO, Any, ClassVar
@@ -83,10 +84,9 @@ def load_entry(name: str, stream: IO[bytes]) -> Any:
         return torch.load(stream, weights_only=True)
     except Exception as error:  # damaged bytes raise whatever they happen to mean
         stream.seek(0)
-        try:
+        refused: list[str] = []
+        with contextlib.suppress(Exception):  # its names may not be readable either
             refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-        except Exception:  # nor can its names be read
-            refused = []
         if refused:
             raise UntrustedError(_refusal(f"entry {name!r}", refused)) from None
         cause = error.__context__ or error  # torch's own text is about weights_only

@@ -8,8 +8,6 @@ fifteen, more under load. The outer (HSDP) reductions and gathers are treated al
 Only the module `param_and_grad_buffer` sees this; everyone else's collectives, asynchronous ones included,
 are left alone. Gradient scaling that NCCL fuses into the reduction (a pre-multiplied sum, an average) is
 carried out as a multiplication before, or a division after, a plain sum.
-
-Needed with megatron-core 0.19.x.
 """
 
 import contextlib

@@ -5,8 +5,6 @@ generator *is* the CPU's default generator. Memory figures are those of this pro
 "reserved" are both its resident set, Python and libraries included; "max allocated" is the peak of that.
 CUDA graphs, memory snapshots, NVML queries (temperature, power, clock) and the profiler's `cudart` are not
 provided: asking for them fails as it does on any machine without a GPU.
-
-Needed with megatron-core 0.19.x.
 """
 
 from __future__ import annotations

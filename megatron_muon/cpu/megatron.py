@@ -2,7 +2,7 @@
 
 Token counts as numbers for collectives, norms that know sequence parallelism, random numbers that resume where they
 stopped, and no saving in the background, which would write what training is changing meanwhile. None of it touches
-numerics. Needed with megatron-core 0.19.x.
+numerics.
 """
 
 import copy

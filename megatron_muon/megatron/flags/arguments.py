@@ -161,7 +161,7 @@ def check_settings(
     with reasons:
         if args.load and writes:
             check_load(args)
-    for is_wrong, message in (
+    independent = (
         (
             te_asked and not te_here,
             f"--transformer-impl {TE}: Transformer Engine is not installed; type pip install 'megatron-muon[te]' on a "
@@ -190,10 +190,8 @@ def check_settings(
             args.save and args.save_interval is None,
             f"--save {args.save} needs --save-interval N: after how many iterations to save",
         ),
-    ):
-        with reasons:
-            if is_wrong:
-                raise UserError(message)
+    )
+    reasons.lines += [message for is_wrong, message in independent if is_wrong]
     reasons.tell()
 
 

@@ -4,7 +4,7 @@ megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a d
 The factory reads types at run time, so annotations are no strings; neither torch nor megatron-core is imported.
 """
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -123,6 +123,5 @@ class MuonSettings:
 
 def default_of(name: str) -> Any:
     """What the flag of a setting gives where it is left out."""
-    found = next(field for field in fields(MuonSettings) if field.name == name)
-    default = found.default_factory() if found.default_factory is not MISSING else found.default
-    return found.metadata.get("argparse_meta", {}).get("default", default)
+    flag = MuonSettings.__dataclass_fields__[name].metadata.get("argparse_meta", {})
+    return flag.get("default", getattr(MuonSettings(), name))
