@@ -34,7 +34,7 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
-from megatron_muon.cpu.memory import keep_freed_memory
+from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError
 from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu

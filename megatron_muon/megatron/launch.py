@@ -189,10 +189,8 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     if not has_cuda:
         refuse_unusable_gpu(wanted)
     if wanted == "cpu" or not has_cuda:
-        from megatron_muon.cpu.memory import keep_freed_memory
-
         cpu.install(force=wanted == "cpu")
-        keep_freed_memory()
+        cpu.keep_freed_memory()
         return "cuda" if wanted == "cuda" else "cpu"
     return "cuda"
 
