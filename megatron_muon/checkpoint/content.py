@@ -91,12 +91,6 @@ def wrappers(parameters: Iterable[str]) -> str:
     return first.removesuffix(plain(first))
 
 
-def rewrapped(entries: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
-    """Entries of optimizer state under other wrappers; weights have the same names in every precision."""
-    prefix = re.compile(f"^({re.escape(_STATE)}|{re.escape(_META)}){re.escape(before)}")
-    return {prefix.sub(rf"\g<1>{after}", name): entry for name, entry in entries.items()}
-
-
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
     """The slots that a checkpoint holds for each parameter."""
     found: dict[str, set[str]] = {}

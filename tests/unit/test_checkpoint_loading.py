@@ -98,11 +98,10 @@ def test_names_of_another_precision(tmp_path: Path, theirs: str, ours: str) -> N
     run = adamw(ours, step=0.0)
     assert content.wrappers(content.optimized(entries)) == theirs
     assert content.wrappers(run["param_to_group_meta"]) == ours
-    renamed = content.rewrapped(entries, theirs, ours)
-    assert "model.module.norm" in renamed
-    missing, fresh = content.compare(run["state"], renamed)
+    renamed = content.renamed(run, ours, theirs)
+    missing, fresh = content.compare(renamed["state"], entries)
     assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
-    asked = content.renamed(content.without_fresh(run, fresh, renamed), ours, theirs)
+    asked = content.without_fresh(renamed, fresh, entries)
     assert asked["state"].keys() == adamw(theirs, step=0.0)["state"].keys()
     load({"optimizer": asked}, checkpoint_id=str(tmp_path), no_dist=True)
     assert {float(slots["step"]) for slots in run["state"].values()} == {7.0}

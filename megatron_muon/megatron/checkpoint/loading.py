@@ -77,7 +77,8 @@ def load_what_is_there(patches: Patches) -> None:
         entries = content.read_entries(asked["folder"])
         theirs = content.wrappers(content.optimized(entries))
         ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
-        entries = content.rewrapped(entries, theirs, ours)
+        if "optimizer" in state:  # weights have the same names in every precision
+            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         state = _ask_for_what_is_there(
             state,
             entries,
@@ -88,10 +89,10 @@ def load_what_is_there(patches: Patches) -> None:
             tensor_parallel=args.tensor_model_parallel_size,
         )
         if "optimizer" in state:
-            asked["settings"] = settings = state["optimizer"]["param_to_group_meta"]
+            stored = state["optimizer"]["param_to_group_meta"]
+            asked["settings"] = settings = {ours + name.removeprefix(theirs): meta for name, meta in stored.items()}
             if not args.use_checkpoint_opt_param_scheduler:
                 asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
-            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         if _FLOPS in entries:
             state[_FLOPS] = 0
         if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
@@ -236,16 +237,14 @@ def _ask_for_what_is_there(
     if dropped:
         _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
     if absent and not allow_missing:
+        names = _some(sorted(map(content.plain, absent)))
         raise UserError(
-            f"{folder} lacks {len(absent)} entries of optimizer state: {_some(sorted(absent))}; use "
-            "--muon-allow-missing-state to start them at zero, or --no-load-optim to load no optimizer state at all"
+            f"{folder} lacks {len(absent)} entries of optimizer state: {names}; use --muon-allow-missing-state to "
+            "start them at zero, or --no-load-optim to load no optimizer state at all"
         )
-    if lost := absent | replaced:
+    if lost := sorted(map(content.plain, absent | replaced)):
         by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
-        _warn(
-            f"{len(lost)} entries of optimizer state start at zero, because {by}: "
-            f"{_some(sorted(content.plain(name) for name in lost))}"
-        )
+        _warn(f"{len(lost)} entries of optimizer state start at zero, because {by}: {_some(lost)}")
     if optimizer:
         optimizer, counts = carry_step_counts_over(optimizer, fresh, entries, folder, _warn)
         state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
@@ -320,8 +319,8 @@ def carry_step_counts_over(
     in its settings, as an integer or (capturable) a tensor. Without the count Adam's bias correction starts again and
     its first updates are too large.
 
-    Parameters that start `fresh` keep theirs; `entries` are the checkpoint's, under the run's names. Returns the part
-    of the state dict that is still to be asked for, and the settings not to ask for.
+    Parameters that start `fresh` keep theirs; `entries` are the checkpoint's. Returns the part of the state dict that
+    is still to be asked for, and the settings not to ask for.
     """
     state, settings = optimizer["state"], optimizer["param_to_group_meta"]
     in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
