@@ -77,29 +77,23 @@ def latest(save_dir: Path) -> int | str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); {_repair_hint(file)}") from None
+        raise UserError(f"{file} cannot be read ({error.strerror}); {resume_hint(save_dir, tracker=file)}") from None
     if text == "release":
         return text
     if not text.isdecimal():
-        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {_repair_hint(file)}")
+        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {resume_hint(save_dir, tracker=file)}")
     return int(text)
 
 
-def _repair_hint(file: Path) -> str:
-    """What to type for a tracker file that names nothing; megatron-core reads it with --ckpt-step, too."""
-    found = newest_complete(file.parent)
-    if found is None:
-        return f"{file.parent} holds no complete checkpoint to resume from"
-    remove = f"rm -r {file} && " if file.is_dir() else ""
-    return f"the newest complete checkpoint is iteration {found}: type {remove}echo {found} > {file}"
-
-
-def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
-    """What to type to go on from the newest complete checkpoint."""
+def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None) -> str:
+    """What to type to go on from the newest complete checkpoint, or to mend the tracker file, which is always read."""
     found = newest_complete(save_dir, but=but)
     if found is None:
         return f"{save_dir} holds no complete checkpoint to resume from"
-    return f"the newest complete checkpoint is iteration {found}: resume with --load {save_dir} --ckpt-step {found}"
+    remedy = f"resume with --load {save_dir} --ckpt-step {found}"
+    if tracker is not None:
+        remedy = f"type {f'rm -r {tracker} && ' if tracker.is_dir() else ''}echo {found} > {tracker}"
+    return f"the newest complete checkpoint is iteration {found}: {remedy}"
 
 
 def problems(folder: Path, *, verify: bool = True) -> list[str]:

@@ -9,7 +9,6 @@ import json
 import random
 import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,16 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
-def patches() -> Iterator[Patches]:
-    made = Patches()
-    checkpoint_patches.save_beside_and_rename(made)
-    yield made
-    made.undo()
-
-
-@pytest.fixture
 def save_dir(tmp_path: Path, patches: Patches) -> Path:
     """Two checkpoints, the second the latest, of a large and some small tensors and a few objects."""
+    checkpoint_patches.save_beside_and_rename(patches)
     for iteration in (4, 8):
         torch.manual_seed(iteration)
         model = {f"w{i}": torch.randn(200, 300 if i else 3) for i in range(4)}
@@ -153,6 +145,7 @@ def test_a_file_that_changes_before_the_rename_is_not_given_the_name(
     tmp_path: Path, patches: Patches, monkeypatch
 ) -> None:
     """The index is looked at once more; a save that has gone wrong replaces nothing."""
+    checkpoint_patches.save_beside_and_rename(patches)
     finish = files.finish
 
     def damage(folder: Path, sums: dict[str, int]) -> None:

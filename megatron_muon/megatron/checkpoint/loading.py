@@ -95,9 +95,11 @@ def load_what_is_there(patches: Patches) -> None:
                 asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
         if _FLOPS in entries:
             state[_FLOPS] = 0
-        if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
-            asked["rng_state"] = state.pop("rng_state")
-            _warn("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
+        if state.get("rng_state"):
+            wanted = flatten_state_dict({"rng_state": state["rng_state"]})[0]
+            if not all(of_all_ranks(all(name in entries for name in wanted))):
+                asked["rng_state"] = state.pop("rng_state")
+                _warn("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
         return state
 
 
@@ -263,12 +265,6 @@ def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
         dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     left = [name for name, is_taken in zip(stored, taken.tolist(), strict=True) if not is_taken]
     return [content.plain(name.removeprefix("model.")) for name in left]
-
-
-def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:
-    """Whether a checkpoint has the random-number states that this rank, and every other one, looks for."""
-    holds = all(name in entries for name in flatten_state_dict({"rng_state": rng_state})[0])
-    return all(of_all_ranks(holds))
 
 
 def _tell_unfinished(save_dir: Path) -> None:

@@ -74,11 +74,6 @@ class ExperimentConfig:
     origins: Mapping[str, Path] = field(default_factory=dict)
     overridden: frozenset[str] = frozenset()
 
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """The flags as a command line."""
-        return tuple(as_argv(self.flags))
-
 
 def load_config(
     path: str | Path, environ: Mapping[str, str] | None = None, *, overridden: Container[str] = ()
