@@ -34,9 +34,9 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
-from megatron_muon.cpu.memory import keep_freed_memory
-from megatron_muon.ending import end_alone
+from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError
+from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
@@ -282,7 +282,7 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
     timer = PhaseTimer(problem.device)
     patches = optimizer.attach(timer) if isinstance(optimizer, Peer) else Patches()
     if isinstance(optimizer, ShardedMuon):
-        patches.setting(optimizer, "probe", timer)
+        patches.replace(optimizer, "probe", timer)
     seconds = [_timed(optimizer, problem) for _ in range(steps)]
     patches.undo()
     total = sum(seconds) / steps

@@ -17,8 +17,7 @@ class RunFailedError(RuntimeError):
 
 def reason_of(error: BaseException) -> str:
     """The first line of what went wrong, with the rank where torch's distributed checkpointing says so."""
-    failures = getattr(error, "failures", None)
-    if failures:
+    if failures := getattr(error, "failures", None):
         rank, (failure, *_) = min(failures.items())
         return f"rank {rank}: {_first_line(failure)}"
     return _first_line(error)
@@ -33,15 +32,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class Reasons:
-    """Collects user errors that do not depend on each other, so that a user is told all of them at once.
-
-    reasons = Reasons()
-    with reasons:
-        check_this()
-    with reasons:
-        check_that()
-    reasons.tell()
-    """
+    """Collects, as a context used again and again, user errors that do not depend on each other; `tell` raises them."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

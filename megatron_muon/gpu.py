@@ -12,11 +12,7 @@ _DEVICES = Path("/dev")
 
 
 def refuse_unusable_gpu(wanted: str) -> None:
-    """Check that `--device auto` would not take the CPU on a machine whose GPU cannot be used.
-
-    Raises:
-        UserError: names what is wrong with the GPU.
-    """
+    """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:
         raise UserError(
             f"--device auto: this machine has a GPU that torch cannot use: {why}; mend that, or use --device cpu on "

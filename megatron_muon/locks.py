@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import os
 import socket
@@ -25,6 +24,7 @@ from megatron_muon.errors import UserError
 SECONDS_TO_LOOK = 0.3
 """How long a lock is tried again: whoever only looks holds it for an instant, whoever took it has yet to sign it."""
 
+_PAUSE_S = 0.02
 _descriptors: set[int] = set()
 
 
@@ -44,16 +44,10 @@ class Lock:
 
     @contextlib.contextmanager
     def held(self, *, wait_s: float = 0.0) -> Iterator[int | None]:
-        """Holds the lock; its folder is made before, its file deleted afterwards.
+        """Hold the lock, or refuse it as a UserError; its folder is made before, its file deleted afterwards.
 
-        Args:
-            wait_s: how long to wait for a holder on another machine, which may be dead.
-
-        Yields:
-            A descriptor that keeps the lock in a process that inherits it; None where the file system has no locks.
-
-        Raises:
-            UserError: another process holds it, or the folder cannot be written.
+        A holder on another machine, which may be dead, is waited for `wait_s`. Yields a descriptor that keeps the lock
+        in a process that inherits it, None where the file system has no locks.
         """
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -71,16 +65,12 @@ class Lock:
                 close(lock)
 
     def refuse_if_held(self) -> None:
-        """Looks at the lock without taking it.
-
-        Raises:
-            UserError: another process holds it, or it is another user's and may be held.
-        """
+        """Refuse a lock that another process holds, or that is another user's and may be held."""
         give_up = time.monotonic() + SECONDS_TO_LOOK
-        while (refusal := self._look()) and time.monotonic() < give_up:
-            time.sleep(0.02)
-        if refusal:
-            raise UserError(refusal)
+        while refusal := self._look():
+            if time.monotonic() > give_up:
+                raise UserError(refusal)
+            time.sleep(_PAUSE_S)
 
     def _look(self) -> str | None:
         """Why the lock counts as held at this instant; None where it is free."""
@@ -120,12 +110,12 @@ class Lock:
             far = signature(lock).get("host", socket.gethostname()) != socket.gethostname()
             refusal = self._refusal(lock)
             close(lock)
-            if not free and waited > (max(wait_s, SECONDS_TO_LOOK) if far else SECONDS_TO_LOOK):
+            if not free and waited > max(wait_s if far else 0.0, SECONDS_TO_LOOK):
                 raise UserError(refusal)
             if far and waited > SECONDS_TO_LOOK and not told:
                 told = True
                 _note(f"{refusal}; trying for {wait_s:.0f} s, should that machine be dead")
-            time.sleep(0.02)
+            time.sleep(_PAUSE_S)
 
     def _refusal(self, lock: int) -> str:
         found = signature(lock)
@@ -138,22 +128,22 @@ def _note(text: str) -> None:
 
 
 def sign(lock: int, **more: str) -> None:
-    """Writes into a lock's file who holds it."""
+    """Write into a lock's file who holds it."""
     os.truncate(lock, 0)
     os.pwrite(lock, json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **more}).encode(), 0)
 
 
 def signature(lock: int) -> dict[str, Any]:
     """Who wrote their name into the lock's file."""
-    try:
-        found = json.loads(os.pread(lock, 4096, 0) or b"{}")
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}
+    with contextlib.suppress(ValueError):
+        found = json.loads(os.pread(lock, 4096, 0))
+        if isinstance(found, dict):
+            return found
+    return {}
 
 
 def try_lock(descriptor: int) -> bool:
-    """Locks an open file, if no other process has."""
+    """Lock an open file, if no other process has."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,24 +164,21 @@ def open_own(path: Path, flags: int, mode: int = 0o777) -> int:
 
     A rank that is killed leaves its data loader's workers for some seconds, and they are forks.
     """
-    if not _descriptors:
-        _forget_in_children()
     descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
     _descriptors.add(descriptor)
     return descriptor
 
 
 def close(descriptor: int) -> None:
-    """Closes what `open_own` opened."""
+    """Close what `open_own` opened."""
     _descriptors.discard(descriptor)
     os.close(descriptor)
 
 
-@functools.cache
-def _forget_in_children() -> None:
-    def forget() -> None:
-        while _descriptors:
-            with contextlib.suppress(OSError):
-                os.close(_descriptors.pop())
+def _forget_in_child() -> None:
+    while _descriptors:
+        with contextlib.suppress(OSError):
+            os.close(_descriptors.pop())
 
-    os.register_at_fork(after_in_child=forget)
+
+os.register_at_fork(after_in_child=_forget_in_child)

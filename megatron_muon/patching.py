@@ -5,9 +5,9 @@ its work in reverse order. It knows nothing of CUDA or Megatron: what is replace
 `megatron/patches/install.py`.
 """
 
-import functools
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial, wraps
 from importlib import metadata
 from typing import Any, Self
 
@@ -17,15 +17,13 @@ _ABSENT: Any = object()
 class Patches:
     """Attribute replacements that remember the originals.
 
-    An attribute that a class inherits (`torch.Tensor.to` lives on its C base class) is *removed* on undo
-    instead of being pinned to the inherited value, so undoing leaves no trace.
+    An attribute that a class inherits (`torch.Tensor.to` lives on its C base class) is *removed* on undo instead of
+    being pinned to the inherited value, so undoing leaves no trace. Every change raises RuntimeError where the
+    attribute is missing, or no longer accepts the parameters `takes`, and changes nothing then.
     """
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
-
-    def __len__(self) -> int:
-        return len(self._undo)
 
     def __enter__(self) -> Self:
         return self
@@ -34,19 +32,14 @@ class Patches:
         self.undo()
 
     def replace(self, owner: Any, name: str, value: Any, *, takes: Sequence[str] = ()) -> None:
-        """Sets `owner.name` to `value`; `owner` is a module or class.
-
-        Raises:
-            RuntimeError: the attribute is missing, or no longer accepts the parameters `takes`; nothing is changed.
-        """
-        _checked(owner, name, takes)
+        """Set `owner.name` to `value`; `owner` is a module, a class or a config object."""
+        original = _checked(owner, name, takes)
+        setting = partial(setattr, owner, name, original)  # of an object that keeps it elsewhere than in its __dict__
+        inherited = partial(delattr, owner, name) if isinstance(owner, type) else setting
+        # What the namespace held, not what getattr returns: a staticmethod comes back as a staticmethod.
         own = vars(owner).get(name, _ABSENT)
+        self._undo.append(inherited if own is _ABSENT else partial(setattr, owner, name, own))
         setattr(owner, name, value)
-        if own is _ABSENT:
-            self._undo.append(functools.partial(delattr, owner, name))
-        else:
-            # What the namespace held, not what getattr returns: a staticmethod comes back as a staticmethod.
-            self._undo.append(functools.partial(setattr, owner, name, own))
 
     def wrap(
         self,
@@ -56,36 +49,23 @@ class Patches:
         *,
         takes: Sequence[str] = (),
     ) -> None:
-        """Replaces a callable by `around(original)`, keeping name and docstring; raises as `replace` does."""
+        """Replace a callable by `around(original)`, keeping name and docstring."""
         original = _checked(owner, name, takes)
-        self.replace(owner, name, functools.wraps(original)(around(original)))
+        self.replace(owner, name, wraps(original)(around(original)))
 
     def around(
         self, owner: Any, name: str, *, takes: Sequence[str] = ()
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Decorator of what is called instead of `owner.name`, the original its first argument; raises as `replace`."""
+        """Decorator of what is called instead of `owner.name`, the original its first argument."""
 
         def install(instead: Callable[..., Any]) -> Callable[..., Any]:
-            def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-                return lambda *args, **kwargs: instead(original, *args, **kwargs)
-
-            self.wrap(owner, name, wrap, takes=takes)
+            self.wrap(owner, name, lambda original: lambda *a, **kw: instead(original, *a, **kw), takes=takes)
             return instead
 
         return install
 
-    def setting(self, config: Any, name: str, value: Any) -> None:
-        """Sets an entry of a config object, which keeps its values elsewhere than in its `__dict__`.
-
-        Raises:
-            RuntimeError: The config knows no such entry.
-        """
-        original = _checked(config, name, ())
-        setattr(config, name, value)
-        self._undo.append(functools.partial(setattr, config, name, original))
-
     def undo(self) -> None:
-        """Puts everything back, last change first."""
+        """Put everything back, last change first."""
         while self._undo:
             self._undo.pop()()
 
@@ -107,10 +87,4 @@ def _checked(owner: Any, name: str, takes: Sequence[str]) -> Any:
 
 def versions() -> str:
     """The installed megatron-core and torch, for error messages."""
-    found = []
-    for package in ("megatron-core", "torch"):
-        try:
-            found.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            found.append(f"{package} (not installed)")
-    return " with ".join(found)
+    return " with ".join(f"{package} {metadata.version(package)}" for package in ("megatron-core", "torch"))

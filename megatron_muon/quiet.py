@@ -9,20 +9,15 @@ import logging
 import warnings
 from collections.abc import Iterator
 
-_TALKATIVE_LOGGERS = ("torch.utils.cpp_extension", "torch.distributed.elastic.multiprocessing.redirects")
-
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Within the context warnings and the talkative loggers are silent; both are as before afterwards."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    """Within the context nobody warns, by `warnings` or a logger; afterwards all do as before."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+        logging.disable(disabled)

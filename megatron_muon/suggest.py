@@ -8,32 +8,25 @@ are equally near there is none.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
-SYNONYMS = {
-    "context-length": "seq-length",
-    "d-model": "hidden-size",
-    "expert-parallel-size": "expert-model-parallel-size",
-    "hidden-dim": "hidden-size",
-    "heads": "num-attention-heads",
-    "intermediate-size": "ffn-hidden-size",
-    "layers": "num-layers",
-    "max-seq-len": "seq-length",
-    "max-seq-length": "seq-length",
-    "max-steps": "train-iters",
-    "n-layers": "num-layers",
-    "num-heads": "num-attention-heads",
-    "num-iters": "train-iters",
-    "num-key-value-heads": "num-query-groups",
-    "num-kv-heads": "num-query-groups",
-    "num-steps": "train-iters",
-    "random-seed": "seed",
-    "sharding-strategy": "data-parallel-sharding-strategy",
-    "steps": "train-iters",
-    "tensor-parallel-size": "tensor-model-parallel-size",
-    "wd": "weight-decay",
+_OTHER_NAMES = {
+    "data-parallel-sharding-strategy": ("sharding-strategy",),
+    "expert-model-parallel-size": ("expert-parallel-size",),
+    "ffn-hidden-size": ("intermediate-size",),
+    "hidden-size": ("d-model", "hidden-dim"),
+    "num-attention-heads": ("heads", "num-heads"),
+    "num-layers": ("layers", "n-layers"),
+    "num-query-groups": ("num-key-value-heads", "num-kv-heads"),
+    "seed": ("random-seed",),
+    "seq-length": ("context-length", "max-seq-len", "max-seq-length"),
+    "tensor-model-parallel-size": ("tensor-parallel-size",),
+    "train-iters": ("max-steps", "num-iters", "num-steps", "steps"),
+    "weight-decay": ("wd",),
 }
+SYNONYMS = {theirs: megatrons for megatrons, names in _OTHER_NAMES.items() for theirs in names}
 """Other systems' names of Megatron's flags."""
 
 _WORDS = {"learning-rate": "lr", "iterations": "iters", "steps": "iters", "every": "interval"}
@@ -57,34 +50,28 @@ def did_you_mean(wrong: str, known: Iterable[str]) -> str:
 def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """The one of `known` that is most like `wrong`; None where none is, or two are equally.
 
-    Args:
-        wrong: a flag, key or command as typed; dashes, underscores and case do not count.
-        known: those that exist.
+    Dashes, underscores and case of the flag, key or command do not count.
     """
     names: dict[str, str] = {}
     for name in known:
         names.setdefault(_plain(name), name)
-    typed = _plain(wrong)
-    spellings = [typed, SYNONYMS.get(typed, typed), _translated(typed)]
+    typed = translated = _plain(wrong)
+    for words, other in _WORDS.items():
+        translated = re.sub(rf"(?<![^-]){words}(?![^-])", other, translated)
+    spellings = [typed, SYNONYMS.get(typed, typed), translated]
     for spelling in spellings:
         if spelling in names:
             return names[spelling]
-    costs: dict[str, int] = {}
-    for plain, name in names.items():
-        if found := [cost for spelling in spellings if (cost := _cost(spelling, plain)) is not None]:
-            costs[name] = min(found)
-    least = [name for name, cost in costs.items() if cost == min(costs.values())]
-    return least[0] if len(least) == 1 else None
+    costs: dict[int, set[str]] = {}
+    for spelling, plain in itertools.product(spellings, names):
+        if (cost := _cost(spelling, plain)) is not None:
+            costs.setdefault(cost, set()).add(names[plain])
+    least = costs[min(costs)] if costs else set()
+    return least.pop() if len(least) == 1 else None
 
 
 def _plain(name: str) -> str:
     return name.lstrip("-").replace("_", "-").lower()
-
-
-def _translated(typed: str) -> str:
-    for words, other in _WORDS.items():
-        typed = re.sub(rf"(?<![^-]){words}(?![^-])", other, typed)
-    return typed
 
 
 def _cost(typed: str, known: str) -> int | None:
@@ -92,22 +79,22 @@ def _cost(typed: str, known: str) -> int | None:
     words, others = ([word for word in name.split("-") if word not in _FILLERS] for name in (typed, known))
     if _NEGATIONS & set(words) != _NEGATIONS & set(others):
         return None
-    slips = _slips("".join(words), "".join(others))
-    if slips is not None:
+    if (slips := _slips("".join(words), "".join(others))) is not None:
         return slips
     few, many = sorted((words, others), key=len)
     more = len(many) - len(few)
     if more > 1 or (more and len(few) < 2):
         return None
     left = list(many)
-    inexact = 0
+    cost = 10 if not more else 20 if many is others else 30
     for word in few:
-        best = min(((cost, other) for other in left if (cost := _word_cost(word, other)) is not None), default=None)
-        if best is None:
+        near = [(inexact, other) for other in left if (inexact := _word_cost(word, other)) is not None]
+        if not near:
             return None
-        inexact += best[0]
-        left.remove(best[1])
-    return (10 if not more else 20 if many is others else 30) + inexact
+        inexact, other = min(near)
+        cost += inexact
+        left.remove(other)
+    return cost
 
 
 def _word_cost(word: str, other: str) -> int | None:

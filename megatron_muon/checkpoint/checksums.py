@@ -3,7 +3,7 @@
     SAVE_DIR/iter_0000500/checksums.json    {"crc32": {".metadata": "1a2b3c4d", "__0_0.distcp": ...}, "of_this": ...}
 
 A CRC-32 finds every flipped bit and every file of another iteration. It is no protection against intent. The file holds
-a checksum of itself too. `megatron/checkpoint/trust.py` makes the checksums while files are written.
+a checksum of itself too. `megatron/checkpoint/saving.py` makes the checksums while files are written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from megatron_muon.errors import UserError
 
 NAME = "checksums.json"
+_WITHOUT = "--no-verify-checkpoint loads without it"
 _CHUNK = 1 << 22
 
 
@@ -28,28 +29,21 @@ def encode(sums: Mapping[str, int]) -> str:
 
 
 def read(folder: Path) -> dict[str, int] | None:
-    """The checksums of a checkpoint, by file; None where it was written without.
-
-    Raises:
-        UserError: the file of checksums is damaged, or cannot be read.
-    """
+    """The checksums of a checkpoint, by file; None where it was written without. A damaged file of them is refused."""
     file = folder / NAME
     try:
         text = file.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); --no-verify-checkpoint loads without it") from None
+        raise UserError(f"{file} cannot be read ({error.strerror}); {_WITHOUT}") from None
     try:
         sums = {str(name): int(written, 16) for name, written in json.loads(text)["crc32"].items()}
         whole = encode(sums).encode() == text
     except (ValueError, TypeError, KeyError, AttributeError):
         whole = False
     if not whole:
-        raise UserError(
-            f"{file} is damaged: it does not have the checksum that it gives for itself; --no-verify-checkpoint loads "
-            "without it"
-        )
+        raise UserError(f"{file} is damaged: it does not have the checksum that it gives for itself; {_WITHOUT}")
     return sums
 
 
@@ -59,14 +53,7 @@ def absent(folder: Path) -> str:
 
 
 def changed(folder: Path, sums: Mapping[str, int], names: Iterable[str], *, threads: int = 1) -> list[str]:
-    """Files that are not as they were written, a line each.
-
-    Args:
-        folder: the checkpoint.
-        sums: what `read` gave.
-        names: the files to read.
-        threads: how many to read at a time.
-    """
+    """Which of the files `names` are not as they were written, a line each; `threads` are read at a time."""
 
     def look(name: str) -> str | None:
         try:

@@ -6,11 +6,11 @@ Works on the index that torch's distributed checkpointing writes (`.metadata`). 
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,7 +35,6 @@ def read_entries(folder: Path) -> dict[str, Any]:
 
 
 def _load(state: dict[str, Any], folder: Path) -> None:
-    """Fill a state dict from a checkpoint, in this process alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
         try:
@@ -78,31 +77,18 @@ def whole_name(parameter: str, known: Container[str]) -> str:
 
 def step_counts(folder: Path) -> dict[str, int]:
     """Adam's count of steps of each parameter by its plain name, in whichever form a checkpoint holds it."""
-    entries, ending = read_entries(folder), f".{STEP}"
+    entries = read_entries(folder)
     known = optimized(entries)
-    parameters = {
-        name: name.removeprefix(section).removesuffix(ending)
-        for section in (_META, _STATE)
-        for name in entries
-        if name.startswith(section) and name.endswith(ending)
-    }
-    counts = {**read_tensors(folder, parameters), **read_objects(folder, parameters)}
-    return {plain(whole_name(parameter, known)): int(counts[name]) for name, parameter in parameters.items()}
+    matches = [re.fullmatch(rf"{section}(.*)\.{STEP}", name) for section in (_META, _STATE) for name in entries]
+    found = {match[0]: match[1] for match in matches if match}
+    counts = read_tensors(folder, found) | read_objects(folder, found)
+    return {plain(whole_name(parameter, known)): int(counts[name]) for name, parameter in found.items()}
 
 
 def wrappers(parameters: Iterable[str]) -> str:
     """What a model's wrappers put in front of names: `module.` for each of them, one more in bf16 than in fp32."""
     first = next(iter(parameters), "")
     return first.removesuffix(plain(first))
-
-
-def rewrapped(entries: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
-    """Entries of optimizer state under other wrappers; weights have the same names in every precision."""
-    renamed = {}
-    for name, entry in entries.items():
-        section = next((part for part in (_STATE, _META) if name.startswith(part + before)), None)
-        renamed[name if section is None else section + after + name.removeprefix(section + before)] = entry
-    return renamed
 
 
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -116,7 +102,7 @@ def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def weight_names(entries: Iterable[str]) -> list[str]:
-    """The names of the model's tensors."""
+    """The entries of the model's tensors."""
     return [name for name in entries if name.startswith(_WEIGHTS)]
 
 
@@ -134,37 +120,24 @@ def optimizer_of(slots: frozenset[str]) -> str:
     return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
 
 
-@dataclass
-class Missing:
-    """State that a run wants and a checkpoint lacks. Entries are named `<parameter>.<slot>`.
+class Missing(NamedTuple):
+    """State that a run wants and a checkpoint lacks, as entries named `<parameter>.<slot>`.
 
-    Attributes:
-        replaced: entries of parameters that another optimizer kept when the checkpoint was written.
-        absent: entries of parameters whose state should be there and is not.
-        misfits: tensors of another shape, a line each.
+    Another optimizer kept the parameters of those `replaced` when the checkpoint was written; those `absent` should be
+    there and are not.
     """
 
-    replaced: set[str] = field(default_factory=set)
-    absent: set[str] = field(default_factory=set)
-    misfits: set[str] = field(default_factory=set)
-
-    def add(self, other: Missing) -> None:
-        """Take in what another rank misses."""
-        self.replaced |= other.replaced
-        self.absent |= other.absent
-        self.misfits |= other.misfits
+    replaced: set[str]
+    absent: set[str]
 
 
 def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[Missing, set[str]]:
-    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks.
+    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks; and parameters that start afresh.
 
     A parameter whose slots are not all there, or not of the same size, starts afresh as a whole: half a state is none.
-
-    Returns:
-        What is missing, and the parameters that start afresh.
     """
-    slots, missing, fresh = optimizer_slots(entries), Missing(), set()
-    known = optimized(entries)
+    missing, fresh = Missing(set(), set()), set()
+    slots, known = optimizer_slots(entries), optimized(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
         whole = whole_name(parameter, known)
@@ -197,13 +170,7 @@ def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
 
 
 def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, Any]) -> set[str]:
-    """Tensors whose whole shape differs between a run and a checkpoint, a line each.
-
-    Args:
-        prefix: the part of the checkpoint's names that `wanted` leaves out.
-        wanted: the run's tensors.
-        entries: the checkpoint's.
-    """
+    """Tensors of a run whose whole shape differs in a checkpoint, which puts `prefix` before names; a line each."""
     found = set()
     for name, tensor in wanted.items():
         stored = getattr(entries.get(prefix + name), "size", None)
@@ -221,39 +188,29 @@ def without_fresh(
     run has them; so does what is the layout's and not the training's, and the settings named in `keep`.
     """
     afresh = fresh | {name[:-2] for name in fresh if name.endswith(_HALVES)}
-    metas = {}
-    for parameter, meta in optimizer["param_to_group_meta"].items():
-        if parameter not in afresh:
-            metas[parameter] = {
-                key: value
-                for key, value in meta.items()
-                if key not in (*_OF_THE_LAYOUT, *keep) and _held(setting(parameter, key), value, entries)
-            }
-    state = {parameter: slots for parameter, slots in optimizer["state"].items() if parameter not in fresh}
+
+    def held(name: str, value: Any) -> bool:  # lists and dicts are stored item by item
+        return name in entries or (isinstance(value, (list, dict)) and any(e.startswith(f"{name}.") for e in entries))
+
+    def asked(parameter: str, meta: Mapping[str, Any]) -> dict[str, Any]:
+        left_out = {*_OF_THE_LAYOUT, *keep}
+        return {k: v for k, v in meta.items() if k not in left_out and held(setting(parameter, k), v)}
+
+    metas = {name: asked(name, meta) for name, meta in optimizer["param_to_group_meta"].items() if name not in afresh}
+    state = {name: slots for name, slots in optimizer["state"].items() if name not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}
 
 
 def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, Any]:
     """An optimizer's state dict with its parameters under other wrappers."""
-    return {
-        **optimizer,
-        **{
-            part: {after + name.removeprefix(before): value for name, value in optimizer[part].items()}
-            for part in ("state", "param_to_group_meta")
-        },
-    }
-
-
-def _held(name: str, value: Any, entries: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint holds this entry; lists and dicts are stored item by item."""
-    return name in entries or (isinstance(value, (list, dict)) and any(key.startswith(f"{name}.") for key in entries))
+    parts = ("state", "param_to_group_meta")
+    changed = {part: {after + name.removeprefix(before): v for name, v in optimizer[part].items()} for part in parts}
+    return {**optimizer, **changed}
 
 
 def plain(name: str) -> str:
     """A parameter's name without the wrappers' prefixes."""
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return re.sub(r"^(module\.)+", "", name)
 
 
 def _shape(size: Iterable[int]) -> str:

@@ -5,6 +5,7 @@
     SAVE_DIR/iter_0000008/__0_0.distcp, ...        one file for each rank
     SAVE_DIR/iter_0000008/checksums.json           of all of these
     SAVE_DIR/iter_0000012.saving/                  a save that has not finished
+    SAVE_DIR/.training.lock                        while a training saves there; its first rank holds it
 
 A checkpoint is written under its name with `.saving` and renamed when every file is there, so a folder without that
 ending is complete unless somebody damaged it. No collectives here.
@@ -23,11 +24,22 @@ from typing import IO, Any
 
 from megatron_muon.checkpoint import checksums
 from megatron_muon.errors import UserError
+from megatron_muon.locks import Lock
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".saving"
 _REPLACED = ".replaced"
 _ITERATION = re.compile(r"iter_(\d{7,})$")
+
+SECONDS_FOR_A_DEAD_MACHINE = 120.0
+"""A file server may take so long to give up the locks of a machine that is dead, whose run SLURM starts elsewhere."""
+
+
+def lock_of(save_dir: Path) -> Lock:
+    """The lock of a --save directory, which the first rank holds: ranks may outlive whoever launched them."""
+    return Lock(
+        save_dir / ".training.lock", f"a training saves its checkpoints to {save_dir}", "give another --save DIR"
+    )
 
 
 def iteration_folder(save_dir: Path, iteration: int | str) -> Path:
@@ -43,9 +55,7 @@ def iteration_of(folder: Path) -> int | None:
 
 def iterations(save_dir: Path) -> list[int]:
     """The iterations that have a folder in `save_dir`, oldest first, complete or not."""
-    if not save_dir.is_dir():
-        return []
-    return sorted(found for entry in save_dir.iterdir() if (found := iteration_of(entry)) is not None)
+    return sorted(found for entry in save_dir.glob("iter_*") if (found := iteration_of(entry)) is not None)
 
 
 def unfinished(save_dir: Path) -> list[Path]:
@@ -55,57 +65,42 @@ def unfinished(save_dir: Path) -> list[Path]:
 
 def newest_complete(save_dir: Path, *, but: int | str | None = None) -> int | None:
     """The newest iteration whose checkpoint is complete, leaving out the iteration `but`."""
-    for iteration in reversed(iterations(save_dir)):
-        if iteration != but and not problems(iteration_folder(save_dir, iteration)):
-            return iteration
-    return None
+    others = (iteration for iteration in reversed(iterations(save_dir)) if iteration != but)
+    return next((iteration for iteration in others if not problems(iteration_folder(save_dir, iteration))), None)
 
 
 def latest(save_dir: Path) -> int | str | None:
-    """What the tracker file names: an iteration, or "release"; None where there is no tracker.
-
-    Raises:
-        UserError: the file holds something else.
-    """
+    """What the tracker file names: an iteration, or "release"; None where there is none. Anything else is refused."""
     file = save_dir / TRACKER
     try:
         text = file.read_text("utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); {_repair_hint(file)}") from None
+        raise UserError(f"{file} cannot be read ({error.strerror}); {resume_hint(save_dir, tracker=file)}") from None
     if text == "release":
         return text
     if not text.isdecimal():
-        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {_repair_hint(file)}")
+        raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {resume_hint(save_dir, tracker=file)}")
     return int(text)
 
 
-def _repair_hint(file: Path) -> str:
-    """What to type for a tracker file that names nothing; megatron-core reads it with --ckpt-step, too."""
-    found = newest_complete(file.parent)
-    if found is None:
-        return f"{file.parent} holds no complete checkpoint to resume from"
-    remove = f"rm -r {file} && " if file.is_dir() else ""
-    return f"the newest complete checkpoint is iteration {found}: type {remove}echo {found} > {file}"
-
-
-def resume_hint(save_dir: Path, *, but: int | str | None = None) -> str:
-    """What to type to go on from the newest complete checkpoint."""
+def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None) -> str:
+    """What to type to go on from the newest complete checkpoint, or to mend the tracker file, which is always read."""
     found = newest_complete(save_dir, but=but)
     if found is None:
         return f"{save_dir} holds no complete checkpoint to resume from"
-    return f"the newest complete checkpoint is iteration {found}: resume with --load {save_dir} --ckpt-step {found}"
+    remedy = f"resume with --load {save_dir} --ckpt-step {found}"
+    if tracker is not None:
+        remedy = f"type {f'rm -r {tracker} && ' if tracker.is_dir() else ''}echo {found} > {tracker}"
+    return f"the newest complete checkpoint is iteration {found}: {remedy}"
 
 
 def problems(folder: Path, *, verify: bool = True) -> list[str]:
     """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
 
-    Compares the index with its checksum and the other files with the sizes that the index gives; it reads no tensor.
-
-    Args:
-        folder: the checkpoint.
-        verify: False leaves checksums out (`--no-verify-checkpoint`).
+    Compares the index with its checksum, unless `verify` is False, and the other files with the sizes that the index
+    gives; it reads no tensor.
     """
     from megatron_muon.checkpoint.unpickling import Reader, UntrustedError
 
@@ -119,10 +114,9 @@ def problems(folder: Path, *, verify: bool = True) -> list[str]:
         return [str(error)]
     if sums and (found := checksums.changed(folder, sums, [".metadata"])):
         return found
+    ends: dict[str, int] = {}
     try:
-        stored = Reader(folder).read_metadata().storage_data
-        ends: dict[str, int] = {}
-        for place in stored.values():
+        for place in Reader(folder).read_metadata().storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     except UntrustedError as error:
         return [f"{folder}/{error}"]
@@ -154,14 +148,9 @@ def begin(folder: Path) -> Path:
 
 
 def finish(folder: Path, sums: Mapping[str, int] | None = None) -> None:
-    """Give a finished save its name, in place of an earlier one of the same iteration.
+    """Give a finished save its name, in place of an earlier one of the same iteration, with the checksums of its files.
 
-    Args:
-        folder: where the checkpoint is to be.
-        sums: the checksums of its files, which are written beside them.
-
-    Raises:
-        OSError: a file of it is missing or cut short; nothing is renamed then.
+    Raises OSError where a file is missing or cut short; nothing is renamed then.
     """
     aside = folder.with_name(folder.name + UNFINISHED)
     if sums is not None:
@@ -199,8 +188,7 @@ def written_at_once(file: Path) -> Iterator[IO[Any]]:
         aside.replace(file)
         _sync(file.parent)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
+        aside.unlink(missing_ok=True)
 
 
 def _sync(folder: Path) -> None:

@@ -9,6 +9,7 @@ refused, by name.
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from dataclasses import is_dataclass
 from typing import IO, Any, ClassVar
@@ -22,30 +23,20 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from megatron_muon.errors import UserError
 
-_DCP = "torch.distributed.checkpoint."
+_DCP = "torch.distributed.checkpoint"
 _OF_AN_INDEX = {
-    "collections.OrderedDict",
-    "pathlib.PosixPath",
-    "pathlib._local.PosixPath",  # as Python 3.13 names it
-    "torch.Size",
-    "torch.serialization._get_layout",
-    f"{_DCP}filesystem._StorageInfo",
-    f"{_DCP}metadata.BytesStorageMetadata",
-    f"{_DCP}metadata.ChunkStorageMetadata",
-    f"{_DCP}metadata.Metadata",
-    f"{_DCP}metadata.MetadataIndex",
-    f"{_DCP}metadata.StorageMeta",
-    f"{_DCP}metadata.TensorProperties",
-    f"{_DCP}metadata.TensorStorageMetadata",
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath",
+    "pathlib._local": "PosixPath",  # as Python 3.13 names it
+    "torch": "Size",
+    "torch.serialization": "_get_layout",
+    f"{_DCP}.filesystem": "_StorageInfo _StoragePrefix",
+    f"{_DCP}.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex StorageMeta "
+    "TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
     # megatron-core's torch_dist keeps its plans of a save there:
-    f"{_DCP}filesystem._StoragePrefix",
-    f"{_DCP}planner.BytesIOWriteData",
-    f"{_DCP}planner.SavePlan",
-    f"{_DCP}planner.TensorWriteData",
-    f"{_DCP}planner.WriteItem",
-    f"{_DCP}planner.WriteItemType",
+    f"{_DCP}.planner": "BytesIOWriteData SavePlan TensorWriteData WriteItem WriteItemType",
 }
+"""What an index may name, by module."""
 
 _LOAD_BUILD: Any = pickle._Unpickler.dispatch[pickle.BUILD[0]]
 
@@ -75,7 +66,7 @@ class _IndexUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if f"{module}.{name}" in _OF_AN_INDEX or is_dtype:
+        if name in _OF_AN_INDEX.get(module, "").split() or is_dtype:
             return super().find_class(module, name)
         raise UntrustedError(_refusal(".metadata", [f"{module}.{name}"]))
 
@@ -85,24 +76,17 @@ def _refusal(where: str, names: list[str]) -> str:
 
 
 def load_entry(name: str, stream: IO[bytes]) -> Any:
-    """An entry of a checkpoint that is not a tensor.
+    """The entry `name`, which is not a tensor, from what `torch.save` wrote.
 
-    Args:
-        name: the entry, for messages.
-        stream: what `torch.save` wrote.
-
-    Raises:
-        UntrustedError: it names functions or classes that are not allowed.
-        UserError: it is damaged.
+    Raises UntrustedError where it names functions or classes that are not allowed, UserError where it is damaged.
     """
     try:
         return torch.load(stream, weights_only=True)
     except Exception as error:  # damaged bytes raise whatever they happen to mean
         stream.seek(0)
-        try:
+        refused: list[str] = []
+        with contextlib.suppress(Exception):  # its names may not be readable either
             refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
-        except Exception:  # nor can its names be read
-            refused = []
         if refused:
             raise UntrustedError(_refusal(f"entry {name!r}", refused)) from None
         cause = error.__context__ or error  # torch's own text is about weights_only
@@ -113,12 +97,7 @@ class Reader(FileSystemReader):
     """torch's reader of a checkpoint's folder, which takes from an index what torch's writer puts there and no more."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the checkpoint, or of one rank's part of it.
-
-        Raises:
-            UntrustedError: it names functions or classes that are not allowed.
-            UserError: it is a pickle of something else.
-        """
+        """The index of the checkpoint, or of one rank's part of it; raises as `load_entry` does."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
             metadata = _IndexUnpickler(stream).load()
         if not isinstance(metadata, Metadata):

@@ -5,16 +5,14 @@ generator *is* the CPU's default generator. Memory figures are those of this pro
 "reserved" are both its resident set, Python and libraries included; "max allocated" is the peak of that.
 CUDA graphs, memory snapshots, NVML queries (temperature, power, clock) and the profiler's `cudart` are not
 provided: asking for them fails as it does on any machine without a GPU.
-
-Needed with megatron-core 0.19.x.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -61,53 +59,29 @@ class _Stream(torch.cpu.Stream):
     def synchronize(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class _Properties:
-    """What `torch.cuda.get_device_properties` tells of this machine.
-
-    The compute capability is 8.0: the lowest that megatron-core accepts for grouped GEMM, and one that
-    selects neither FP8 nor kernels written for a later GPU.
-    """
-
-    name: str = "cpu"
-    major: int = 8
-    minor: int = 0
-    multi_processor_count: int = 1
-    total_memory: int = psutil.virtual_memory().total
-
-
-class _DeviceGuard(contextlib.AbstractContextManager[None]):
-    """Stands in for `torch.cuda.device(index)`: there is no other device to change to."""
-
-    def __init__(self, device: Any) -> None: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-def _resident() -> int:
+def _resident(device: Any = None) -> int:
     """Resident set of this process in bytes."""
     return int(psutil.Process().memory_info().rss)
 
 
-def _peak_resident() -> int:
+def _peak_resident(device: Any = None) -> int:
     """Largest resident set of this process so far, or since `_reset_peak`, in bytes."""
-    with open("/proc/self/status") as status:
-        peak = next((line for line in status if line.startswith("VmHWM:")), None)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    peak = next((line for line in lines if line.startswith("VmHWM:")), None)
     return int(peak.split()[1]) * 1024 if peak else _resident()
 
 
-def _reset_peak() -> None:
+def _reset_peak(device: Any = None) -> None:
     """Starts the peak anew; where the kernel does not allow it, the peak since the process began stays."""
-    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as clear_refs:
-        clear_refs.write("5")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory_stats() -> dict[str, int]:
+def _memory_stats(device: Any = None) -> dict[str, int]:
     """The entries of `torch.cuda.memory_stats` that Megatron logs, in bytes; the CPU's allocator counts no calls."""
     stats = {"allocation.all.current": 0, "allocation.all.peak": 0}
     for kind in ("allocated_bytes", "reserved_bytes", "active_bytes"):
-        stats[f"{kind}.all.current"] = _resident()
-        stats[f"{kind}.all.peak"] = _peak_resident()
+        stats |= {f"{kind}.all.current": _resident(), f"{kind}.all.peak": _peak_resident()}
     return stats
 
 
@@ -118,53 +92,51 @@ def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(int(seed))
 
 
-@contextlib.contextmanager
-def _range(message: str = "", *args: Any, **kwargs: Any) -> Iterator[None]:
-    yield
-
-
 def _always(value: Any) -> Any:
     return lambda *args, **kwargs: value
 
 
-def _measured(function: Any) -> Any:
-    return lambda *args, **kwargs: function()
-
-
 def install(patches: Patches) -> None:
-    """Replaces the functions and classes of `torch.cuda` by those of this module."""
-    cuda, stream, properties = torch.cuda, _Stream(), _Properties()
+    """Replace the functions and classes of `torch.cuda` by those of this module."""
+    cuda, stream = torch.cuda, _Stream()
+    # The compute capability 8.0 is the lowest that megatron-core accepts for grouped GEMM, and one that selects neither
+    # FP8 nor kernels written for a later GPU.
+    total_memory = psutil.virtual_memory().total
+    cpu = SimpleNamespace(name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=total_memory)
+    for name, value in {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "ipc_collect": None,
+        "current_stream": stream,
+        "default_stream": stream,
+        "set_stream": None,
+        "is_current_stream_capturing": False,
+        "get_device_name": cpu.name,
+        "get_device_capability": (cpu.major, cpu.minor),
+        "get_device_properties": cpu,
+        "stream": contextlib.nullcontext(),
+    }.items():
+        patches.replace(cuda, name, _always(value))
     for name, value in {
         # Megatron imports _lazy_call and _lazy_init by name, so they must be convinced rather than replaced: with
         # this set, the first runs its callback at once and the second returns.
         "_initialized": True,
-        "is_available": _always(True),
-        "is_initialized": _always(True),
-        "device_count": _always(1),
-        "current_device": _always(0),
-        "set_device": _always(None),
-        "synchronize": _always(None),
-        "empty_cache": _always(None),
-        "ipc_collect": _always(None),
-        "current_stream": _always(stream),
-        "default_stream": _always(stream),
-        "set_stream": _always(None),
-        "is_current_stream_capturing": _always(False),
-        "get_device_name": _always(properties.name),
-        "get_device_capability": _always((properties.major, properties.minor)),
-        "get_device_properties": _always(properties),
         "Event": _Event,
         "Stream": _Stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "device": _DeviceGuard,
-        "memory_allocated": _measured(_resident),
-        "memory_reserved": _measured(_resident),
-        "device_memory_used": _measured(_resident),
-        "max_memory_allocated": _measured(_peak_resident),
-        "max_memory_reserved": _measured(_peak_resident),
-        "memory_stats": _measured(_memory_stats),
-        "reset_peak_memory_stats": _measured(_reset_peak),
-        "mem_get_info": _measured(lambda: (psutil.virtual_memory().free, properties.total_memory)),
+        "device": contextlib.nullcontext,  # there is no other to change to
+        "memory_allocated": _resident,
+        "memory_reserved": _resident,
+        "device_memory_used": _resident,
+        "max_memory_allocated": _peak_resident,
+        "max_memory_reserved": _peak_resident,
+        "memory_stats": _memory_stats,
+        "reset_peak_memory_stats": _reset_peak,
+        "mem_get_info": lambda device=None: (psutil.virtual_memory().free, total_memory),
         "default_generators": (torch.default_generator,),
     }.items():
         patches.replace(cuda, name, value)
@@ -177,7 +149,7 @@ def install(patches: Patches) -> None:
 
     for name in ("range_push", "range_pop", "mark"):
         patches.replace(cuda.nvtx, name, _always(None))
-    patches.replace(cuda.nvtx, "range", _range)
+    patches.replace(cuda.nvtx, "range", _always(contextlib.nullcontext()))
 
     # DataLoader asks this one whether to pin memory, and it would ask torch.cuda.is_available in turn.
     patches.replace(torch.accelerator, "is_available", _always(False))
@@ -187,4 +159,4 @@ def install(patches: Patches) -> None:
     # well, and no environment variable is needed.
     import torch._dynamo.config as dynamo_config
 
-    patches.setting(dynamo_config, "disable", True)
+    patches.replace(dynamo_config, "disable", True)

@@ -27,21 +27,16 @@ _NEW = tuple(f"new_{kind}" for kind in ("empty", "empty_strided", "full", "ones"
 
 
 def _on_cpu(device: Any) -> Any:
-    """Maps whatever names a CUDA device (string, `torch.device`, index) to the CPU; leaves the rest alone.
-
-    `meta` stays `meta`: models are built there before they have storage.
-    """
+    """Map whatever names a CUDA device to the CPU; `meta` stays, where models are built before they have storage."""
     if isinstance(device, torch.device):
         return torch.device("cpu") if device.type == "cuda" else device
-    if isinstance(device, str):
-        return "cpu" if device.split(":")[0] == "cuda" else device
-    if isinstance(device, int) and not isinstance(device, bool):
-        return "cpu"  # a bare index means the current accelerator
-    return device
+    is_name = isinstance(device, str) and device.split(":")[0] == "cuda"
+    is_index = isinstance(device, int) and not isinstance(device, bool)  # of the current accelerator
+    return "cpu" if is_name or is_index else device
 
 
 def install(patches: Patches) -> None:
-    """Maps CUDA devices to the CPU wherever a tensor, a module or a mesh is made or moved."""
+    """Map CUDA devices to the CPU wherever a tensor, a module or a mesh is made or moved."""
     # This list is cached on first use and its functions are compared by identity: fill it with the
     # originals, or `with torch.device("meta")` would not recognise the functions that it is meant to
     # redirect.
@@ -91,9 +86,8 @@ def _mapped(function: Callable[..., Any], *, has_self: bool = False, keyword: st
 def _tensor_type(function: Callable[..., Any]) -> Callable[..., Any]:
     """`Tensor.type()` without arguments speaks of CUDA; with an argument it converts, on the CPU.
 
-    megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and the
-    optimizers sort parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and
-    'torch.cuda.FloatTensor'.
+    megatron-core 0.19.x decides by this string: clip_grads asserts 'torch.cuda.FloatTensor', and the optimizers sort
+    parameters by 'torch.cuda.HalfTensor', 'torch.cuda.BFloat16Tensor' and 'torch.cuda.FloatTensor'.
     """
 
     def type_(self: torch.Tensor, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Any:

@@ -1,74 +1,152 @@
-"""What megatron-core itself needs in order to run on the CPU, beside devices and collectives.
+"""What megatron-core itself needs in order to run on the CPU, beside devices: collectives that are safe on gloo first.
 
-Token counts as numbers for collectives, norms that know sequence parallelism, random numbers that resume where they
-stopped, and no saving in the background, which would write what training is changing meanwhile. None of it touches
-numerics. Needed with megatron-core 0.19.x.
+Megatron-FSDP frees a bucket's storage as soon as the *stream order* allows it. On a GPU the collective and
+the free are ordered on the device. With gloo a coalesced, asynchronous collective runs in a worker thread,
+which may still be writing when the bucket's memory is given back: SIGSEGV or SIGABRT in about one run of
+fifteen, more under load. So they run one by one, and are finished when the call returns. The outer (HSDP)
+reductions and gathers are treated alike. Only the module `param_and_grad_buffer` sees this; everyone else's
+collectives, asynchronous ones included, are left alone. Gradient scaling that NCCL fuses into the reduction (a
+pre-multiplied sum, an average) is carried out as a multiplication before, or a division after, a plain sum.
+
+Further: token counts as numbers for collectives, norms that know sequence parallelism, random numbers that resume
+where they stopped, and no saving in the background, which would write what training is changing meanwhile. None of
+it touches numerics.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from megatron_muon.patching import Patches
 
 
+class _Done:
+    """The handle of a collective that has already finished."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    is_completed = wait
+
+
+@dataclass(frozen=True)
+class PremulSum:
+    """Multiply by `factor`, then sum: gloo has no such reduction."""
+
+    factor: Any
+
+
+class _View(types.ModuleType):
+    """A module with some of its attributes replaced; what is not given is the real thing."""
+
+    def __init__(self, module: types.ModuleType, **replaced: Any) -> None:
+        super().__init__(f"{module.__name__} (blocking collectives)")
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _all_gather_into_tensor(*tensors: torch.Tensor, async_op: bool = False, **kwargs: Any) -> _Done | None:
+    dist.all_gather_into_tensor(*tensors, **kwargs)
+    return _Done() if async_op else None
+
+
+def _all_reduce(
+    tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    with _plain_sum(op, tensor, tensor, group) as plain_op:
+        dist.all_reduce(tensor, op=plain_op, group=group)
+    return _Done() if async_op else None
+
+
+def _reduce_scatter_tensor(
+    output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    with _plain_sum(op, input, output, group) as plain_op:
+        dist.reduce_scatter_tensor(output, input, op=plain_op, group=group)
+    return _Done() if async_op else None
+
+
+@contextlib.contextmanager
+def _plain_sum(op: Any, source: torch.Tensor, result: torch.Tensor, group: Any) -> Iterator[Any]:
+    """Yields a reduction that gloo knows, and does before and after it what that reduction leaves out."""
+    if isinstance(op, PremulSum):
+        source.mul_(op.factor)  # in place: megatron-core's own unfused branch does the same
+        yield dist.ReduceOp.SUM
+    elif op == dist.ReduceOp.AVG:
+        yield dist.ReduceOp.SUM
+        result.div_(dist.get_world_size(group))
+    else:
+        yield op
+
+
+@contextlib.contextmanager
+def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) -> Iterator[_Done]:
+    """Stands in for `torch.distributed._coalescing_manager`: each collective runs where it is written."""
+    yield _Done()
+
+
 def install(patches: Patches) -> None:
-    """Patches the mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker."""
+    """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker."""
+    import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from torch.utils.data import dataloader
 
-    for module in (moe_utils, token_dispatcher):  # the second imports it by name
-        patches.wrap(module, "maybe_move_tensor_to_cpu", _as_numpy_here_too, takes=("tensor", "as_numpy"))
+    blocking = _View(
+        dist,
+        _make_nccl_premul_sum=PremulSum,
+        all_gather_into_tensor=_all_gather_into_tensor,
+        all_reduce=_all_reduce,
+        reduce_scatter_tensor=_reduce_scatter_tensor,
+    )
+    patches.replace(buffers, "_coalescing_manager", _one_by_one, takes=("group", "device", "async_ops"))
+    patches.replace(buffers, "torch", _View(torch, distributed=blocking))
 
-    patches.wrap(WrappedTorchNorm, "__new__", _norm_over_sequence, takes=("config",))
-    patches.wrap(dataloader._BaseDataLoaderIter, "__init__", _leaving_random_numbers_alone, takes=("loader",))
+    for module in (moe_utils, token_dispatcher):  # the second imports it by name
+        patches.around(module, "maybe_move_tensor_to_cpu", takes=("tensor", "as_numpy"))(_move_as_numpy)
+    patches.around(WrappedTorchNorm, "__new__", takes=("config",))(_make_norm)
+    patches.around(dataloader._BaseDataLoaderIter, "__init__", takes=("loader",))(_init_iterator)
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
 
 
-def _as_numpy_here_too(move: Callable[..., Any]) -> Callable[..., Any]:
+def _move_as_numpy(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
     """The all-to-all dispatcher wants token counts as numbers, but converts only tensors that are on a GPU."""
-
-    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        result = move(tensor, as_numpy, record_stream)
-        return result.numpy() if as_numpy and isinstance(result, torch.Tensor) else result
-
-    return moved
+    result = move(tensor, as_numpy, record_stream)
+    return result.numpy() if as_numpy and isinstance(result, torch.Tensor) else result
 
 
-def _norm_over_sequence(make: Callable[..., Any]) -> Callable[..., Any]:
+def _make_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
     """torch's norms, the only ones without Apex and Transformer Engine, are refused with sequence parallelism.
 
     All they lack is the mark by which Megatron sums the gradients of their weights over tensor-parallel ranks.
     """
-
-    def new(cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-        alone = copy.copy(config)
-        alone.sequence_parallel = False
-        norm = make(cls, alone, *args, **kwargs)
-        for parameter in norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
-        return norm
-
-    return new
+    alone = copy.copy(config)
+    alone.sequence_parallel = False
+    norm = make(cls, alone, *args, **kwargs)
+    for parameter in norm.parameters():
+        parameter.sequence_parallel = config.sequence_parallel
+    return norm
 
 
-def _leaving_random_numbers_alone(init: Callable[..., None]) -> Callable[..., None]:
+def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
     """A loader's iterator draws a seed for its workers from the CPU's generator, which here is dropout's too.
 
     A resumed run makes its iterators after the generator's state was restored, so every dropout after it would differ
     from the uninterrupted run's.
     """
-
-    def made(self: Any, loader: Any) -> None:
-        state = torch.get_rng_state()
-        init(self, loader)
-        torch.set_rng_state(state)
-
-    return made
+    state = torch.get_rng_state()
+    init(iterator, loader)
+    torch.set_rng_state(state)
 
 
 def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:

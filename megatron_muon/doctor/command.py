@@ -32,7 +32,6 @@ examples:
 """
 
 _COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
-_SHOWN = 5
 _TORCH = (2, 11)
 
 
@@ -68,6 +67,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--remove needs --offload-dir DIR, the directory to remove momentum files from")
     findings = list(environment())
     if args.checkpoint is not None:
+        from megatron_muon.doctor.checkpoint import checkpoint
+
         findings += checkpoint(args.checkpoint)
     if args.offload_dir is not None:
         from megatron_muon.doctor.offload import offload
@@ -132,42 +133,6 @@ def _collectives() -> Finding:
         remedy = "set GLOO_SOCKET_IFNAME to an interface of this machine, as lo"
         return Finding("gloo", WRONG, f"{str(error).splitlines()[0]}; {remedy}")
     return Finding("gloo", OK, "a process group of one works")
-
-
-def checkpoint(directory: Path) -> Iterator[Finding]:
-    """Whether a checkpoint is complete, how it was written, by which optimizer, and what is missing."""
-    from megatron_muon.checkpoint.report import find, report
-
-    with quiet_imports():
-        import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
-
-        found = report(find(directory))
-    for problem in found.problems:
-        yield Finding("checkpoint", WRONG, problem)
-    if found.problems:
-        return
-    yield Finding("checkpoint", OK, f"{found.folder} is complete, iteration {found.iteration}")
-    layout = ", ".join(f"{name} {value}" for name, value in (found.layout or {}).items())
-    yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
-    optimizers = ", ".join(f"{name} has {count}" for name, count in sorted((found.optimizers or {}).items()))
-    yield Finding("weights", OK if found.parameters else WRONG, f"{found.parameters} tensors")
-    if optimizers:
-        yield Finding("optimizer state", OK, f"of these, {optimizers}")
-    else:
-        yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
-    if found.missing:
-        remedy = "--muon-allow-missing-state starts it at zero"
-        yield Finding("missing state", WRONG, f"{len(found.missing)}: {_some(found.missing)}; {remedy}")
-    if found.without_state and optimizers:
-        text = f"{len(found.without_state)} weights that did not train: {_some(found.without_state)}"
-        yield Finding("no state", NOTE, text)
-    for note in found.notes:
-        yield Finding("beside it", NOTE, note)
-
-
-def _some(names: tuple[str, ...]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _show(findings: list[Finding]) -> None:

@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon import exit_codes
-from megatron_muon.checkpoint import lock as checkpoint_lock
+from megatron_muon.checkpoint import files
 from megatron_muon.data import ensure_stdlib_corpus
-from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
+from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu
 from megatron_muon.megatron import STATUS_FILE as STATUS_FILE
 from megatron_muon.megatron.flags import arguments, config_file
@@ -156,7 +156,6 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     import torch
 
     from megatron_muon import cpu
-    from megatron_muon.cpu.memory import keep_freed_memory
 
     has_cuda = torch.cuda.is_available() and not cpu.installed()
     if has_cuda and wanted != "cpu":
@@ -166,7 +165,7 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     if not has_cuda:
         refuse_unusable_gpu(wanted)
     cpu.install(force=wanted == "cpu")
-    keep_freed_memory()
+    cpu.keep_freed_memory()
     return "cuda" if wanted == "cuda" else "cpu"
 
 
@@ -205,8 +204,8 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
                     for note in (*launch.notes, *([alone] if alone else [])):
                         print(f"megatron-muon: {note}", flush=True)
                 if is_first and launch.args.save is not None:  # keeps a second training away, on behalf of all ranks
-                    lock = checkpoint_lock.lock_of(Path(launch.args.save))
-                    held.enter_context(lock.held(wait_s=checkpoint_lock.SECONDS_FOR_A_DEAD_MACHINE))
+                    lock = files.lock_of(Path(launch.args.save))
+                    held.enter_context(lock.held(wait_s=files.SECONDS_FOR_A_DEAD_MACHINE))
                 _train()
         status = 0
     except (UserError, SaveError, OffloadError) as error:

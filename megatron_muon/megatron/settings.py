@@ -50,15 +50,7 @@ def check_supported(config: MuonOptimizerConfig, model_chunks: Sequence[Any]) ->
     """Refuse, by a UserError with the value and the remedy, what Muon under Megatron-FSDP does not support."""
     check_numbers(config)
     chunk = model_chunks[0]
-    main_params = str(chunk.ddp_config.megatron_fsdp_main_params_dtype).removeprefix("torch.")
+    on_cpu = next(chunk.parameters()).device.type == "cpu"
     refusals.check(
-        refusals.MuonRun(
-            settings=config,
-            model=chunk.config,
-            strategy=chunk.ddp_config.data_parallel_sharding_strategy,
-            instances=chunk.ddp_config.num_distributed_optimizer_instances,
-            main_params_dtype={"float32": "fp32"}.get(main_params, main_params),
-            gated=chunk.config.gated_linear_unit,
-            on_cpu=next(chunk.parameters()).device.type == "cpu",
-        )
+        refusals.MuonRun(settings=config, model=chunk.config, ddp=chunk.ddp_config, on_cpu=on_cpu, has_model=True)
     )

@@ -15,11 +15,9 @@ import copy
 import functools
 import io
 import linecache
-import logging
 import os
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any
@@ -27,6 +25,7 @@ from typing import Any
 from megatron_muon.errors import Reasons, UserError, reason_of
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.patching import Patches
+from megatron_muon.quiet import quiet_imports
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What validation takes for arguments that nobody gave."""
@@ -224,13 +223,8 @@ def _schedule(args: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
     """Keep to ourselves what megatron-core prints; a training prints it again."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        try:
-            yield
-        finally:
-            logging.disable(disabled)
+    with contextlib.redirect_stdout(io.StringIO()), quiet_imports():
+        yield
 
 
 @contextlib.contextmanager
@@ -239,12 +233,12 @@ def _as_in_training(muon_under_fsdp: bool) -> Iterator[None]:
 
     `--use-checkpoint-args` loads a part of the checkpoint, so validation trusts it no more than a training does.
     """
-    from megatron_muon.megatron.checkpoint import trust
+    from megatron_muon.megatron.checkpoint import loading
     from megatron_muon.megatron.patches import install as patches
 
     with Patches() as changes:
-        trust.run_no_pickles(changes)
-        trust.explain_unreadable(changes)
+        loading.run_no_pickles(changes)
+        loading.explain_unreadable(changes)
         if muon_under_fsdp:
             patches.accept_muon(changes)
             patches.use_factory(changes)

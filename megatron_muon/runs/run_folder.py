@@ -51,7 +51,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.checkpoint import files
-from megatron_muon.checkpoint import lock as checkpoint_lock
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
 from megatron_muon.megatron import FACTS
@@ -204,7 +203,7 @@ def refuse_living(folder: RunFolder) -> None:
     """Raises a UserError for a folder where a run is under way, or whose ranks have outlived it."""
     lock_of(folder.root).refuse_if_held()
     if folder.checkpoints is not None:
-        checkpoint_lock.lock_of(folder.checkpoints).refuse_if_held()
+        files.lock_of(folder.checkpoints).refuse_if_held()
 
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_muon.checkpoint import checksums, files, lock
+from megatron_muon.checkpoint import checksums, files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.functional import cli
@@ -107,7 +107,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings) -> None:
 def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     """Two with one --save used to replace each other's checkpoints; the first rank's lock tells the second start."""
     here = training.folder
-    with lock.lock_of(here / "ck").held():
+    with files.lock_of(here / "ck").held():
         refused = training(ranks=1)
     assert refused.returncode == 2, refused.tail
     assert (
@@ -121,7 +121,7 @@ def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     def look(until: Callable[[Callable[[], Any]], Any]) -> None:
         until(lambda: latest(here) == 2)
         with pytest.raises(UserError) as refusal:
-            lock.lock_of(here / "ck").refuse_if_held()
+            files.lock_of(here / "ck").refuse_if_held()
         holders.append(str(refusal.value))
 
     with watching(look):

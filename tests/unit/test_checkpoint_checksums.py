@@ -9,7 +9,6 @@ import json
 import random
 import shutil
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_muon.checkpoint import checksums, files
-from megatron_muon.doctor import command as doctor_command
+from megatron_muon.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
@@ -27,16 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 @pytest.fixture
-def patches() -> Iterator[Patches]:
-    made = Patches()
-    checkpoint_patches.save_beside_and_rename(made)
-    yield made
-    made.undo()
-
-
-@pytest.fixture
 def save_dir(tmp_path: Path, patches: Patches) -> Path:
     """Two checkpoints, the second the latest, of a large and some small tensors and a few objects."""
+    checkpoint_patches.save_beside_and_rename(patches)
     for iteration in (4, 8):
         torch.manual_seed(iteration)
         model = {f"w{i}": torch.randn(200, 300 if i else 3) for i in range(4)}
@@ -57,7 +49,7 @@ def load(save_dir: Path) -> None:
 
 
 def found_by_doctor(save_dir: Path) -> list[str]:
-    return [finding.text for finding in doctor_command.checkpoint(save_dir) if finding.state == "wrong"]
+    return [finding.text for finding in doctor_checkpoint.checkpoint(save_dir) if finding.state == "wrong"]
 
 
 def test_a_sound_checkpoint(save_dir: Path) -> None:
@@ -109,7 +101,7 @@ def test_one_that_was_written_without_loads_with_a_note(save_dir: Path, capsys) 
     (latest(save_dir) / checksums.NAME).unlink()
     load(save_dir)
     assert "iter_0000008 was written without checksums; what its files hold is not verified" in capsys.readouterr().out
-    notes = [finding.text for finding in doctor_command.checkpoint(save_dir) if finding.state == "note"]
+    notes = [finding.text for finding in doctor_checkpoint.checkpoint(save_dir) if finding.state == "note"]
     assert any("was written without checksums" in note for note in notes)
 
 
@@ -153,6 +145,7 @@ def test_a_file_that_changes_before_the_rename_is_not_given_the_name(
     tmp_path: Path, patches: Patches, monkeypatch
 ) -> None:
     """The index is looked at once more; a save that has gone wrong replaces nothing."""
+    checkpoint_patches.save_beside_and_rename(patches)
     finish = files.finish
 
     def damage(folder: Path, sums: dict[str, int]) -> None:

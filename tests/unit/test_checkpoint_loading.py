@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_muon.checkpoint import content
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
-from megatron_muon.megatron.checkpoint import step_counts
 
 ADAM = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -54,7 +53,7 @@ def test_a_count_by_parameter_goes_on_as_a_count_by_group(tmp_path: Path, captur
     missing, fresh = content.compare(run["state"], entries)
     assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
     said: list[str] = []
-    asked, left = step_counts.carry_over(run, fresh, entries, tmp_path, said.append)
+    asked, left = checkpoint_loading.carry_step_counts_over(run, fresh, entries, tmp_path, said.append)
     assert (left, said) == (("step",), [])
     count = run["param_to_group_meta"]["module.norm"]["step"]
     assert count == 7
@@ -70,7 +69,7 @@ def test_a_count_by_group_goes_on_as_a_count_by_parameter(tmp_path: Path, step: 
     run = adamw("module.", step=0.0)
     missing, fresh = content.compare(run["state"], entries)
     assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
-    asked, left = step_counts.carry_over(run, fresh, entries, tmp_path, pytest.fail)
+    asked, left = checkpoint_loading.carry_step_counts_over(run, fresh, entries, tmp_path, pytest.fail)
     assert left == ()
     assert {float(slots["step"]) for slots in run["state"].values()} == {7.0}
     assert all(slots.keys() == ADAM.keys() for slots in asked["state"].values())
@@ -79,7 +78,7 @@ def test_a_count_by_group_goes_on_as_a_count_by_parameter(tmp_path: Path, step: 
 def test_the_same_form_is_asked_for_as_it_is(tmp_path: Path) -> None:
     for kept in (adamw("module.", step=7.0), fused("module.", step=7)):
         entries = written(tmp_path / str(id(kept)), {"optimizer": kept})
-        assert step_counts.carry_over(kept, set(), entries, tmp_path, pytest.fail) == (kept, ())
+        assert checkpoint_loading.carry_step_counts_over(kept, set(), entries, tmp_path, pytest.fail) == (kept, ())
 
 
 def test_counts_that_differ_within_a_group_are_told(tmp_path: Path) -> None:
@@ -87,7 +86,7 @@ def test_counts_that_differ_within_a_group_are_told(tmp_path: Path) -> None:
     stored["state"]["module.norm"]["step"] = torch.tensor(3.0)
     entries = written(tmp_path, {"optimizer": stored})
     run, said = fused("module.", step=0), []
-    step_counts.carry_over(run, set(), entries, tmp_path, said.append)
+    checkpoint_loading.carry_step_counts_over(run, set(), entries, tmp_path, said.append)
     assert run["param_to_group_meta"]["module.norm"]["step"] == 7
     assert "the checkpoint has 3 to 7 steps in one" in said[0]
 
@@ -99,11 +98,10 @@ def test_names_of_another_precision(tmp_path: Path, theirs: str, ours: str) -> N
     run = adamw(ours, step=0.0)
     assert content.wrappers(content.optimized(entries)) == theirs
     assert content.wrappers(run["param_to_group_meta"]) == ours
-    renamed = content.rewrapped(entries, theirs, ours)
-    assert "model.module.norm" in renamed
-    missing, fresh = content.compare(run["state"], renamed)
+    renamed = content.renamed(run, ours, theirs)
+    missing, fresh = content.compare(renamed["state"], entries)
     assert (missing.absent, missing.replaced, fresh) == (set(), set(), set())
-    asked = content.renamed(content.without_fresh(run, fresh, renamed), ours, theirs)
+    asked = content.without_fresh(renamed, fresh, entries)
     assert asked["state"].keys() == adamw(theirs, step=0.0)["state"].keys()
     load({"optimizer": asked}, checkpoint_id=str(tmp_path), no_dist=True)
     assert {float(slots["step"]) for slots in run["state"].values()} == {7.0}

@@ -16,7 +16,6 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
-from megatron_muon.megatron.checkpoint import trial_save
 from megatron_muon.megatron.state import initialize_scalar_state
 
 PATCHED = [
@@ -94,9 +93,9 @@ def test_a_run_that_could_not_save_ends_before_its_first_step(patches, monkeypat
     monkeypatch.setattr(
         training, "train", lambda forward_step_func, model, optimizer, opt_param_scheduler: trained.append(model)
     )
-    trial_save.try_saving_before_training(patches)
+    checkpoint_patches.try_saving_before_training(patches)
     state = {"weights": torch.ones(3), "args": "text"}
-    monkeypatch.setattr(trial_save, "_state_to_save", lambda *_: state)
+    monkeypatch.setattr(checkpoint_patches, "_state_to_save", lambda *_: state)
     monkeypatch.setattr("megatron.training.get_args", lambda: options)
     options = types.SimpleNamespace(save="runs", ckpt_format="fsdp_dtensor")
     training.train(None, ["model"], "optimizer", "scheduler")

@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_context
 
 from megatron_muon import cpu
-from megatron_muon.cpu import collectives, devices
+from megatron_muon.cpu import devices
+from megatron_muon.cpu import megatron as cpu_megatron
 from megatron_muon.patching import Patches
 
 REALLY_HAS_CUDA = torch.cuda.is_available()
@@ -74,7 +75,7 @@ def test_an_inherited_attribute_is_removed_rather_than_pinned():
     assert Child.where() == "base"
 
 
-@pytest.mark.parametrize("act", ["replace", "wrap", "setting"])
+@pytest.mark.parametrize("act", ["replace", "wrap"])
 def test_a_missing_attribute_is_named_along_with_the_versions(act):
     owner = make_owner()
     with pytest.raises(RuntimeError, match=r"owner\.gone.*megatron-core .* with torch 2"):
@@ -98,21 +99,9 @@ def surroundings(buffers):
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 
-    owners = [
-        torch,
-        torch.Tensor,
-        torch.nn.Module,
-        torch.cuda,
-        torch.cuda.random,
-        torch.cuda.nvtx,
-        torch.accelerator,
-        torch.distributed,
-        DeviceMesh,
-        device_context.DeviceContext,
-        buffers,
-        dataset_utils,
-        PersistentAsyncCaller,
-    ]
+    cuda = (torch.cuda, torch.cuda.random, torch.cuda.nvtx, torch.accelerator, torch.distributed)
+    makers = (torch, torch.Tensor, torch.nn.Module, DeviceMesh, device_context.DeviceContext)
+    owners = (*cuda, *makers, buffers, dataset_utils, PersistentAsyncCaller)
     state = {(owner, name): value for owner in owners for name, value in vars(owner).items()}
     # torch.Tensor grows caches of its own when methods are first used.
     return {key: value for key, value in state.items() if "_abc_" not in key[1]}, dynamo_config.disable
@@ -285,28 +274,21 @@ def test_tensor_parallel_ranks_draw_different_numbers(backend):
     """A manual_seed that does nothing gives every tensor-parallel rank the same weights."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    def draw(seed: int) -> torch.Tensor:
+    def draw(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a fork of the tracker draws, and the outer stream after it."""
         tracker = CudaRNGStatesTracker()
         torch.manual_seed(1)
         tracker.add("model-parallel-rng", seed)
         with tracker.fork("model-parallel-rng"):
-            return torch.rand(4)
+            drawn = torch.rand(4)
+        return drawn, torch.rand(4)
 
-    assert torch.equal(draw(10), draw(10))
-    assert not torch.equal(draw(10), draw(11))
-
-
-def test_forking_the_tracker_leaves_the_outer_stream_alone(backend):
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
-
-    tracker = CudaRNGStatesTracker()
+    (first, outer), (again, _), (other, outer_of_other) = draw(10), draw(10), draw(11)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
     torch.manual_seed(1)
-    expected = torch.rand(4)
-    torch.manual_seed(1)
-    tracker.add("model-parallel-rng", 10)
-    with tracker.fork("model-parallel-rng"):
-        torch.rand(7)
-    assert torch.equal(torch.rand(4), expected)
+    assert torch.equal(outer, torch.rand(4))  # a fork leaves it alone
+    assert torch.equal(outer, outer_of_other)
 
 
 def test_compiled_functions_run_uncompiled(backend):
@@ -330,20 +312,16 @@ def recorded(monkeypatch):
     """Two ranks' worth of gloo: records what is asked for and sums the tensor with itself."""
     calls = []
 
-    def all_reduce(tensor, op=None, group=None, async_op=False):
-        calls.append(("all_reduce", op, async_op))
-        tensor.mul_(2)
+    def record(name, act):
+        def collective(*args, op=None, group=None, async_op=False, **named):
+            calls.append((name, op, async_op))
+            act(*args, *named.values())
 
-    def reduce_scatter_tensor(output, input, op=None, group=None, async_op=False):
-        calls.append(("reduce_scatter_tensor", op, async_op))
-        output.copy_(2 * input[: output.numel()])
+        monkeypatch.setattr(dist, name, collective)
 
-    def all_gather_into_tensor(output_tensor, input_tensor, group=None, async_op=False):
-        calls.append(("all_gather_into_tensor", None, async_op))
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(dist, "reduce_scatter_tensor", reduce_scatter_tensor)
-    monkeypatch.setattr(dist, "all_gather_into_tensor", all_gather_into_tensor)
+    record("all_reduce", lambda tensor: tensor.mul_(2))
+    record("reduce_scatter_tensor", lambda output, input: output.copy_(2 * input[: output.numel()]))
+    record("all_gather_into_tensor", lambda output, input: None)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     return calls
 
@@ -373,7 +351,7 @@ def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
 @pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor"])
 @pytest.mark.parametrize(
     ("op", "expected"),
-    [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (collectives.PremulSum(0.5), 3.0)],
+    [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (cpu_megatron.PremulSum(0.5), 3.0)],
     ids=["sum", "avg", "premul"],
 )
 def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, op, expected):

@@ -9,7 +9,7 @@ import pytest
 FAULTS = """
 import resource, sys
 import torch
-from megatron_muon.cpu.memory import keep_freed_memory
+from megatron_muon.cpu import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from megatron_muon import cli, exit_codes
 from megatron_muon.checkpoint import files
+from megatron_muon.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.doctor import command as doctor_command
 from megatron_muon.doctor.offload import offload
 from megatron_muon.offload.directory import LOCK, RunDirectory
@@ -59,7 +60,7 @@ def write(tmp_path: Path):
 
 
 def findings(directory: Path) -> dict[str, tuple[str, str]]:
-    return {finding.about: (finding.state, finding.text) for finding in doctor_command.checkpoint(directory)}
+    return {finding.about: (finding.state, finding.text) for finding in doctor_checkpoint.checkpoint(directory)}
 
 
 def test_a_sound_checkpoint(write) -> None:

@@ -14,7 +14,7 @@ from megatron.training import arguments, checkpointing, training
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from megatron_muon.megatron.checkpoint import loading, saving, swiglu, trial_save
+from megatron_muon.megatron.checkpoint import loading, saving, swiglu
 from megatron_muon.megatron.patches import install as mcore_patches
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
@@ -42,7 +42,7 @@ def test_a_run_with_muon_under_fsdp_gets_all_and_undo_restores_the_very_objects(
     assert all(now is not then for now, then in zip(current(), before, strict=True))
     patches.undo()
     assert all(now is then for now, then in zip(current(), before, strict=True))
-    assert len(patches) == 0
+    assert len(patches._undo) == 0
 
 
 def test_other_runs_keep_upstreams_code(patches):
@@ -65,7 +65,7 @@ OTHER_SIGNATURE = [
     (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
     (saving.explain_failed_saves, training, "save_checkpoint"),
-    (trial_save.try_saving_before_training, training, "train"),
+    (saving.try_saving_before_training, training, "train"),
     (loading.load_what_is_there, checkpointing, "_load_base_checkpoint"),
     (loading.load_what_is_there, checkpointing, "preprocess_fsdp_dtensor_state_dict"),
 ]
@@ -102,7 +102,7 @@ def test_what_is_gone_is_named(patches, monkeypatch, patch, owner, name):
     monkeypatch.delattr(owner, name)
     with pytest.raises(RuntimeError, match=rf"cannot patch .*{name}: there is no such attribute.*megatron-core 0\.19"):
         patch(patches)
-    assert len(patches) == (name in SECOND)
+    assert len(patches._undo) == (name in SECOND)
 
 
 def test_validation_that_treats_muon_otherwise(patches, monkeypatch):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli, exit_codes
-from megatron_muon.checkpoint import lock as checkpoint_lock
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.runs import processes, run_folder, run_summary
@@ -170,7 +170,7 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
     who = f"(process {os.getpid()} on {socket.gethostname()}, since "
     assert f"error: a run is under way in {taken.root} {who}" in capsys.readouterr().err
     saves = re.escape(f"a training saves its checkpoints to {taken.checkpoints} {who}")
-    with checkpoint_lock.lock_of(taken.checkpoints).held(), pytest.raises(UserError, match=saves):
+    with files.lock_of(taken.checkpoints).held(), pytest.raises(UserError, match=saves):
         run_folder.refuse_living(taken)
     run_folder.refuse_living(taken)
     assert sorted(taken.root.rglob("*")) == before

@@ -1,11 +1,13 @@
-"""The patches of megatron-core for loading fsdp_dtensor checkpoints, for Muon and for Adam.
+"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line.
 
-Only what is complete is loaded, with the state that another optimizer left started afresh, and never in silence.
+Of the fsdp_dtensor format, for Muon and for Adam, only what is complete is loaded, with the state that another
+optimizer left started afresh, and never in silence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megatron_muon.checkpoint import checksums, content, files
-from megatron_muon.errors import UserError
-from megatron_muon.megatron.checkpoint import step_counts
+from megatron_muon.checkpoint.content import STEP
+from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.errors import UserError, reason_of
 from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.patching import Patches
 
@@ -71,7 +77,8 @@ def load_what_is_there(patches: Patches) -> None:
         entries = content.read_entries(asked["folder"])
         theirs = content.wrappers(content.optimized(entries))
         ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
-        entries = content.rewrapped(entries, theirs, ours)
+        if "optimizer" in state:  # weights have the same names in every precision
+            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         state = _ask_for_what_is_there(
             state,
             entries,
@@ -82,15 +89,17 @@ def load_what_is_there(patches: Patches) -> None:
             tensor_parallel=args.tensor_model_parallel_size,
         )
         if "optimizer" in state:
-            asked["settings"] = settings = state["optimizer"]["param_to_group_meta"]
+            stored = state["optimizer"]["param_to_group_meta"]
+            asked["settings"] = settings = {ours + name.removeprefix(theirs): meta for name, meta in stored.items()}
             if not args.use_checkpoint_opt_param_scheduler:
                 asked["rates"] = {p: {k: meta[k] for k in _RATES if k in meta} for p, meta in settings.items()}
-            state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
         if _FLOPS in entries:
             state[_FLOPS] = 0
-        if state.get("rng_state") and not _holds_rng(state["rng_state"], entries):
-            asked["rng_state"] = state.pop("rng_state")
-            _warn("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
+        if state.get("rng_state"):
+            wanted = flatten_state_dict({"rng_state": state["rng_state"]})[0]
+            if not all(of_all_ranks(all(name in entries for name in wanted))):
+                asked["rng_state"] = state.pop("rng_state")
+                _warn("the checkpoint holds no random-number state for every rank of this layout; it starts anew")
         return state
 
 
@@ -102,13 +111,12 @@ def explain_load_refusals(patches: Patches) -> None:
         try:
             return load(*args, **kwargs)
         except AssertionError as refusal:
-            remedy = "give this run the flags that wrote it"
             if "OptimizerParamScheduler" in str(refusal):
-                remedy = (
-                    "use --override-opt-param-scheduler for this run's schedule, --use-checkpoint-opt-param-scheduler "
-                    "for that of the checkpoint"
-                )
-            elif "from checkpoint" not in str(refusal):
+                schedules = "this run's schedule, --use-checkpoint-opt-param-scheduler for that of the checkpoint"
+                remedy = f"use --override-opt-param-scheduler for {schedules}"
+            elif "from checkpoint" in str(refusal):
+                remedy = "give this run the flags that wrote it"
+            else:
                 raise
             raise UserError(f"megatron-core refuses this checkpoint: {refusal}; {remedy}") from refusal
 
@@ -145,15 +153,11 @@ def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
     if iteration is None:
         _tell_unfinished(save_dir)
         return None
-    return save_dir / "release" if iteration == "release" else files.iteration_folder(save_dir, int(iteration))
+    return files.iteration_folder(save_dir, iteration)
 
 
 def _require_complete(folder: Path, *, verify: bool = True) -> None:
-    """Check a checkpoint's files on the first rank, for all.
-
-    Raises:
-        UserError: what is wrong with it, and which one to take instead.
-    """
+    """Refuse a checkpoint whose files are not complete, on the first rank for all, and name the one to take instead."""
 
     def look() -> None:
         _refuse_damaged(folder, files.problems(folder, verify=verify))
@@ -163,12 +167,9 @@ def _require_complete(folder: Path, *, verify: bool = True) -> None:
 
 
 def _require_unchanged(folder: Path) -> None:
-    """Compare a checkpoint's files with their checksums, each on one rank.
+    """Refuse a checkpoint whose files do not have their checksums; each file is read by one rank.
 
     The first rank reads the checksums for all: what a file server shows to one rank, another may not see yet.
-
-    Raises:
-        UserError: which are not as they were written, and which checkpoint to take instead.
     """
     sums = of_first_rank(lambda: checksums.read(folder))
     if sums is None:
@@ -176,7 +177,7 @@ def _require_unchanged(folder: Path) -> None:
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))
-    _refuse_damaged(folder, [line for lines in of_all_ranks(mine) for line in lines])
+    _refuse_damaged(folder, list(itertools.chain(*of_all_ranks(mine))))
 
 
 def _refuse_damaged(folder: Path, found: list[str]) -> None:
@@ -186,22 +187,18 @@ def _refuse_damaged(folder: Path, found: list[str]) -> None:
 
 
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
-    """Check that a checkpoint's learning rates, which groups would take on, are those of the run.
+    """Refuse learning rates of a checkpoint, which groups would take on, that are not those of the run.
 
     megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where it is told to
     override them.
-
-    Raises:
-        UserError: the first that differs.
     """
-    for parameter, rates in run.items():
-        for name, rate in rates.items():
-            if stored[parameter][name] != rate:
-                raise UserError(
-                    f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
-                    f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
-                    "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
-                )
+    for parameter, name, rate in ((p, name, rate) for p, rates in run.items() for name, rate in rates.items()):
+        if stored[parameter][name] != rate:
+            raise UserError(
+                f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
+                f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
+                "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+            )
 
 
 def _ask_for_what_is_there(
@@ -214,57 +211,44 @@ def _ask_for_what_is_there(
     keep: Sequence[str] = (),
     tensor_parallel: int = 1,
 ) -> Any:
-    """The part of a state dict that a checkpoint can fill; what it cannot starts afresh, or is an error.
+    """The part of a state dict that a checkpoint with these entries can fill; what it cannot starts afresh.
 
-    Args:
-        state: what the run wants: `model`, `optimizer` and more.
-        entries: what the checkpoint in `folder` holds.
-        folder: named in messages.
-        allow_missing: `--muon-allow-missing-state`.
-        allow_dropped: `--no-strict-fsdp-dtensor-load`.
-        keep: settings of parameter groups that stay the run's.
-        tensor_parallel: the run's size, which orders some state.
-
-    Raises:
-        UserError: a weight is missing, of another shape or the checkpoint's alone, or state is missing that should be
-            there.
+    Refused is a weight that is missing, of another shape or, unless `allow_dropped`, the checkpoint's alone, and,
+    unless `allow_missing`, state that should be there. Settings of groups in `keep` stay the run's.
     """
     optimizer = state.get("optimizer")
-    missing, fresh = content.compare(optimizer["state"], entries) if optimizer else (content.Missing(), set())
+    (replaced, absent), fresh = content.compare(optimizer["state"] if optimizer else {}, entries)
     if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
         stored = content.read_objects(folder, ["args"]).get("args")
         if getattr(stored, "tensor_model_parallel_size", tensor_parallel) != tensor_parallel:
             fresh |= moved
-            missing.replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
+            replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
     weights = state.get("model", {})
-    missing.misfits |= {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
-    missing.misfits |= content.other_shapes("model.", weights, entries)
-    for other in of_all_ranks(missing):  # ranks hold different experts, and must agree
-        missing.add(other)
-    if missing.misfits:
+    misfits = {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
+    misfits |= content.other_shapes("model.", weights, entries)
+    everywhere = of_all_ranks((replaced, absent, misfits))  # ranks hold different experts, and must agree
+    replaced, absent, misfits = (set().union(*of_each) for of_each in zip(*everywhere, strict=True))
+    if misfits:
+        raise UserError(f"{folder} is of another model: {_some(sorted(misfits))}; give this run its model flags")
+    dropped = _dropped(weights, entries)
+    if dropped and not allow_dropped:
         raise UserError(
-            f"{folder} is of another model: {_some(sorted(missing.misfits))}; give this run its model flags"
+            f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; give this "
+            "run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
         )
-    if dropped := _dropped(weights, entries):
-        if not allow_dropped:
-            raise UserError(
-                f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; "
-                "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
-            )
+    if dropped:
         _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
-    if missing.absent and not allow_missing:
+    if absent and not allow_missing:
+        names = _some(sorted(map(content.plain, absent)))
         raise UserError(
-            f"{folder} lacks {len(missing.absent)} entries of optimizer state: {_some(sorted(missing.absent))}; "
-            "use --muon-allow-missing-state to start them at zero, or --no-load-optim to load no optimizer state at all"
+            f"{folder} lacks {len(absent)} entries of optimizer state: {names}; use --muon-allow-missing-state to "
+            "start them at zero, or --no-load-optim to load no optimizer state at all"
         )
-    if lost := missing.absent | missing.replaced:
-        by = "another optimizer or layout wrote this checkpoint" if missing.replaced else "it lacks them"
-        _warn(
-            f"{len(lost)} entries of optimizer state start at zero, because {by}: "
-            f"{_some(sorted(content.plain(name) for name in lost))}"
-        )
+    if lost := sorted(map(content.plain, absent | replaced)):
+        by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
+        _warn(f"{len(lost)} entries of optimizer state start at zero, because {by}: {_some(lost)}")
     if optimizer:
-        optimizer, counts = step_counts.carry_over(optimizer, fresh, entries, folder, _warn)
+        optimizer, counts = carry_step_counts_over(optimizer, fresh, entries, folder, _warn)
         state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
     return state
 
@@ -283,12 +267,6 @@ def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
     return [content.plain(name.removeprefix("model.")) for name in left]
 
 
-def _holds_rng(rng_state: Any, entries: dict[str, Any]) -> bool:
-    """Whether a checkpoint has the random-number states that this rank, and every other one, looks for."""
-    holds = all(name in entries for name in flatten_state_dict({"rng_state": rng_state})[0])
-    return all(of_all_ranks(holds))
-
-
 def _tell_unfinished(save_dir: Path) -> None:
     for left in files.unfinished(save_dir):
         _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
@@ -301,3 +279,72 @@ def _warn(text: str) -> None:
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def run_no_pickles(patches: Patches) -> None:
+    """Read a checkpoint's index and its entries without running what their pickles name.
+
+    torch's reader and planner, up to 2.13 at least, call `pickle.load` and `torch.load(weights_only=False)`. So whoever
+    can write to a checkpoint can run any command where it is loaded.
+    """
+    patches.replace(FileSystemReader, "read_metadata", Reader.read_metadata, takes=["kwargs"])
+    patches.replace(DefaultLoadPlanner, "load_bytes", Planner.load_bytes, takes=["read_item", "value"])
+
+
+def explain_unreadable(patches: Patches) -> None:
+    """Turn what torch raises for a checkpoint that cannot be read into a line, which names the rank and the reason."""
+
+    @patches.around(checkpointing, "_load_base_checkpoint", takes=["load_dir", "args"])
+    def load_base_checkpoint(load: Callable[..., Any], load_dir: Any, args: Any, *rest: Any, **kwargs: Any) -> Any:
+        try:
+            return load(load_dir, args, *rest, **kwargs)
+        except CheckpointException as failure:
+            named = args.ckpt_step or files.latest(Path(load_dir))
+            raise UserError(
+                f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)}); "
+                f"{files.resume_hint(Path(load_dir), but=named)}"
+            ) from failure
+
+
+def carry_step_counts_over(
+    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Set Adam's counts of steps that a checkpoint keeps in another form, in the run's state dict `optimizer`.
+
+    torch's AdamW counts for each parameter, in its state; the FusedAdam of Transformer Engine and Apex for each group,
+    in its settings, as an integer or (capturable) a tensor. Without the count Adam's bias correction starts again and
+    its first updates are too large.
+
+    Parameters that start `fresh` keep theirs; `entries` are the checkpoint's. Returns the part of the state dict that
+    is still to be asked for, and the settings not to ask for.
+    """
+    state, settings = optimizer["state"], optimizer["param_to_group_meta"]
+    in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
+    in_groups = [
+        name
+        for name, meta in settings.items()
+        if STEP in meta
+        and not fresh & {name, f"{name}_w"}
+        and not _alike(meta[STEP], entries.get(content.setting(name, STEP)))
+    ]
+    if not in_state and not in_groups:
+        return optimizer, ()
+    counts = content.step_counts(folder)
+    for name in in_state:
+        state[name][STEP].fill_(counts[content.whole_name(content.plain(name), counts)])
+    groups = {id(settings[name]): settings[name] for name in in_groups}  # whose parameters share one dict
+    for group, meta in groups.items():
+        found = {counts.get(content.plain(name), 0) for name in in_groups if id(settings[name]) == group}
+        count = max(found)
+        meta[STEP] = torch.full_like(meta[STEP], count) if isinstance(meta[STEP], torch.Tensor) else count
+        if len(found) > 1:
+            tell(
+                f"Adam counts by group here, the checkpoint has {min(found)} to {count} steps in one; it takes {count}"
+            )
+    others = {name: {slot: value for slot, value in state[name].items() if slot != STEP} for name in in_state}
+    return {**optimizer, "state": {**state, **others}}, (STEP,) if in_groups else ()
+
+
+def _alike(count: Any, entry: Any) -> bool:
+    """Whether a checkpoint holds a group's count as the run does."""
+    return entry is not None and isinstance(count, torch.Tensor) == hasattr(entry, "size")

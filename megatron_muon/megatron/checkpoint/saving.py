@@ -1,7 +1,7 @@
-"""The patches of megatron-core that fsdp_dtensor checkpoints need, one function each, for Muon and for Adam.
+"""The patches of megatron-core that saving fsdp_dtensor checkpoints needs, one function each, for Muon and for Adam.
 
-Saving happens under `no_shard` too, never over the checkpoint that is there, with a tracker file that is always whole.
-What loading needs is in `loading`, and installed from here.
+Saving happens under `no_shard` too, never over the checkpoint that is there, with a tracker file that is always whole,
+and is tried before the first step. What loading needs is in `loading`, and installed from here.
 """
 
 from __future__ import annotations
@@ -10,25 +10,35 @@ import contextlib
 import inspect
 import os
 import shutil
+import time
+import traceback
+import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import megatron.training.checkpointing as checkpointing
 import megatron.training.training as training
+import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.utils import unwrap_model
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import StorageWriter
+from torch.futures import Future
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import SaveError, reason_of
+from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.checkpoint import loading
-from megatron_muon.megatron.checkpoint.summed_files import SummedFiles
 from megatron_muon.megatron.checkpoint.swiglu import split_swiglu
-from megatron_muon.megatron.checkpoint.trial_save import try_saving_before_training
-from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank
+from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.megatron.state import initialize_scalar_state
 from megatron_muon.patching import Patches, versions
 
@@ -70,18 +80,18 @@ def save_beside_and_rename(patches: Patches) -> None:
             sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
             of_first_rank(lambda: files.finish(folder, sums))
         except (Exception, CheckpointException) as error:
-            raise SaveError(
-                f"the checkpoint of iteration {files.iteration_of(folder)} could not be written to {folder.parent} "
-                f"({reason_of(error)}{_free_space(folder.parent)}); {files.resume_hint(folder.parent)}"
-            ) from error
+            reason = reason_of(error)
+            with contextlib.suppress(OSError):
+                reason += f", {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB free there"
+            raise _save_error(files.iteration_of(folder), folder.parent, reason) from error
         return result
 
 
-def _free_space(folder: Path) -> str:
-    try:
-        return f", {shutil.disk_usage(folder).free / 2**30:.1f} GiB free there"
-    except OSError:
-        return ""
+def _save_error(iteration: int | None, save_dir: Path, reason: object) -> SaveError:
+    return SaveError(
+        f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({reason}); "
+        f"{files.resume_hint(save_dir)}"
+    )
 
 
 def write_tracker_at_once(patches: Patches) -> None:
@@ -96,13 +106,12 @@ def write_tracker_at_once(patches: Patches) -> None:
     client = checkpointing.maybe_msc
 
     class WithWholeTracker:
-        """megatron-core's storage client, which writes the tracker at once where it is a plain file."""
-
         def __getattr__(self, name: str) -> Any:
             return getattr(client, name)
 
         def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            if mode == "w" and client.open is open and os.path.basename(path) == files.TRACKER:
+            is_plain = client.open is open  # not in an object store
+            if mode == "w" and is_plain and os.path.basename(path) == files.TRACKER:
                 return _tracker(Path(path))
             return client.open(path, mode, *args, **kwargs)
 
@@ -128,11 +137,7 @@ def explain_failed_saves(patches: Patches) -> None:
         except OSError as error:
             from megatron.training import get_args
 
-            save_dir = Path(get_args().save)
-            raise SaveError(
-                f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({error}); "
-                f"{files.resume_hint(save_dir)}"
-            ) from error
+            raise _save_error(iteration, Path(get_args().save), error) from error
 
 
 def remember_signals(patches: Patches) -> None:
@@ -168,3 +173,125 @@ def keep_adam_state_alike(patches: Patches) -> None:
     def init_optimizer_states_with_dummy_values(initialize: Callable[..., None], self: Any) -> None:
         if not all(p in self.optimizer.state for group in self.optimizer.param_groups for p in group["params"]):
             initialize(self)
+
+
+_SMALL = 1 << 16
+"""Bytes up to which a piece is summed faster than it is handed to a thread."""
+
+
+class SummedFiles(FileSystem):
+    """The file system, with the CRC-32 in `sums` of each file that was written through it, by its name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file to be written from its beginning to its end."""
+        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as pool:
+            summed = _SummedStream(stream, pool)
+            yield summed
+        self.sums[Path(path).name] = summed.crc
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Give a file another name."""
+        super().rename(path, new_path)
+        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
+
+
+class _SummedStream:
+    """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
+
+    def __init__(self, stream: Any, pool: ThreadPoolExecutor) -> None:
+        self.crc = 0
+        self._write, self._pool = stream.write, pool
+        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
+
+    def write(self, data: Any) -> int:
+        piece = memoryview(data).cast("B")
+        if len(piece) <= _SMALL:
+            self.crc = zlib.crc32(piece, self.crc)
+            return int(self._write(piece))
+        summing = self._pool.submit(zlib.crc32, piece, self.crc)
+        try:
+            return int(self._write(piece))
+        finally:
+            self.crc = summing.result()
+
+
+class _Discarding(StorageWriter):
+    """Takes a checkpoint as torch's writer to files does, objects pickled, and keeps nothing."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        for item in plan.items:
+            planner.resolve_data(item)  # looks up a tensor, pickles an object
+        done: Future[list[Any]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Any, results: Any) -> None: ...
+
+    def storage_meta(self) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return False
+
+
+def try_saving_before_training(patches: Patches) -> None:
+    """Prepare and plan a checkpoint as a save does, before the first step of a run with --save.
+
+    megatron-core finds out at the first save what it cannot save, and all that was trained is lost then.
+    """
+
+    @patches.around(training, "train", takes=["forward_step_func", "model", "optimizer", "opt_param_scheduler"])
+    def train_after_trial(
+        train: Callable[..., Any], forward: Any, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        from megatron.training import get_args
+
+        settings = get_args()
+        if settings.save and settings.ckpt_format == "fsdp_dtensor":
+            _try_saving(settings, model, optimizer, scheduler)
+        return train(forward, model, optimizer, scheduler, *args, **kwargs)
+
+
+def _try_saving(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    """Go through a save of the run's state up to the writing, or raise SaveError. Collective; nothing changes."""
+    started = time.monotonic()
+    try:
+        state = _state_to_save(args, model, optimizer, scheduler)
+        save(state, storage_writer=_Discarding())
+    except (Exception, CheckpointException) as error:
+        traceback.print_exc()
+        raise SaveError(
+            f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
+            f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
+        ) from error
+    say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
+
+
+def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
+    """What megatron-core's save_checkpoint hands to torch's distributed checkpointing, by the same functions."""
+    model = unwrap_model(model)
+    settings: dict[str, Any] = {"metadata": checkpointing._build_sharded_state_dict_metadata(args)}
+    if isinstance(optimizer, MuonChainedOptimizer):
+        settings["is_loading"] = True  # leaves offloaded momentum where it is
+    groups = parallel_state.get_tensor_model_parallel_group(), parallel_state.get_pipeline_model_parallel_group()
+    rng_state = checkpointing.get_rng_state(args.ckpt_format, *groups)
+    state = checkpointing.generate_state_dict(
+        args, model, optimizer, scheduler, rng_state, iteration=0, optim_sd_kwargs=settings
+    )
+    prepared: dict[str, Any] = checkpointing.preprocess_fsdp_dtensor_state_dict(args, state, model[0])
+    return prepared

@@ -35,14 +35,12 @@ def split_swiglu(patches: Patches) -> None:
             raise RuntimeError(f"cannot patch the SwiGLU handler: make_fsdp_dtensor takes no {name} in {versions()}")
 
     @patches.around(
-        checkpointing,
-        "handle_swiglu_in_state_dict",
-        takes=["model", "model_state_dict", "optimizer_state_dict"],
+        checkpointing, "handle_swiglu_in_state_dict", takes=["model", "model_state_dict", "optimizer_state_dict"]
     )
     def handle_swiglu(handle: Callable[..., Any], model: Any, model_state: Any, optimizer_state: Any) -> Any:
         names = dict(model.named_parameters())
         with _whole_slices(names.values()) as replicated, Patches() as changes:
-            made = partial(_made, make, replicated)
+            made = partial(make, is_sharded_param=False) if replicated else make
             changes.replace(handlers, "make_fsdp_dtensor", made)
             model_state, _ = handle(_AnyDepth(model, names), model_state, None)
             if optimizer_state is None:
@@ -70,9 +68,8 @@ class _AnyDepth(torch.nn.Module):
 @contextlib.contextmanager
 def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
     """Whether there are replicas; they get the slice by which the handler cuts, which Megatron-FSDP sets on shards."""
-    replicas = [
-        p for p in parameters if hasattr(p, "megatron_fsdp_dist_index") and not hasattr(p, "megatron_fsdp_slice")
-    ]
+    of_fsdp = [parameter for parameter in parameters if hasattr(parameter, "megatron_fsdp_dist_index")]
+    replicas = [parameter for parameter in of_fsdp if not hasattr(parameter, "megatron_fsdp_slice")]
     for parameter in replicas:
         parameter.megatron_fsdp_slice = slice(0, parameter._local_tensor.numel())
     try:
@@ -80,10 +77,6 @@ def _whole_slices(parameters: Iterable[Any]) -> Iterator[bool]:
     finally:
         for parameter in replicas:
             del parameter.megatron_fsdp_slice
-
-
-def _made(make: Callable[..., Any], replicated: bool, local: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
-    return make(local, param, **{**kwargs, **({"is_sharded_param": False} if replicated else {})})
 
 
 def _made_in_place(make: Callable[..., Any], local_tensor: torch.Tensor, param: torch.Tensor, **kwargs: Any) -> Any:
@@ -115,11 +108,10 @@ def _with_halves(
             made.setdefault(name, {})[slot] = tensor
     halved: dict[str, dict[str, Any]] = {}
     for name, slots in state.items():
-        if f"{name}_w" not in made:
+        if gate := made.get(f"{name}_w"):
+            others = {slot: value for slot, value in slots.items() if slot not in gate}
+            counts = {slot: value for slot, value in others.items() if not getattr(value, "ndim", 0)}
+            halved |= {f"{name}_w": {**others, **gate}, f"{name}_v": {**counts, **made[f"{name}_v"]}}
+        else:
             halved[name] = slots
-            continue
-        gate, up = made[f"{name}_w"], made[f"{name}_v"]
-        others = {slot: value for slot, value in slots.items() if slot not in gate}
-        halved[f"{name}_w"] = {**others, **gate}
-        halved[f"{name}_v"] = {**{s: value for s, value in others.items() if not getattr(value, "ndim", 0)}, **up}
     return halved

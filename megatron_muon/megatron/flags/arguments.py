@@ -16,9 +16,9 @@ from typing import NoReturn
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags import refusals
-from megatron_muon.megatron.flags.fields import MuonSettings
+from megatron_muon.megatron.flags.fields import MuonSettings, RunSettings
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
-from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
+from megatron_muon.megatron.flags.refusals import MUONS, MuonRun, flag_of
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
@@ -31,6 +31,8 @@ MODEL_FLAGS = (
     "--yaml-cfg",
 )
 """Flags that say that the user brings a model of their own."""
+
+TE = "transformer_engine"
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,27 +47,7 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
     """Add this package's flags to megatron.training's parser."""
     from megatron.training.argument_utils import ArgumentGroupFactory
 
-    group = parser.add_argument_group(title="this package")
-    group.add_argument(
-        "--config", metavar="FILE.yaml", help="experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"
-    )
-    group.add_argument(
-        "--device",
-        choices=("auto", "cuda", "cpu"),
-        default="auto",
-        help="where to train; auto takes CUDA where it is",
-    )
-    group.add_argument(
-        "--muon-allow-missing-state",
-        action="store_true",
-        help="with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning",
-    )
-    group.add_argument(
-        "--no-verify-checkpoint",
-        action="store_false",
-        dest="verify_checkpoint",
-        help="with --load: do not compare the checkpoint's files with their checksums, which reads each of them once",
-    )
+    ArgumentGroupFactory(RunSettings).build_group(parser, title="this package")
     ArgumentGroupFactory(MuonSettings).build_group(parser, title="muon under megatron-fsdp")
     allow_full_precision(parser)
     return parser
@@ -74,43 +56,32 @@ def add_muon_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPars
 def allow_full_precision(parser: argparse.ArgumentParser) -> None:
     """Add "highest", torch's name for products in full fp32, to the choices of --muon-fp32-matmul-prec."""
     precision = parser._option_string_actions["--muon-fp32-matmul-prec"]
-    if "highest" not in (precision.choices or ()):
-        precision.choices = [*(precision.choices or ()), "highest"]
+    precision.choices = list(dict.fromkeys([*(precision.choices or ()), "highest"]))
 
 
 def build_parser() -> Parser:
-    """megatron.training's parser with this package's flags."""
+    """megatron.training's parser with this package's flags, and help texts that argparse can format."""
     from megatron.training.arguments import add_megatron_arguments
 
     parser = Parser(prog="pretrain_gpt.py", allow_abbrev=False)
     add_megatron_arguments(parser)
     add_muon_arguments(parser)
-    _mend_help(parser)
-    return parser
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Double the percent signs of help texts that argparse cannot format: one of 0.19's ended --help in a traceback."""
-    for action in parser._actions:
+    for action in parser._actions:  # one of 0.19 has a bare percent sign, which ended --help in a traceback
         try:
             _ = (action.help or "") % {**vars(action), "prog": parser.prog}
         except (KeyError, TypeError, ValueError):
             action.help = (action.help or "").replace("%", "%%")
+    return parser
 
 
 def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
-    """Parse `argv`.
-
-    Raises:
-        UserError: an unknown flag, with the nearest known one, or a value that a flag does not take.
-    """
+    """Parse `argv`; refuse an unknown flag, with the nearest known one, and a value that a flag does not take."""
     if {"--help", "-h"} & set(argv):  # argparse would print it and exit, here in the middle of another command
         raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
     args, unknown = parser.parse_known_args(list(argv))
-    flags = [token.split("=")[0] for token in unknown if token.startswith("--")]
-    if flags:
-        hint = did_you_mean(flags[0], parser._option_string_actions) or "; see pretrain_gpt.py --help"
-        raise UserError(f"unknown flag {flags[0]}{hint}")
+    for flag in [token.split("=")[0] for token in unknown if token.startswith("--")]:
+        hint = did_you_mean(flag, parser._option_string_actions) or "; see pretrain_gpt.py --help"
+        raise UserError(f"unknown flag {flag}{hint}")
     if unknown:
         raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")
     return args
@@ -143,19 +114,14 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
 
 
 def cpu_has_bf16() -> bool:
-    """Whether this processor multiplies bf16 matrices in hardware.
-
-    Without it a bf16 Newton-Schulz iteration takes up to 800 times as long as one in fp32.
-    """
+    """Whether this processor multiplies bf16 matrices in hardware; without it they take up to 800 times fp32's time."""
     import torch
 
     names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     if any(getattr(torch.cpu, name, lambda: False)() for name in names):
         return True
-    flags = Path("/proc/cpuinfo")
-    return flags.exists() and any(
-        line.startswith("Features") and "bf16" in line.split() for line in flags.read_text().splitlines()
-    )
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return any(line.startswith("Features") and "bf16" in line.split() for line in lines)
 
 
 def has_transformer_engine() -> bool:
@@ -172,107 +138,77 @@ def check_settings(
     check_data: bool = True,
     elsewhere: bool = False,
 ) -> None:
-    """Check what a user can get wrong, before torch.distributed starts.
+    """Refuse what a user can get wrong, before torch.distributed starts; of several mistakes each in a line of its own.
 
-    Args:
-        args: the settings.
-        device: "cuda" or "cpu".
-        environ: has WORLD_SIZE and RANK.
-        writes: whether this is the start of a run, which needs its --load.
-        check_data: whether the training data should be there by now.
-        elsewhere: whether the run is for another machine, where Transformer Engine may be.
-
-    Raises:
-        UserError: names the value and the remedy; of several mistakes each in a line of its own.
+    A run that `writes` needs its --load; one for `elsewhere` may find Transformer Engine there.
     """
     check_numbers(args)
+    on_cpu = device == "cpu"
+    te_here, te_asked = elsewhere or has_transformer_engine(), args.transformer_impl == TE
+    one_connection = environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     reasons = Reasons()
     with reasons:
         check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
     with reasons:
         refuse_hybrid(args)
     with reasons:
-        _check_transformer_engine(args, device=device, is_installed=elsewhere or has_transformer_engine())
-    with reasons:
-        refusals.check(
-            MuonRun(
-                settings=args,
-                model=args,
-                strategy=args.data_parallel_sharding_strategy,
-                instances=args.num_distributed_optimizer_instances,
-                main_params_dtype=args.megatron_fsdp_main_params_dtype,
-                gated=args.swiglu,
-                on_cpu=device == "cpu",
-                megatron_fsdp=args.use_megatron_fsdp,
-                has_model=False,
-            )
-        )
+        refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
-    with reasons:
-        if args.use_megatron_fsdp and environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-            raise UserError(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; "
-                "type: unset CUDA_DEVICE_MAX_CONNECTIONS"
-            )
-    with reasons:
-        _check_async_save(args, device)
     with reasons:
         if check_data:
             require_data(args)
     with reasons:
         if args.load and writes:
             check_load(args)
-    with reasons:
-        if args.save and args.save_interval is None:
-            raise UserError(f"--save {args.save} needs --save-interval N: after how many iterations to save")
+    independent = (
+        (
+            te_asked and not te_here,
+            f"--transformer-impl {TE}: Transformer Engine is not installed; type pip install 'megatron-muon[te]' on a "
+            "machine with a GPU, or use --transformer-impl local",
+        ),
+        (
+            te_asked and te_here and on_cpu,
+            f"--transformer-impl {TE} needs a GPU; use --transformer-impl local on a CPU",
+        ),
+        (
+            args.use_megatron_fsdp and one_connection,
+            "CUDA_DEVICE_MAX_CONNECTIONS=1 keeps Megatron-FSDP from overlapping; type: unset "
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+        ),
+        (
+            args.async_save and on_cpu,
+            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
+            "changes; leave it out, and --use-persistent-ckpt-worker too",
+        ),
+        (
+            args.async_save and not on_cpu and not args.use_persistent_ckpt_worker,  # 0.19 would warn, and do so
+            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
+            "foreground; add that flag, or leave --async-save out",
+        ),
+        (
+            args.save and args.save_interval is None,
+            f"--save {args.save} needs --save-interval N: after how many iterations to save",
+        ),
+    )
+    reasons.lines += [message for is_wrong, message in independent if is_wrong]
     reasons.tell()
 
 
 def refuse_hybrid(args: argparse.Namespace) -> None:
-    """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT.
-
-    Raises:
-        UserError: the flag that asks for them.
-    """
+    """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(args, name):
-            flag = refusals.flag_of(name)
-            raise UserError(f"{flag} {pattern} makes a hybrid model, and only a GPT is built here; leave it out")
-
-
-def _check_transformer_engine(args: argparse.Namespace, *, device: str, is_installed: bool) -> None:
-    if args.transformer_impl == "transformer_engine" and not is_installed:
-        raise UserError(
-            "--transformer-impl transformer_engine: Transformer Engine is not installed; type "
-            "pip install 'megatron-muon[te]' on a machine with a GPU, or use --transformer-impl local"
-        )
-    if args.transformer_impl == "transformer_engine" and device == "cpu":
-        raise UserError("--transformer-impl transformer_engine needs a GPU; use --transformer-impl local on a CPU")
-
-
-def _check_async_save(args: argparse.Namespace, device: str) -> None:
-    if args.async_save and device == "cpu":
-        raise UserError(
-            "--async-save does not work on the CPU, where the saving process would share the tensors that training "
-            "changes; leave it out, and --use-persistent-ckpt-worker too"
-        )
-    if args.async_save and not args.use_persistent_ckpt_worker:  # 0.19 would warn, and do so
-        raise UserError(
-            "--async-save does nothing without --use-persistent-ckpt-worker: megatron-core would save in the "
-            "foreground; add that flag, or leave --async-save out"
-        )
+            raise UserError(
+                f"{flag_of(name)} {pattern} makes a hybrid model, and only a GPT is built here; leave it out"
+            )
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
-    """Refuse parallel sizes that do not fit the number of ranks, or each other.
-
-    Raises:
-        UserError: names the size and the remedy.
-    """
+    """Refuse parallel sizes that do not fit the number of ranks, or each other."""
     product = 1
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        flag, size = refusals.flag_of(name), getattr(args, name)
+        flag, size = flag_of(name), getattr(args, name)
         product *= size
         if product > world_size or world_size % product:
             raise UserError(
@@ -283,7 +219,7 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
     if args.context_parallel_size > 1 and args.transformer_impl == "local":
         raise UserError(
             f"--context-parallel-size {args.context_parallel_size} needs Transformer Engine's attention, and a GPU; "
-            "use --transformer-impl transformer_engine there, or --context-parallel-size 1"
+            f"use --transformer-impl {TE} there, or --context-parallel-size 1"
         )
     if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
         raise UserError(

@@ -10,8 +10,7 @@
 
 A value reaches Megatron as it is written in the file (`1e-4` stays `1e-4`); `true` gives the bare flag,
 `false` and null leave the flag out. A bracketed string, `"[384 384 976]"`, is a list, as upstream's launch
-script reads it. `$$` stands for a dollar sign. Nothing here knows which flags exist, except `check_flags` and
-`nearest_flag`, which are given a parser's.
+script reads it. `$$` stands for a dollar sign.
 
 A file may rest on others, named relative to it:
 
@@ -37,8 +36,7 @@ import yaml
 from megatron_muon.errors import UserError
 from megatron_muon.suggest import did_you_mean
 
-ENV_KEY, ARGS_KEY, BASE_KEY = "ENV_VARS", "MODEL_ARGS", "BASE"
-OURS = (ENV_KEY, ARGS_KEY, BASE_KEY)
+ENV_KEY, ARGS_KEY, BASE_KEY = OURS = ("ENV_VARS", "MODEL_ARGS", "BASE")
 
 UPSTREAM_TEST_KEYS = re.compile(
     "AFTER_SCRIPT|BEFORE_SCRIPT|LAUNCHER|METRICS|MODE|MODEL_ENV_VARS|TEST_EVALUATION|TEST_TYPE|THROUGHPUT_TEST_PARAMS"
@@ -62,12 +60,9 @@ class ExperimentConfig:
     """What an experiment file says.
 
     Attributes:
-        path: The file.
-        env: Environment variables that the run wants.
         flags: (flag, its values) in the file's order; no values for a bare flag.
         ignored: Top-level keys that only upstream's test harness reads.
-        files: All files read, bases before those that rest on them.
-        origins: The file that each flag stands in.
+        files: All files read, bases before those that rest on them; `origins` names that of each flag.
         overridden: Flags that the file has and that were left out of `flags` because the user gives or unsets them.
     """
 
@@ -79,63 +74,52 @@ class ExperimentConfig:
     origins: Mapping[str, Path] = field(default_factory=dict)
     overridden: frozenset[str] = frozenset()
 
-    @property
-    def argv(self) -> tuple[str, ...]:
-        """The flags as a command line."""
-        return tuple(as_argv(self.flags))
-
 
 def load_config(
     path: str | Path, environ: Mapping[str, str] | None = None, *, overridden: Container[str] = ()
 ) -> ExperimentConfig:
-    """Reads an experiment file and the files that it rests on.
+    """Read an experiment file and the files that it rests on; a mistake is named with file and line.
 
-    Args:
-        path: The YAML file.
-        environ: Where placeholders are looked up; `os.environ` by default.
-        overridden: Flags to leave out because the user gives them otherwise; their placeholders may stay unset.
-
-    Raises:
-        UserError: Names the file and the line of whatever is wrong.
+    Placeholders are looked up in `environ`, by default `os.environ`. Flags that are `overridden` by the user are left
+    out, and their placeholders may stay unset.
     """
     path = Path(path)
-    found = _Found()
-    _collect(path, (), found)
-    if not found.has_args:
+    layers = list(_layers(path, ()))
+    if not any(ARGS_KEY in sections for _, sections in layers):
         raise UserError(f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as '--num-layers: 12'")
-    expand = _Expansion(os.environ if environ is None else environ)
+    variables: dict[str, tuple[Path, yaml.Node]] = {}
+    found: dict[str, tuple[Path, yaml.Node]] = {}
+    for file, sections in layers:
+        variables |= {key: (file, node) for key, node in sections.get(ENV_KEY, {}).items()}
+        for flag, node in sections.get(ARGS_KEY, {}).items():
+            found.pop(flag, None)  # an overriding flag takes its place behind the bases', as on a command line
+            found[flag] = file, node
+    values = _Values(os.environ if environ is None else environ)
     env = {}
-    for name, written in found.env.items():
-        if not isinstance(written.node, yaml.ScalarNode):
-            raise UserError(f"{written.place}: {ENV_KEY} {name} must be a string or a number")
-        if not _is_null(written.node):
-            env[name] = expand(written, written.node)
-    flags = [
-        (flag, values)
-        for flag, written in found.flags.items()
-        if flag not in overridden and (values := _values(written, expand)) is not None
-    ]
-    expand.require_all()
+    for name, (file, node) in variables.items():
+        if not isinstance(node, yaml.ScalarNode):
+            raise UserError(f"{_at(file, node)}: {ENV_KEY} {name} must be a string or a number")
+        if not _is_null(node):
+            env[name] = values.text(file, name, node)
+    taken = {flag: values.of_flag(file, flag, node) for flag, (file, node) in found.items() if flag not in overridden}
+    values.require_all()
+    flags = tuple((flag, given) for flag, given in taken.items() if given is not None)
     return ExperimentConfig(
         path=path,
         env=env,
-        flags=tuple(flags),
-        ignored=tuple(found.ignored),
-        files=tuple(found.files),
-        origins={flag: found.flags[flag].file for flag, _ in flags},
-        overridden=frozenset(flag for flag in found.flags if flag in overridden),
+        flags=flags,
+        ignored=tuple(dict.fromkeys(key for _, sections in layers for key in sections if key not in OURS)),
+        files=tuple(dict.fromkeys(file for file, _ in layers)),
+        origins={flag: found[flag][0] for flag, _ in flags},
+        overridden=frozenset(flag for flag in found if flag in overridden),
     )
 
 
 def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
-    """Returns a command line on which the user's flags override the file's.
+    """A command line on which the user's flags override the file's, and `--unset FLAG` takes one of the file back.
 
-    The file's flags come first; argparse takes the last of a repeated flag, and of a repeated flag with
-    several values the last one's values alone. A bare flag of the file is undone by its `--no-` twin where
-    Megatron has one, and always by `--unset FLAG`, which works for any flag of the file and may be repeated.
-
-    Raises:
-        UserError: `--unset` names nothing, or a flag that the file does not have.
+    The file's flags come first; argparse takes the last of a repeated flag, and of one with several values the last
+    one's values alone.
     """
     rest, unset = _without_unset(user_argv)
     known = [*(flag for flag, _ in config.flags), *config.overridden]
@@ -148,11 +132,7 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
 
 
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
-    """Refuses flags that `parser` does not have, and values where the flag takes none or the reverse.
-
-    Raises:
-        UserError: Names the file, the flag, whose flags these are (`software`), and the nearest flag that exists.
-    """
+    """Refuse flags that the parser of `software` does not have, and values where a flag takes none or the reverse."""
     actions = parser._option_string_actions
     unknown = [flag for flag, _ in config.flags if flag not in actions]
     if unknown:
@@ -161,8 +141,7 @@ def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, so
         remedy = hint or (f"; leave out what is not needed with {UNSET_FLAG} FLAG" if software else "")
         raise UserError(f"{config.origins.get(unknown[0], config.path)}: {whose}{', '.join(unknown)}{remedy}")
     for flag, values in config.flags:
-        file = config.origins.get(flag, config.path)
-        takes = actions[flag].nargs
+        file, takes = config.origins.get(flag, config.path), actions[flag].nargs
         if takes == 0 and values:
             given = " ".join(values)
             raise UserError(f"{file}: {flag} takes no value, found {given!r}; write '{flag}: true' or leave it out")
@@ -181,10 +160,9 @@ def _without_unset(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     rest, unset = [], []
     tokens = iter(argv)
     for token in tokens:
-        if token == UNSET_FLAG:
-            unset.append(next(tokens, ""))
-        elif token.startswith(f"{UNSET_FLAG}="):
-            unset.append(token.partition("=")[2])
+        flag, equals, name = token.partition("=")
+        if flag == UNSET_FLAG:
+            unset.append(name if equals else next(tokens, ""))
         else:
             rest.append(token)
     return rest, unset
@@ -195,62 +173,50 @@ def _flag(name: str) -> str:
 
 
 def apply_env(config: ExperimentConfig, environ: MutableMapping[str, str]) -> dict[str, str]:
-    """Sets the file's variables in `environ`, except those that the user has set already; returns those set."""
+    """Set the file's variables in `environ`, except those that the user has set already; those set."""
     applied = {name: value for name, value in config.env.items() if name not in environ}
     environ.update(applied)
     return applied
 
 
-@dataclass(frozen=True)
-class _Written:
-    """A value as a file has it: its node keeps the spelling, and the line for messages."""
-
-    file: Path
-    key: str
-    node: yaml.Node
-
-    @property
-    def place(self) -> str:
-        return _at(self.file, self.node)
+def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
+    """Flags with their values as a command line."""
+    for flag, values in flags:
+        if len(values) == 1 and values[0].startswith("-"):
+            yield f"{flag}={values[0]}"  # by itself, argparse would take it for a flag
+        else:
+            yield flag
+            yield from values
 
 
-@dataclass
-class _Found:
-    """What a file and its bases say so far, by key."""
-
-    env: dict[str, _Written] = field(default_factory=dict)
-    flags: dict[str, _Written] = field(default_factory=dict)
-    ignored: dict[str, None] = field(default_factory=dict)
-    files: dict[Path, None] = field(default_factory=dict)
-    has_args: bool = False
-
-
-def _collect(path: Path, above: tuple[Path, ...], found: _Found) -> None:
-    """Adds a file to `found`, its bases first. `above` are the files that led here."""
+def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, dict[str, yaml.Node]]]]:
+    """A file's sections by key, after those of its bases. `above` are the files that led here."""
     if path.resolve() in [file.resolve() for file in above]:
         ring = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: {BASE_KEY} goes round in a circle: {ring}; take one of them out")
-    sections = dict(_items(path, "the file", _root(path, above)))
+    sections = _items(path, "the file", _root(path, above))
     for key, node in sections.items():
         if key not in OURS and not UPSTREAM_TEST_KEYS.fullmatch(key):
             hint = did_you_mean(key, OURS) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
             raise UserError(f"{_at(path, node)}: unknown key {key!r}{hint}")
-    for base in _bases(path, sections.get(BASE_KEY)):
-        _collect(base, (*above, path), found)
-    found.files[path] = None
+    if (bases := sections.get(BASE_KEY)) is not None and not _is_null(bases):
+        items = bases.value if isinstance(bases, yaml.SequenceNode) else [bases]
+        if not all(isinstance(item, yaml.ScalarNode) and item.value for item in items):
+            raise UserError(f"{_at(path, bases)}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
+        for item in items:
+            yield from _layers(path.parent / item.value, (*above, path))
+    read: dict[str, dict[str, yaml.Node]] = {key: {} for key in sections}
     if not _is_null(env := sections.get(ENV_KEY)):
-        for key, node in _items(path, ENV_KEY, env):
-            if not _NAME.fullmatch(key):
-                raise UserError(f"{_at(path, node)}: {ENV_KEY} key {key!r} is no name of an environment variable")
-            found.env[key] = _Written(path, key, node)
+        read[ENV_KEY] = _items(path, ENV_KEY, env)
+    for key, node in read.get(ENV_KEY, {}).items():
+        if not _NAME.fullmatch(key):
+            raise UserError(f"{_at(path, node)}: {ENV_KEY} key {key!r} is no name of an environment variable")
     if ARGS_KEY in sections:
-        found.has_args = True
-        for key, node in _items(path, ARGS_KEY, sections[ARGS_KEY]):
-            if not key.startswith("--"):
-                raise UserError(f"{_at(path, node)}: {ARGS_KEY} key {key!r} is not a flag; write '{_flag(key)}:'")
-            found.flags.pop(key, None)  # an overriding flag takes its place behind the bases', as on a command line
-            found.flags[key] = _Written(path, key, node)
-    found.ignored |= dict.fromkeys(key for key in sections if key not in OURS)
+        read[ARGS_KEY] = _items(path, ARGS_KEY, sections[ARGS_KEY])
+    for key, node in read.get(ARGS_KEY, {}).items():
+        if not key.startswith("--"):
+            raise UserError(f"{_at(path, node)}: {ARGS_KEY} key {key!r} is not a flag; write '{_flag(key)}:'")
+    yield path, read
 
 
 def _root(path: Path, above: tuple[Path, ...]) -> yaml.Node | None:
@@ -267,50 +233,18 @@ def _root(path: Path, above: tuple[Path, ...]) -> yaml.Node | None:
         raise UserError(f"{path}: nested too deeply; a file holds {ENV_KEY} and {ARGS_KEY} with their keys") from None
 
 
-def _bases(path: Path, node: yaml.Node | None) -> list[Path]:
-    """The files that BASE names."""
-    if node is None or _is_null(node):
-        return []
-    items = node.value if isinstance(node, yaml.SequenceNode) else [node]
-    if not all(isinstance(item, yaml.ScalarNode) and item.value for item in items):
-        raise UserError(f"{_at(path, node)}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")
-    return [path.parent / item.value for item in items]
-
-
-def _items(path: Path, what: str, node: yaml.Node | None) -> Iterator[tuple[str, yaml.Node]]:
-    """Yields a mapping's keys and values, refusing keys that are given twice."""
+def _items(path: Path, what: str, node: yaml.Node | None) -> dict[str, yaml.Node]:
+    """A mapping's keys and values; refuses keys that are given twice."""
     if not isinstance(node, yaml.MappingNode):
         raise UserError(f"{path}: {what} must be a mapping, such as '{ARGS_KEY}:' with '--num-layers: 12' below")
-    seen = set()
+    items: dict[str, yaml.Node] = {}
     for key, value in node.value:
         if not isinstance(key, yaml.ScalarNode):
             raise UserError(f"{_at(path, key)}: a key must be a plain word")
-        if key.value in seen:
+        if key.value in items:
             raise UserError(f"{_at(path, key)}: {key.value!r} is given twice; keep one of them")
-        seen.add(key.value)
-        yield key.value, value
-
-
-def _values(written: _Written, expand: "_Expansion") -> tuple[str, ...] | None:
-    """Returns a flag's values; none for a bare flag, None for a flag that is to be left out."""
-    node = written.node
-    if isinstance(node, yaml.SequenceNode):
-        values: list[str] = []
-        for item in node.value:
-            if not isinstance(item, yaml.ScalarNode):
-                raise UserError(f"{_at(written.file, item)}: {written.key} holds a list or mapping within its list")
-            text = expand(written, item)
-            values += text.split() if item.style is None else [text]  # [384 384 976] without commas, as upstream
-        return tuple(values)
-    if not isinstance(node, yaml.ScalarNode):
-        raise UserError(f"{written.place}: {written.key} must be a value or a list, not a mapping")
-    if _is_null(node):
-        return None
-    text = expand(written, node)
-    if text.lower() in ("true", "false"):
-        return () if text.lower() == "true" else None
-    bracketed = _BRACKETED.match(text)
-    return tuple(bracketed[1].split()) if bracketed else (text,)
+        items[key.value] = value
+    return items
 
 
 class _Placeholders(string.Template):
@@ -319,24 +253,43 @@ class _Placeholders(string.Template):
     pattern = r"\$(?:(?P<escaped>\$)|\{(?P<braced>[^}]*)\}|(?P<named>[A-Za-z_][A-Za-z0-9_]*)|(?P<invalid>(?!)))"  # type: ignore[assignment]
 
 
-class _Expansion:
-    """Replaces placeholders by the environment's values, as envsubst does for upstream, and notes what that lacks."""
+class _Values:
+    """Nodes as values, with placeholders replaced from the environment as envsubst does it; notes what that lacks."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._missing: dict[str, tuple[str, str]] = {}
 
-    def __call__(self, written: _Written, node: yaml.ScalarNode) -> str:
-        template, place = _Placeholders(node.value), _at(written.file, node)
+    def text(self, file: Path, key: str, node: yaml.ScalarNode) -> str:
+        template = _Placeholders(node.value)
         for name in template.get_identifiers():
             if not _NAME.fullmatch(name):
-                raise UserError(f"{place}: {written.key}: ${{{name}}} is no placeholder; write ${{NAME}}")
+                raise UserError(f"{_at(file, node)}: {key}: ${{{name}}} is no placeholder; write ${{NAME}}")
             if name not in self._environ:
-                self._missing.setdefault(name, (place, written.key))
+                self._missing.setdefault(name, (_at(file, node), key))
         return template.safe_substitute(self._environ)
 
+    def of_flag(self, file: Path, flag: str, node: yaml.Node) -> tuple[str, ...] | None:
+        """A flag's values: none for a bare flag, None for a flag that is to be left out."""
+        if isinstance(node, yaml.SequenceNode):
+            values: list[str] = []
+            for item in node.value:
+                if not isinstance(item, yaml.ScalarNode):
+                    raise UserError(f"{_at(file, item)}: {flag} holds a list or mapping within its list")
+                text = self.text(file, flag, item)
+                values += text.split() if item.style is None else [text]  # [384 384 976] without commas, as upstream
+            return tuple(values)
+        if not isinstance(node, yaml.ScalarNode):
+            raise UserError(f"{_at(file, node)}: {flag} must be a value or a list, not a mapping")
+        if _is_null(node):
+            return None
+        text = self.text(file, flag, node)
+        if text.lower() in ("true", "false"):
+            return () if text.lower() == "true" else None
+        bracketed = _BRACKETED.match(text)
+        return tuple(bracketed[1].split()) if bracketed else (text,)
+
     def require_all(self) -> None:
-        """Refuse placeholders that the environment lacks."""
         for name, (place, key) in self._missing.items():
             others = f" (so are {', '.join(list(self._missing)[1:])})" if len(self._missing) > 1 else ""
             raise UserError(
@@ -347,16 +300,6 @@ class _Expansion:
 
 def _is_null(node: yaml.Node | None) -> bool:
     return node is None or bool(node.tag == "tag:yaml.org,2002:null")
-
-
-def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
-    """Flags with their values as a command line."""
-    for flag, values in flags:
-        if len(values) == 1 and values[0].startswith("-"):
-            yield f"{flag}={values[0]}"  # by itself, argparse would take it for a flag
-        else:
-            yield flag
-            yield from values
 
 
 def _at(path: Path, node: yaml.Node) -> str:

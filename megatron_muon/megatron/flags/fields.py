@@ -1,10 +1,10 @@
 """Muon's settings as fields: each is a flag of pretrain_gpt.py, its docstring the flag's help.
 
 megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a default and a help text stand here alone.
-This module imports neither torch nor megatron-core; the factory reads types at run time, so annotations are no strings.
+The factory reads types at run time, so annotations are no strings; neither torch nor megatron-core is imported.
 """
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -18,6 +18,23 @@ METRICS_INTERVAL = 10
 def _field(default: Any, /, **flag: Any) -> Any:
     """A field with what its flag has beside name, type and default."""
     return field(default=default, metadata={"argparse_meta": flag})
+
+
+@dataclass
+class RunSettings:
+    """For every run, with Muon and without."""
+
+    config: str | None = _field(None, metavar="FILE.yaml")
+    """experiment file (ENV_VARS, MODEL_ARGS); flags on the line override it"""
+
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """where to train; auto takes CUDA where it is"""
+
+    muon_allow_missing_state: bool = False
+    """with --load: optimizer state that the checkpoint should hold and does not starts at zero, with a warning"""
+
+    verify_checkpoint: bool = _field(True, arg_names=["--no-verify-checkpoint"])
+    """with --load: do not compare the checkpoint's files with their checksums, which reads each of them once"""
 
 
 @dataclass
@@ -106,6 +123,5 @@ class MuonSettings:
 
 def default_of(name: str) -> Any:
     """What the flag of a setting gives where it is left out."""
-    found = next(field for field in fields(MuonSettings) if field.name == name)
-    default = found.default_factory() if found.default_factory is not MISSING else found.default
-    return found.metadata.get("argparse_meta", {}).get("default", default)
+    flag = MuonSettings.__dataclass_fields__[name].metadata.get("argparse_meta", {})
+    return flag.get("default", getattr(MuonSettings(), name))

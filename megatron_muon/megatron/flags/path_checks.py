@@ -13,19 +13,13 @@ from megatron_muon.megatron.layout_file import check_dump_file
 
 
 def require_data(args: argparse.Namespace) -> None:
-    """Refuse missing or damaged data, and a split that leaves a set without documents.
-
-    Raises:
-        UserError: names the file and what to type.
-    """
+    """Refuse missing or damaged data, and a split that leaves a set without documents."""
     if args.mock_data or args.skip_train:
         return
     prefixes = _prefixes(args)
     if not (prefixes or args.data_args_path or args.per_split_data_args_path):
-        raise UserError(
-            "no training data: give --data-path PREFIX (made by megatron-muon data prepare), "
-            "or --mock-data for random tokens"
-        )
+        made = "(made by megatron-muon data prepare)"
+        raise UserError(f"no training data: give --data-path PREFIX {made}, or --mock-data for random tokens")
     for prefix in prefixes:
         for suffix in (".bin", ".idx"):
             if not Path(prefix + suffix).exists():
@@ -41,11 +35,7 @@ def require_data(args: argparse.Namespace) -> None:
 
 
 def check_vocabularies(args: argparse.Namespace) -> None:
-    """Refuse data that is there and whose token ids are not those of the vocabulary of a run with validated settings.
-
-    Raises:
-        UserError: names the data, its tokenizer and the run's.
-    """
+    """Refuse data that is there and whose token ids are not of the vocabulary of a run with validated settings."""
     for prefix in _prefixes(args) if not (args.mock_data or args.skip_train) else ():
         if all(Path(prefix + suffix).exists() for suffix in (".bin", ".idx")):
             check_vocabulary(prefix, args)
@@ -82,13 +72,12 @@ def check_load(args: argparse.Namespace) -> None:
     A run that loads what it saves itself has none before its first start.
     """
     folder = Path(args.load)
-    tracked = (folder / TRACKER).exists()
-    if tracked or args.pretrained_checkpoint or (args.save and Path(args.save).resolve() == folder.resolve()):
-        return
-    raise UserError(
-        f"--load {args.load} holds no checkpoint: it has no {TRACKER}; give the --save directory of the run to go on "
-        "from, or leave --load out to start from scratch"
-    )
+    is_own = args.save and Path(args.save).resolve() == folder.resolve()
+    if not ((folder / TRACKER).exists() or args.pretrained_checkpoint or is_own):
+        raise UserError(
+            f"--load {args.load} holds no checkpoint: it has no {TRACKER}; give the --save directory of the run to go "
+            "on from, or leave --load out to start from scratch"
+        )
 
 
 def _is_number(text: str) -> bool:
@@ -100,11 +89,7 @@ def _is_number(text: str) -> bool:
 
 
 def check_writable(directory: Path, flag: str) -> None:
-    """Refuse a directory of `flag` that cannot be written; makes it where it is missing.
-
-    Raises:
-        UserError: names it and the reason.
-    """
+    """Refuse a directory of `flag` that cannot be written; makes it where it is missing."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
@@ -116,11 +101,7 @@ def check_writable(directory: Path, flag: str) -> None:
 
 
 def check_places(args: argparse.Namespace, *, first_rank: bool) -> None:
-    """Refuse places that Muon could not write to; the first rank writes the layout, others need not have its folder.
-
-    Raises:
-        UserError: names the place and the remedy.
-    """
+    """Refuse places that Muon could not write to; the first rank writes the layout, others need not have its folder."""
     if args.muon_offload == "nvme":
         from megatron_muon.offload.files import require_writable
 

@@ -18,43 +18,39 @@ MUONS = ("muon", "adaptive_muon")
 
 FIELDS = tuple(field.name for field in fields(MuonSettings))
 ADAPTIVE = tuple(name for name in FIELDS if name.startswith("adaptive_muon_"))
-"""Settings of adaptive Muon alone."""
-
 MOMENTUM = (*(name for name in FIELDS if name.startswith("muon_offload")), "muon_ns_device", "muon_momentum_dtype")
 """Settings that say where momentum lives, and in which form."""
+
+NO_SHARD = "--data-parallel-sharding-strategy no_shard"
+SHARDING = "optim, optim_grads or optim_grads_params"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRun:
-    """What the rules depend on; other fields are what the flags of these names say.
+    """What the rules depend on.
 
     Attributes:
         settings: parsed flags, or a MuonOptimizerConfig.
         model: parsed flags, or a TransformerConfig.
-        gated: the model's MLPs have a gate (`--swiglu`).
+        ddp: parsed flags, or a DistributedDataParallelConfig.
         has_model: a script has made the model, so `model` has its sizes and Muon is to train it.
     """
 
     settings: Any
     model: Any
-    strategy: str
-    instances: int
-    main_params_dtype: str
-    gated: bool
+    ddp: Any
     on_cpu: bool
-    megatron_fsdp: bool = True
-    has_model: bool = True
+    has_model: bool
 
     @property
     def replicated(self) -> bool:
         """Every rank holds whole matrices."""
-        return self.strategy == "no_shard"
+        return bool(self.ddp.data_parallel_sharding_strategy == "no_shard")
 
     @property
-    def largest_tensor_parallel(self) -> int:
-        """The largest tensor parallel size, that of experts included."""
-        sizes: list[int] = [self.model.tensor_model_parallel_size, self.model.expert_tensor_parallel_size or 1]
-        return max(sizes)
+    def megatrons_own(self) -> bool:
+        """Replicas without shared work: plain Muon is megatron-core's own there."""
+        return self.replicated and not self.settings.muon_share_replicated
 
     def given(self, names: Iterable[str]) -> list[str]:
         """The flags among these of this package's settings that are not at their default."""
@@ -67,12 +63,8 @@ def flag_of(name: str) -> str:
 
 
 def check(run: MuonRun) -> None:
-    """Check what a run asks of Muon, or of this package without Muon.
-
-    Raises:
-        UserError: names the value and the remedy; of rules that do not depend on each other each in a line of its own.
-    """
-    with_muon = run.megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
+    """Refuse what a run asks of Muon in vain, or of this package without Muon; of independent rules each in a line."""
+    with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
     rules = (_choices, _features, _heeded, _proven, _offload, _blocks, _share) if with_muon else (_nothing_of_muon,)
     reasons = Reasons()
     for rule in (_precision, _layer_wise, _adaptive, *rules):
@@ -91,7 +83,7 @@ def _layer_wise(run: MuonRun) -> None:
     asked = "--optimizer dist_muon" if run.settings.optimizer == "dist_muon" else ""
     if getattr(run.settings, "use_layer_wise_distributed_optimizer", False):  # flags get it when they are validated
         asked = asked or "use_layer_wise_distributed_optimizer=True"
-    if asked and run.megatron_fsdp:
+    if asked and run.ddp.use_megatron_fsdp:
         raise UserError(
             f"{asked} is megatron-core's layer-wise Muon, which deals whole layers out to ranks; Megatron-FSDP cuts "
             "them into rows by then, and dealing out rows would orthogonalise parts of matrices. The owner scheme of "
@@ -100,28 +92,34 @@ def _layer_wise(run: MuonRun) -> None:
 
 
 def _adaptive(run: MuonRun) -> None:
-    settings = run.settings
-    if settings.optimizer != "adaptive_muon":
+    if run.settings.optimizer != "adaptive_muon":
         for flag in run.given(ADAPTIVE):
             raise UserError(f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out")
-        return
-    if not run.megatron_fsdp:
+    elif not run.ddp.use_megatron_fsdp:
         raise UserError(
             "--optimizer adaptive_muon needs --use-megatron-fsdp: megatron-core 0.19's own class fails in its first "
             "step with emerging-optimizers 0.3; add the flag, or use --optimizer muon"
         )
-    if run.replicated and run.largest_tensor_parallel > 1 and settings.muon_tp_mode != "blockwise":
+    else:
+        _refuse_parts(run, "--optimizer adaptive_muon, no_shard", f", or {SHARDING}")
+
+
+def _refuse_parts(run: MuonRun, flags: str, otherwise: str, *, with_experts: bool = True) -> None:
+    """Refuse replicas whose tensor-parallel parts of a matrix would be orthogonalised together."""
+    size = run.model.tensor_model_parallel_size
+    if with_experts:
+        size = max(size, run.model.expert_tensor_parallel_size or 1)
+    if run.replicated and size > 1 and run.settings.muon_tp_mode != "blockwise":
         raise UserError(
-            f"--muon-tp-mode {settings.muon_tp_mode} is not supported with --optimizer adaptive_muon, no_shard and "
-            f"tensor parallel size {run.largest_tensor_parallel}; use --muon-tp-mode blockwise, or optim, optim_grads "
-            "or optim_grads_params"
+            f"--muon-tp-mode {run.settings.muon_tp_mode} is not supported with {flags} and tensor parallel size "
+            f"{size}; use --muon-tp-mode blockwise{otherwise}"
         )
 
 
 def _nothing_of_muon(run: MuonRun) -> None:
     """Refuse flags that only this package's Muon heeds in a run of another optimizer."""
     given = run.given(name for name in FIELDS if name not in ADAPTIVE)
-    if run.settings.muon_allow_missing_state and not run.megatron_fsdp:
+    if run.settings.muon_allow_missing_state and not run.ddp.use_megatron_fsdp:
         given.append("--muon-allow-missing-state")
     for flag in given:
         raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
@@ -142,48 +140,41 @@ def _features(run: MuonRun) -> None:
     older = getattr(model, "cuda_graph_scope_deprecated", None)  # flags have it until they are validated
     for scopes in (model.cuda_graph_modules, older):
         graphs += scopes if isinstance(scopes, list) else [scopes]
-    clipped = (
-        ": Megatron-FSDP gathers weights from copies of its own and overwrites what is clipped in the model; leave it "
-        "out"
-    )
+    main_params = str(run.ddp.megatron_fsdp_main_params_dtype).removeprefix("torch.")
+    clipped = "Megatron-FSDP gathers weights from copies of its own and overwrites what is clipped in the model"
+    on_host = "its step reads the gradient norm on the host, which ends a capture"
+    unseen = "a replayed iteration runs no Python, so Muon cannot see whether gradients are reduced"
     for flag, is_on, why in (
         ("--use-precision-aware-optimizer", settings.use_precision_aware_optimizer, "; leave it out"),
         (
-            f"--megatron-fsdp-main-params-dtype {run.main_params_dtype}",
-            run.main_params_dtype != "fp32",
+            f"--megatron-fsdp-main-params-dtype {main_params}",
+            main_params not in ("fp32", "float32"),
             ", whose momentum and main weights are fp32; leave it out",
         ),
         ("--optimizer-cpu-offload", settings.optimizer_cpu_offload, "; use --muon-offload cpu"),
-        (
-            "--optimizer-cuda-graph",
-            settings.optimizer_cuda_graph,
-            ": its step reads the gradient norm on the host, which ends a capture; leave it out",
-        ),
+        ("--optimizer-cuda-graph", settings.optimizer_cuda_graph, f": {on_host}; leave it out"),
         (
             "--cuda-graph-impl full_iteration",
             "full_iteration" in graphs,
-            ": a replayed iteration runs no Python, so Muon cannot see whether gradients are reduced; use local or "
-            "transformer_engine",
+            f": {unseen}; use local or transformer_engine",
         ),
-        ("--qk-clip", model.qk_clip, clipped),
-        ("--log-max-attention-logit", model.log_max_attention_logit, clipped),
+        ("--qk-clip", model.qk_clip, f": {clipped}; leave it out"),
+        ("--log-max-attention-logit", model.log_max_attention_logit, f": {clipped}; leave it out"),
     ):
         if is_on:
             raise UserError(f"{flag} is not supported with --optimizer {settings.optimizer}{why}")
-    if run.instances > 1 and run.replicated:
+    if run.replicated and (instances := run.ddp.num_distributed_optimizer_instances) > 1:
         raise UserError(
-            f"--num-distributed-optimizer-instances {run.instances} has nothing to shard with "
-            "--data-parallel-sharding-strategy no_shard; leave it at 1, or use optim, optim_grads or optim_grads_params"
+            f"--num-distributed-optimizer-instances {instances} has nothing to shard with {NO_SHARD}; leave it at 1, "
+            f"or use {SHARDING}"
         )
 
 
 def _heeded(run: MuonRun) -> None:
     """Refuse flags that strategy, exchange or model pass over."""
-    settings, passed_over = run.settings, []
-    if run.replicated and not settings.muon_share_replicated:
-        why = (
-            "--data-parallel-sharding-strategy no_shard exchanges nothing, and plain Muon is megatron-core's own there"
-        )
+    settings, passed_over, why = run.settings, [], ""
+    if run.megatrons_own:
+        why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
         method = ["muon_ns"] if settings.optimizer == "muon" else []
         passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype"])
     elif settings.muon_exchange == "allgather" and not settings.muon_share_replicated:
@@ -192,12 +183,13 @@ def _heeded(run: MuonRun) -> None:
         passed_over = run.given([*dtype, "muon_exchange_buffer_mb"])
     for flag in passed_over:
         raise UserError(f"{flag} has no effect here: {why}; leave it out")
-    if settings.muon_split_gated_mlp and not run.gated:
+    gated = run.model.gated_linear_unit if run.has_model else run.model.swiglu
+    if settings.muon_split_gated_mlp and not gated:
         raise UserError("--muon-split-gated-mlp has no gate to split without --swiglu; add it or leave the flag out")
     if run.replicated and settings.muon_dump_layout is not None:
         raise UserError(
-            "--muon-dump-layout has nothing to write with --data-parallel-sharding-strategy no_shard: every rank holds "
-            "whole matrices; use optim, optim_grads or optim_grads_params, or leave the flag out"
+            f"--muon-dump-layout has nothing to write with {NO_SHARD}: every rank holds whole matrices; use "
+            f"{SHARDING}, or leave the flag out"
         )
 
 
@@ -211,20 +203,22 @@ def _proven(run: MuonRun) -> None:
 def _offload(run: MuonRun) -> None:
     """Refuse flags that say where momentum lives and do not go together."""
     settings = run.settings
-    if run.replicated and settings.optimizer == "muon" and not settings.muon_share_replicated:
+    if run.megatrons_own and settings.optimizer == "muon":
         for flag in run.given(MOMENTUM):
             raise UserError(
-                f"{flag} needs momentum that this package keeps: with --data-parallel-sharding-strategy no_shard Muon "
-                "is megatron-core's own; use optim, optim_grads or optim_grads_params, or --muon-share-replicated"
+                f"{flag} needs momentum that this package keeps: with {NO_SHARD} Muon is megatron-core's own; use "
+                f"{SHARDING}, or --muon-share-replicated"
             )
     if settings.muon_offload == "nvme" and not settings.muon_offload_dir:
         raise UserError("--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk")
-    anywhere = ("muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
-    for names, needs in ((("muon_offload_dir", "muon_offload_keep"), ("nvme",)), (anywhere, ("cpu", "nvme"))):
-        for flag in run.given(names) if settings.muon_offload not in needs else ():
+    for places, names in (
+        (("nvme",), ("muon_offload_dir", "muon_offload_keep")),
+        (("cpu", "nvme"), ("muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")),
+    ):
+        for flag in run.given(names) if settings.muon_offload not in places else ():
             raise UserError(
-                f"{flag} needs --muon-offload {' or '.join(needs)}, and it is {settings.muon_offload}; change that, or "
-                f"leave {flag} out"
+                f"{flag} needs --muon-offload {' or '.join(places)}, and it is {settings.muon_offload}; change that, "
+                f"or leave {flag} out"
             )
     if settings.muon_ns_device == "accelerator" and run.on_cpu:
         raise UserError("--muon-ns-device accelerator: this run has none; use --muon-ns-device cpu, or leave it out")
@@ -238,24 +232,21 @@ def _offload(run: MuonRun) -> None:
 def _blocks(run: MuonRun) -> None:
     """Refuse blocks that contradict each other, or that no rank holds whole."""
     settings, tensor_parallel = run.settings, run.model.tensor_model_parallel_size
-    in_parts = run.replicated or settings.muon_tp_mode == "blockwise"
     if settings.muon_split_heads and not settings.muon_split_qkv:
         raise UserError(
             "--muon-split-heads and --muon-no-split-qkv contradict each other: heads are finer blocks than query, key "
             "and value; leave one of the two flags out"
         )
-    if settings.muon_split_heads and run.replicated and tensor_parallel > 1 and settings.muon_tp_mode != "blockwise":
-        raise UserError(
-            f"--muon-tp-mode {settings.muon_tp_mode} is not supported with --muon-split-heads, no_shard and tensor "
-            f"parallel size {tensor_parallel}: every head lies whole on one rank; use --muon-tp-mode blockwise"
-        )
+    if settings.muon_split_heads:
+        _refuse_parts(run, "--muon-split-heads, no_shard", ": every head lies whole on one rank", with_experts=False)
     if not run.has_model or run.model.multi_latent_attention or not settings.muon_split_qkv:
         return
+    in_parts = run.replicated or settings.muon_tp_mode == "blockwise"
     if in_parts and (groups := run.model.num_query_groups) < tensor_parallel:
         raise UserError(
             f"--num-query-groups {groups} is less than --tensor-model-parallel-size {tensor_parallel}: no rank's part "
-            "of the QKV matrix holds a whole group to split; use --muon-tp-mode duplicated with optim, optim_grads or "
-            "optim_grads_params, or --muon-no-split-qkv"
+            f"of the QKV matrix holds a whole group to split; use --muon-tp-mode duplicated with {SHARDING}, or "
+            "--muon-no-split-qkv"
         )
 
 
@@ -266,16 +257,12 @@ def _share(run: MuonRun) -> None:
         return
     if not run.replicated:
         raise UserError(
-            f"--muon-share-replicated is for --data-parallel-sharding-strategy no_shard: {run.strategy} shares the "
-            "work already (--muon-exchange owner); leave the flag out"
+            f"--muon-share-replicated is for {NO_SHARD}: {run.ddp.data_parallel_sharding_strategy} shares the work "
+            "already (--muon-exchange owner); leave the flag out"
         )
     if settings.muon_exchange != "owner":
         raise UserError(
             f"--muon-exchange {settings.muon_exchange} has no rows to exchange with --muon-share-replicated: owners "
             "broadcast their updates; leave one of the two flags out"
         )
-    if run.largest_tensor_parallel > 1 and settings.muon_tp_mode != "blockwise":
-        raise UserError(
-            f"--muon-tp-mode {settings.muon_tp_mode} is not supported with --muon-share-replicated and tensor parallel "
-            f"size {run.largest_tensor_parallel}; use --muon-tp-mode blockwise, or leave --muon-share-replicated out"
-        )
+    _refuse_parts(run, "--muon-share-replicated", ", or leave --muon-share-replicated out")

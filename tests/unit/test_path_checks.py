@@ -1,0 +1,151 @@
+"""What flags name on disk is looked at before anything starts: data, checkpoints to load, places to write."""
+
+import argparse
+import contextlib
+import os
+import struct
+
+import pytest
+
+from megatron_muon.data import vocabulary
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.arguments import check_settings, parse
+from megatron_muon.megatron.flags.path_checks import check_writable
+
+MOCK = ("--mock-data",)
+DUMP = (*MOCK, "--optimizer", "muon", "--use-megatron-fsdp", "--muon-dump-layout")
+
+
+def check(parser, *argv: str, rank: int = 0, refused: str | None = None) -> None:
+    """Checks a command line, which is to be refused in these words, or to pass."""
+    args = parse(parser, ["--transformer-impl", "local", *argv])
+    with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
+        check_settings(args, device="cpu", environ={"WORLD_SIZE": "2", "RANK": str(rank)})
+
+
+def test_a_folder_without_a_checkpoint_is_not_loaded(parser, tmp_path):
+    """Story: a fine-tuning with a mistyped folder trained from scratch, and its figures looked plausible."""
+    load = (*MOCK, "--load", str(tmp_path))
+    check(parser, *load, refused=r"--load .* holds no checkpoint: it has no latest_checkpointed_iteration\.txt")
+    check(parser, *load, "--save", f"{tmp_path}/", "--save-interval", "5")  # the first start of one that resumes
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    check(parser, *load)
+
+
+def write_index(prefix, documents: int) -> str:
+    prefix.with_suffix(".bin").write_bytes(b"")
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, documents, documents + 1)
+    prefix.with_suffix(".idx").write_bytes(head + bytes(12 * documents + 8 * (documents + 1)))
+    return str(prefix)
+
+
+def test_every_prefix_has_to_exist(parser, tmp_path):
+    check(parser, refused=r"no training data: give --data-path PREFIX .* or --mock-data")
+    there, absent = write_index(tmp_path / "there", 1000), str(tmp_path / "absent")
+    check(parser, "--data-path", "0.3", there, "0.7", there)
+    lacks = r"absent\.bin does not exist; .* megatron-muon data prepare"
+    check(parser, "--data-path", "0.3", there, "0.7", absent, refused=lacks)
+    check(parser, "--train-data-path", there, "--valid-data-path", absent, refused=lacks)
+
+
+DAMAGED = {
+    "empty": lambda whole: b"",
+    "zeroed": lambda whole: bytes(len(whole)),
+    "short head": lambda whole: whole[:7],
+    "short": lambda whole: whole[:-1],
+    "of another type": lambda whole: whole[:17] + b"\x09" + whole[18:],
+    "of fractions": lambda whole: whole[:17] + b"\x06" + whole[18:],
+    "of another version": lambda whole: whole[:9] + b"\x02" + whole[10:],
+    "something else": lambda whole: b"not an index, but quite long enough",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("flag", ["data", "train-data", "valid-data", "test-data"])
+def test_a_damaged_index_is_refused(parser, tmp_path, flag, damage):
+    """Under any flag but --data-path it was a traceback, in the dry run too."""
+    prefix = write_index(tmp_path / "text", 1000)
+    check(parser, f"--{flag}-path", prefix)
+    file = tmp_path / "text.idx"
+    file.write_bytes(DAMAGED[damage](file.read_bytes()))
+    refused = r"text\.idx is not an index of Megatron's data, or is damaged; type: [^\n]*$"
+    check(parser, f"--{flag}-path", prefix, refused=refused)
+    with pytest.raises(UserError, match=r"text\.idx is not an index"):
+        vocabulary.check_vocabulary(prefix, argparse.Namespace(padded_vocab_size=1000))
+
+
+def test_an_index_that_cannot_be_read_is_refused(parser, tmp_path):
+    prefix = write_index(tmp_path / "text", 1000)
+    (tmp_path / "text.idx").unlink()
+    (tmp_path / "text.idx").mkdir()
+    check(parser, "--train-data-path", prefix, refused=r"text\.idx cannot be read \(Is a directory\)")
+
+
+@pytest.mark.parametrize(
+    ("documents", "split", "lacks"),
+    [
+        (1, None, "validation"),
+        (1, "100,0,0", None),
+        (1, "50,50,0", "training"),  # Python rounds 0.5 to 0, and so does megatron-core
+        (10, "90,10,0", None),
+        (10, "98,2,0", "validation"),
+        (100, "98,2,0", None),
+        (100, None, "test"),
+        (1000, None, None),
+        (0, "100,0,0", "training"),
+    ],
+)
+def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, lacks):
+    """megatron-core counts epochs until there are tokens enough; of no documents that never ends."""
+    prefix = write_index(tmp_path / "text", documents)
+    refused = f"--split {split or '969, 30, 1'} leaves no document of .* for {lacks}: it has {documents} in all"
+    argv = ["--split", split] if split else []
+    check(parser, "--data-path", prefix, *argv, refused=refused if lacks else None)
+
+
+def test_the_header_is_read_as_megatron_writes_it(parser, tmp_path):
+    from megatron_muon.data import prepare
+
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text("text")
+    prepared = prepare([tmp_path], tmp_path / "out")
+    check(parser, "--data-path", str(prepared.prefix), refused="it has 3 in all")
+
+
+def test_the_save_directory_is_made_and_tried(tmp_path):
+    check_writable(tmp_path / "new" / "deep", "--save")
+    assert list((tmp_path / "new" / "deep").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"--save .*file/below: cannot write there \(Not a directory\)"):
+        check_writable(tmp_path / "file" / "below", "--save")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_places_without_write_permission_are_refused(parser, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(UserError, match="Permission denied"):
+        check_writable(tmp_path / "locked", "--save")
+    (tmp_path / "locked.json").write_text("")
+    (tmp_path / "locked.json").chmod(0o400)
+    refused = r"cannot write .*Permission denied.*choose a file"
+    for name in ("locked/layout.json", "locked.json"):
+        check(parser, *DUMP, str(tmp_path / name), refused=refused)
+
+
+def test_a_layout_needs_a_place(parser, tmp_path):
+    (tmp_path / "there.json").write_text("before")
+    for name in ("new.json", "there.json"):
+        check(parser, *DUMP, str(tmp_path / name))
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.json", "before")]
+    absent = str(tmp_path / "absent" / "layout.json")
+    check(parser, *DUMP, absent, refused=r"--muon-dump-layout .*no folder .*absent'; type mkdir -p .*absent$")
+    for folder in (str(tmp_path), ""):
+        check(parser, *DUMP, folder, refused=r"is a folder; name a file, for instance .*layout\.json")
+    check(parser, *DUMP, absent, rank=1)  # other nodes need not have the first rank's folder
+
+
+def test_experts_have_a_layout_of_their_own(parser, tmp_path):
+    (tmp_path / "layout.experts.json").mkdir()
+    argv = (*DUMP, str(tmp_path / "layout.json"))
+    check(parser, *argv)
+    check(parser, *argv, "--num-experts", "4", refused=r"layout\.experts\.json' is a folder")
