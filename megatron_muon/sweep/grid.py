@@ -53,10 +53,6 @@ class Point:
             quoted = f"{quoted.replace('%', '_')[:_LONGEST_NAME]}-{digest}"
         return quoted
 
-    def value(self, key: str) -> str | None:
-        """The value of a setting, where it is one of the point's."""
-        return dict(self.settings).get(key)
-
 
 @dataclass(frozen=True)
 class Task:

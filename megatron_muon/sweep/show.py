@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from dataclasses import dataclass
-from typing import Any
 
 from megatron_muon.runs.run_summary import in_words
 from megatron_muon.runs.train import Outcome
@@ -15,91 +12,57 @@ from megatron_muon.sweep.trials import PROGRESS, RESUMED, Plan
 _LINE_EVERY_S = 60.0
 
 
-@dataclass
-class _Running:
-    """A run under way: since when, how far, when that was last told, and its bar."""
-
-    began: float
-    told: float
-    bar: Any = None
-    done: int = 0
-    asked: int = 0
-    loss: str = ""
-
-
 class Display:
-    """Shows progress; `started` and `line` are called from the runs' threads.
-
-    Args:
-        total: runs of the sweep.
-        done: those that were finished before.
-    """
+    """Shows progress of `total` runs, of which `done` are finished; a run's thread calls `started` and `line`."""
 
     def __init__(self, total: int, done: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
 
         self.console = Console(highlight=False, soft_wrap=True)
-        self._lock = threading.Lock()
-        self._running: dict[Plan, _Running] = {}
-        self._total, self._done = total, done
-        self._bars: Progress | None = None
-        if self.console.is_terminal:
-            said, bar = TextColumn("{task.fields[said]}"), BarColumn(bar_width=24)
-            columns = (TextColumn("{task.description}"), bar, MofNCompleteColumn(), said, TimeElapsedColumn())
-            self._bars = Progress(*columns, console=self.console)
-            self._all = self._bars.add_task("runs", total=total, completed=done, said="")
+        said, bar = "{task.fields[said]}", BarColumn(bar_width=24)
+        columns = ("{task.description}", bar, MofNCompleteColumn(), said, TimeElapsedColumn())
+        self._bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._all = self._bars.add_task("runs", total=total, completed=done, said="")
+        self._bar: dict[Plan, TaskID] = {}
+        self._began: dict[Plan, float] = {}
+        self._told: dict[Plan, float] = {}
 
     def __enter__(self) -> Display:
-        if self._bars is not None:
-            self._bars.start()
+        self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bars is not None:
-            self._bars.stop()
+        self._bars.stop()
 
     def started(self, plan: Plan) -> None:
         """A run begins."""
-        with self._lock:
-            self._running[plan] = running = _Running(time.monotonic(), time.monotonic())
-            if self._bars is not None:
-                running.bar = self._bars.add_task(plan.task.name, total=None, said="starting")
-            else:
-                self._print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
+        self._began[plan] = self._told[plan] = time.monotonic()
+        self._bar[plan] = self._bars.add_task(plan.task.name, total=None, said="starting")
+        if self._bars.disable:
+            self._print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
 
     def line(self, plan: Plan, line: str) -> None:
         """A line of a run's output."""
-        if match := PROGRESS.search(line):
-            with self._lock:
-                running = self._running[plan]
-                running.done, running.asked, running.loss = int(match[1]), int(match[2]), match[3] or ""
-                with contextlib.suppress(ValueError):
-                    running.loss = f"{float(running.loss):.4f}"
+        if (match := PROGRESS.search(line)) is None:
+            return
+        done, asked, loss = match.groups(default="")
+        with contextlib.suppress(ValueError):
+            loss = f"{float(loss):.4f}"
+        said = f"loss {loss}" if loss else ""
+        self._bars.update(self._bar[plan], completed=int(done), total=int(asked), said=said)
+        if self._bars.disable and time.monotonic() - self._told[plan] >= _LINE_EVERY_S:
+            self._told[plan] = time.monotonic()
+            self._print(f"{plan.task.name}: iteration {done}/{asked}, {said}")
 
     def ended(self, plan: Plan, outcome: Outcome) -> None:
         """A run has ended."""
-        with self._lock:
-            self._done += 1
-            running = self._running.pop(plan)
-            words = in_words(outcome.summary, why=True)
-            self._print(
-                f"[{self._done}/{self._total}] {plan.task.name}: {words}, {time.monotonic() - running.began:.0f} s"
-            )
-            if self._bars is not None:
-                self._bars.remove_task(running.bar)
-                self._bars.update(self._all, completed=self._done)
-
-    def refresh(self) -> None:
-        """Shows what is new."""
-        with self._lock:
-            for plan, running in self._running.items():
-                said = f"loss {running.loss}" if running.loss else ""
-                if self._bars is not None and running.asked:
-                    self._bars.update(running.bar, completed=running.done, total=running.asked, said=said)
-                elif self._bars is None and running.done and time.monotonic() - running.told > _LINE_EVERY_S:
-                    running.told = time.monotonic()
-                    self._print(f"{plan.task.name}: iteration {running.done}/{running.asked}, {said}")
+        self._bars.remove_task(self._bar[plan])
+        self._bars.advance(self._all)
+        every = self._bars.tasks[0]
+        seconds = time.monotonic() - self._began[plan]
+        words = in_words(outcome.summary, why=True)
+        self._print(f"[{every.completed:.0f}/{every.total:.0f}] {plan.task.name}: {words}, {seconds:.0f} s")
 
     def _print(self, text: str) -> None:
         from rich.text import Text
