@@ -10,8 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_muon import cli
 from megatron_muon.data import SourceOptions, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
@@ -68,22 +66,6 @@ def leftovers(directory, prefix):
 # The ids
 
 
-def megatron_byte_level(vocab_size=257):
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    return MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "byte-level"},
-        vocab_size=vocab_size - 1,
-        special_tokens=["<eod>"],
-        _eos_id=vocab_size - 1,
-    )
-
-
-@given(st.text(max_size=200))
-def test_byte_ids_are_those_of_megatrons_tokenizer(text):
-    assert tokenizers.encode_bytes(text).tolist() == megatron_byte_level().tokenize(text)
-
-
 @pytest.mark.parametrize("size", [257, 384])
 def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_document(size):
     """Megatron's command line cannot name its byte-level tokenizer; NullTokenizer stands in for it."""
@@ -95,12 +77,13 @@ def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_do
     spec = TokenizerSpec(vocab_size=size)
     parser = argparse.ArgumentParser()
     _add_tokenizer_args(parser)
-    args = parser.parse_args(spec.training_flags())
+    args = parser.parse_args(spec.in_training().flags())
     args.pad_vocab_size = False
-    in_training = build_tokenizer(args)
-    ours, megatrons = tokenizers.build(spec), megatron_byte_level(size)
-    assert ours.vocab_size == in_training.vocab_size == megatrons.vocab_size == size
-    assert ours.eod == in_training.eod == megatrons.eod == size - 1
+    in_training, in_data = build_tokenizer(args), tokenizers.build(spec)
+    assert in_data.vocab_size == in_training.vocab_size == size
+    assert in_data.eod == in_training.eod == size - 1
+    (ids,) = tokenizers.encode_documents([("one.txt", "aü")], spec, workers=1)
+    assert in_data.tokenize("aü") == ids.tolist() == list("aü".encode())
 
 
 # What is written
@@ -111,9 +94,10 @@ def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
     assert texts(prepared.prefix) == ["first = 1\r\n", "second = 'ü'\n"]
     assert all(ids[-1] == 256 for ids in documents(prepared.prefix))
     assert documents(prepared.prefix)[0].dtype == np.uint16
-    assert (prepared.documents, prepared.tokens) == (2, 11 + 14 + 2)
-    assert prepared.bytes == 2 * prepared.tokens == Path(f"{prepared.prefix}.bin").stat().st_size
-    assert prepared.skipped == "skipped: 1 binary files, 1 files that are not UTF-8, 1 empty documents"
+    found = prepared.manifest
+    assert (found.documents, found.tokens) == (2, 11 + 14 + 2)
+    assert found.sizes["bin"] == 2 * found.tokens == Path(f"{prepared.prefix}.bin").stat().st_size
+    assert found.skipped == "skipped: 1 binary files, 1 files that are not UTF-8, 1 empty documents"
     assert prepared.flags[:2] == ("--data-path", str(prepared.prefix))
 
 
@@ -133,14 +117,14 @@ def test_end_of_document_can_be_left_out(tree, tmp_path):
 def test_the_same_input_gives_the_same_bytes(tree, tmp_path, monkeypatch):
     """Whatever the order in which the file system lists a directory, and however many processes tokenize."""
     first = prepare([tree], tmp_path / "first")
-    walk = os.walk
+    walk = Path.walk
 
     def backwards(*args, **kwargs):
         for directory, subdirectories, names in walk(*args, **kwargs):
             subdirectories.reverse()
             yield directory, subdirectories, names[::-1]
 
-    monkeypatch.setattr(os, "walk", backwards)
+    monkeypatch.setattr(Path, "walk", backwards)
     second = prepare([tree], tmp_path / "second", workers=2)
     assert digest(first.prefix) == digest(second.prefix)
     (tree / "notes.txt").write_text("another note")
@@ -153,7 +137,7 @@ def test_jsonl_documents_are_lines(tmp_path):
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
     prepared = prepare([file], tmp_path / "out", sources=SourceOptions(json_key="content"))
     assert texts(prepared.prefix) == ["one", "two\nlines"]
-    assert "1 empty documents" in prepared.skipped
+    assert "1 empty documents" in prepared.manifest.skipped
 
 
 def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
@@ -178,7 +162,7 @@ def test_an_identical_run_is_up_to_date(tree, tmp_path):
     before = os.stat(f"{first.prefix}.bin").st_mtime_ns
     again = prepare([tree], tmp_path / "out")
     assert again.up_to_date
-    assert (again.documents, again.tokens, again.skipped) == (first.documents, first.tokens, first.skipped)
+    assert again.manifest == first.manifest
     assert os.stat(f"{first.prefix}.bin").st_mtime_ns == before
 
 
