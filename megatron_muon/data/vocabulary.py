@@ -17,11 +17,7 @@ _SAMPLE_TOKENS = 1 << 20
 
 
 def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
-    """What the index (`PREFIX.idx`) says first: the dtype of the token ids, and the number of documents.
-
-    Raises:
-        UserError: the index cannot be read, is not an index, or is cut short.
-    """
+    """What the index (`PREFIX.idx`) says first: the dtype of the token ids, and the number of documents."""
     from megatron.core.datasets.indexed_dataset import _IndexReader
 
     file = Path(prefix + ".idx")
@@ -40,13 +36,10 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
 
 
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
-    """Refuse data that another tokenizer made, or with ids that the model has no row for.
+    """Refuses data that another tokenizer made, or with ids that the model has no row for, by a `UserError`.
 
     `megatron-muon data prepare` leaves the tokenizer beside the data. Of other data the beginning is looked at. A run's
     NullTokenizer stands for any tokenizer: only the size of its vocabulary counts.
-
-    Raises:
-        UserError: names both tokenizers, or the size and the id.
     """
     manifest = OutputPaths(Path(prefix)).read_manifest()
     rows = args.padded_vocab_size

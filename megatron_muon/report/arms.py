@@ -22,7 +22,7 @@ _PLACES = ("seed", "save", "load", "tensorboard_dir", "config", "rank", "local_r
 
 
 def display_name(optimizer: str) -> str:
-    """An optimizer's name for people; Megatron's adam decouples weight decay."""
+    """For people; Megatron's adam decouples weight decay."""
     return _NAMES.get(optimizer, optimizer)
 
 
@@ -54,9 +54,7 @@ class Spread:
 class Seeds[R: Any]:
     """Runs that differ in their seed alone; each has an `outcome`, has `diverged` or not, and has figures.
 
-    Attributes:
-        settings: key and value of what tells them from others.
-        compared_by: the figure that is their final loss.
+    `settings` tell them from others, and the figure `compared_by` is their final loss.
     """
 
     name: str
@@ -163,11 +161,7 @@ class Arm(Seeds[Record]):
 
 
 def find_runs(places: Sequence[Path]) -> list[Path]:
-    """The folders of runs at or below the places given, in order.
-
-    Raises:
-        UserError: a place that holds none.
-    """
+    """The folders of runs at or below the places given, in order; a place that holds none is a UserError."""
     found: dict[Path, None] = {}
     for place in places:
         below = [place] if is_run(place) else sorted(path for path in place.glob("**") if is_run(path))
@@ -180,7 +174,7 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
     """The arms, and the runs left out because they ended before their first step."""
     records = [read_record(folder) for folder in folders]
-    kept = [record for record in records if record.train]
+    kept, empty = ([run for run in records if bool(run.train) is logged] for logged in (True, False))
     if not kept:
         raise UserError(f"none of the {len(records)} runs has logged a step; see {records[0].folder}/train.log")
     have_flags = all(record.settings for record in kept)
@@ -190,12 +184,12 @@ def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
     for record, settings in zip(kept, told_by, strict=True):
         groups.setdefault(tuple((key, settings[key]) for key in keys if key in settings), []).append(record)
     arms = []
-    for group, members in groups.items():
-        runs = tuple(sorted(members, key=lambda run: (run.seed or 0, str(run.folder))))
+    for group, runs in groups.items():
+        runs.sort(key=lambda run: (run.seed or 0, str(run.folder)))
         name = ",".join(f"{key}={value}" for key, value in group) or runs[0].folder.name
-        arms.append(Arm(name, group, runs, "validation_last" if any(run.validation for run in runs) else "loss_last"))
-    arms.sort(key=lambda arm: (arm.optimizer, arm.rate or 0.0, arm.name))
-    return arms, [record for record in records if not record.train]
+        compared_by = "validation_last" if any(run.validation for run in runs) else "loss_last"
+        arms.append(Arm(name, group, tuple(runs), compared_by))
+    return sorted(arms, key=lambda arm: (arm.optimizer, arm.rate or 0.0, arm.name)), empty
 
 
 def _differing_keys(every: Sequence[Mapping[str, str]]) -> list[str]:

@@ -10,7 +10,7 @@ import os
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -52,11 +52,9 @@ class Comparison:
     Attributes:
         target: the baseline's final validation loss, mean over seeds, at its step and seconds that follow.
         differing: what makes a step cost something else, by name, with each one's value; nothing is concluded then.
-        other_circumstances: why times say little, as far as that was recorded.
         baseline_first_there: the step at which the baseline itself first came to the target.
-        steps: where the mean curve of the arm came to the target, as the two that follow; None where it did not.
-        steps_by_seed: where each seed came there that did.
-        steps_ratio: by the baseline's.
+        steps: where the mean curve of the arm came to the target; None where it did not.
+        steps_by_seed: of each seed by itself that came there.
     """
 
     arm: Arm
@@ -67,12 +65,12 @@ class Comparison:
     differing: dict[str, list[str]]
     other_circumstances: str | None
     baseline_first_there: float
-    steps: float | None = None
-    steps_are_a_bound: bool | None = None
-    seconds: float | None = None
-    steps_by_seed: Spread | None = None
-    steps_ratio: float | None = None
-    seconds_ratio: float | None = None
+    steps: float | None
+    steps_are_a_bound: bool | None
+    seconds: float | None
+    steps_by_seed: Spread | None
+    steps_ratio: float | None
+    seconds_ratio: float | None
 
 
 def not_comparable(arms: Sequence[Arm]) -> dict[str, list[str]]:
@@ -107,30 +105,25 @@ def compare(best: Sequence[Arm]) -> list[Comparison]:
 
 
 def _compare(arm: Arm, baseline: Arm, curve: Sequence[CurvePoint]) -> Comparison:
-    goal = curve[-1]
-    there = reach(curve, goal.loss)
-    found = Comparison(
+    goal, differing = curve[-1], _differing([arm.runs[0], baseline.runs[0]], _BUDGET)
+    there, reached = reach(curve, goal.loss), reach(arm.validation(), goal.loss)
+    steps, seconds, at_first = reached or (None, None, None)
+    seeds = (reach(run.validation, goal.loss) for run in arm.sound)
+    return Comparison(
         arm=arm,
         baseline=baseline,
         target=goal.loss,
         baseline_steps=goal.step,
         baseline_seconds=goal.seconds,
-        differing=_differing([arm.runs[0], baseline.runs[0]], _BUDGET),
+        differing=differing,
         other_circumstances=_other_circumstances(arm.sound, baseline.sound),
         baseline_first_there=there.steps if there else goal.step,
-    )
-    if (reached := reach(arm.validation(), goal.loss)) is None:
-        return found
-    by_seed = (reach(run.validation, goal.loss) for run in arm.sound)
-    concluded = not found.differing
-    return replace(
-        found,
-        steps=reached.steps,
-        steps_are_a_bound=reached.at_first,
-        seconds=reached.seconds,
-        steps_by_seed=Spread.of(seed.steps for seed in by_seed if seed),
-        steps_ratio=reached.steps / goal.step if concluded else None,
-        seconds_ratio=reached.seconds / goal.seconds if concluded and goal.seconds else None,
+        steps=steps,
+        steps_are_a_bound=at_first,
+        seconds=seconds,
+        steps_by_seed=Spread.of(seed.steps for seed in seeds if seed) if reached else None,
+        steps_ratio=steps / goal.step if steps is not None and not differing else None,
+        seconds_ratio=seconds / goal.seconds if seconds is not None and goal.seconds and not differing else None,
     )
 
 
@@ -158,22 +151,19 @@ def _other_circumstances(runs: Sequence[Record], others: Sequence[Record]) -> st
     """In words why times of two sides cannot be compared, as far as run.json tells; None where nothing is known."""
     if _places(runs) != _places(others):
         return "they ran on other machines or numbers of processes"
-    loads, other_loads = load_of(runs), load_of(others)
-    if not loads or not other_loads:
+    if not (loads := load_of(runs)) or not (other_loads := load_of(others)):
         return None
-    mean, other_mean = statistics.fmean(loads), statistics.fmean(other_loads)
-    cores = runs[0].run["machine"]["cores"]
+    mean, other_mean, cores = statistics.fmean(loads), statistics.fmean(other_loads), runs[0].run["machine"]["cores"]
     if abs(mean - other_mean) < _OTHER_LOAD_PART * cores:
         return None
     return f"the machine's load before them was {mean:.1f} and {other_mean:.1f} on {cores} cores"
 
 
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:
-    """Where runs ran: machine, device, processes."""
-    machines = ((run.run, run.run.get("machine", {})) for run in runs)
+    """Where runs ran."""
     return {
-        (*map(machine.get, ("processor", "cores")), *map(run.get, ("device", "nodes", "ranks")))
-        for run, machine in machines
+        (*map(run.run.get("machine", {}).get, ("processor", "cores")), *map(run.run.get, ("device", "nodes", "ranks")))
+        for run in runs
     }
 
 

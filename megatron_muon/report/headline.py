@@ -33,7 +33,7 @@ def headline(arms: Sequence[Arm], best: Sequence[Arm], compared: Sequence[Compar
 
 
 def at_most(bound: bool | None) -> str:
-    """What stands before a number that is a bound."""
+    """Words before a number that may be a bound."""
     return "at most " if bound else ""
 
 

@@ -72,14 +72,7 @@ def draw(out: Path, arms: Sequence[Arm]) -> list[str]:
 def page(
     arms: Sequence[Arm], empty: Sequence[Record], pictures: Collection[str], *, places: Sequence[Path], command: str
 ) -> str:
-    """The whole page.
-
-    Args:
-        empty: runs without a step.
-        pictures: what `draw` returned.
-        places: the folders that the user gave.
-        command: what the user typed.
-    """
+    """The whole page; `empty` are runs without a step, `pictures` what `draw` returned, the others what was typed."""
     best, shown = best_arms(arms), shown_arms(arms)
     compared = compare(best)
     runs = [run for arm in arms for run in arm.runs]
@@ -230,12 +223,9 @@ def _ratio(one: Comparison | None, name: str) -> str | None:
 def _all_arms(arms: Sequence[Arm], best: Sequence[Arm]) -> str:
     def remark(arm: Arm) -> str:
         unfinished = sum(run.outcome != "finished" and not run.diverged for run in arm.runs)
-        remarks = {
-            f"diverged: {arm.diverged} of {len(arm.runs)}": arm.diverged,
-            f"not finished: {unfinished} of {len(arm.runs)}": unfinished,
-            "best": arm in best,
-        }
-        return ", ".join(words for words, holds in remarks.items() if holds)
+        counts = {"diverged": arm.diverged, "not finished": unfinished}
+        words = [f"{name}: {count} of {len(arm.runs)}" for name, count in counts.items() if count]
+        return ", ".join([*words, *(["best"] if arm in best else [])])
 
     columns: list[tuple[str, _Cell]] = [
         ("settings", lambda arm: f"**{code(arm.name)}**" if arm in best else code(arm.name)),
@@ -280,13 +270,10 @@ def _origin(runs: Sequence[Record], empty: Sequence[Record], command: str) -> li
 def _origin_of(run: Mapping[str, Any]) -> dict[str, str | None]:
     """What a run's run.json says of where it ran."""
     versions = ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
-    commit, machine = run.get("commit"), run.get("machine")
+    machine = "{processor}, {cores} cores, {system}, trained on "
     return {
         "Versions": versions,
-        "Commit": f"{commit}{', with changes' if run.get('dirty') else ''}" if commit else None,
-        "Machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, trained on "
-        f"{run.get('device')}"
-        if machine
-        else None,
+        "Commit": f"{run['commit']}{', with changes' if run.get('dirty') else ''}" if run.get("commit") else None,
+        "Machine": f"{machine.format_map(run['machine'])}{run.get('device')}" if run.get("machine") else None,
         "Processes": f"{run['nodes']} x {run['ranks']}" if run else None,
     }

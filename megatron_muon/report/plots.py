@@ -90,10 +90,7 @@ def draw_losses(file: Path, arms: Sequence[Curves], axis: str, compared: Sequenc
 
 
 def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
-    """Final loss, named `final`, against learning rate: a line for each optimizer through the best of each rate.
-
-    Diverged runs stand on top.
-    """
+    """Final loss, named `final`, against learning rate: a line for each optimizer through the best of each rate."""
     rates = sorted({arm.rate for arm in arms if arm.rate})
     if len(rates) < 2:
         return False
@@ -104,7 +101,7 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
         for optimizer, style in zip(optimizers, itertools.cycle(_STYLES), strict=False):
             best: dict[float, float] = {}
             for arm in (arm for arm in arms if arm.optimizer == optimizer):
-                if arm.rate and (final_loss := arm.final) is not None:
+                if arm.rate and (final_loss := arm.final):
                     mean, low, high = final_loss.mean, final_loss.low, final_loss.high
                     point = {key: style[key] for key in ("color", "marker", "markersize")}
                     bar = {"yerr": [[mean - low], [high - mean]], "capsize": 4, "linestyle": "none"}
@@ -128,12 +125,7 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
 
 
 def draw_bars(file: Path, panels: Mapping[str, Bars], *, width: float, above: float) -> bool:
-    """Bars by name, each a stack of its parts; panels by the label of their axis.
-
-    Args:
-        width: of a panel, in inches.
-        above: the height of what stands around the bars, in inches.
-    """
+    """Bars by name, each a stack of its parts; panels by the label of their axis; `above` and below are inches."""
     panels = {label: bars for label, bars in panels.items() if any(bars.values())}
     if not panels:
         return False
@@ -178,7 +170,7 @@ def _draw_curve(panel: Any, points: Sequence[CurvePoint], across: str, number: i
 
 
 def _mark_diverged(panel: Any, diverged: Mapping[float, Sequence[str]]) -> None:
-    """Crosses above all points, in a band of their own; lines of the same rate stand one over the other."""
+    """Crosses above all points, in a band of their own."""
     low, high = panel.get_ylim()
     height = high + (high - low) * 0.06
     panel.set_yticks([tick for tick in panel.get_yticks() if low <= tick <= high])

@@ -129,8 +129,7 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
     from megatron_muon.runs.provenance import origin
     from megatron_muon.runs.run_summary import in_words
     from megatron_muon.sweep.results import CSV, JSON, Results, Row
-    from megatron_muon.sweep.show import Display
-    from megatron_muon.sweep.trials import DONE, Sweep
+    from megatron_muon.sweep.trials import DONE, Display, Sweep
 
     head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
     rows = {plan.task: Row.of(plan.task) for plan in plans}

@@ -28,11 +28,9 @@ _SAFE = "+,=.@:"
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of settings.
+    """One combination of settings, as they are typed for `--set`, in the order of the grid.
 
-    Attributes:
-        settings: key and value of each, as they are typed for `--set`, in the order of the grid.
-        hidden: keys that its name leaves out: those that take a setting away and do nothing else in their grid.
+    Its name leaves the `hidden` keys out: those that take a setting away and do nothing else in their grid.
     """
 
     settings: tuple[tuple[str, str], ...]
@@ -69,11 +67,7 @@ class Task:
 
 
 def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
-    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice.
-
-    Raises:
-        UserError: what cannot be read, a key that is given twice, or alternatives that have nothing in common.
-    """
+    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice."""
     parsed = [_parse(words) for words in grids]
     _check_alternatives(parsed)
     points: dict[frozenset[tuple[str, str]], Point] = {}
@@ -103,19 +97,18 @@ def _parse(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Values by key of one `--grid`."""
     grid: dict[str, list[str]] = {}
     for word in words:
-        key = None
+        key = ""
         for piece in next(csv.reader([word], skipinitialspace=True), []):
             if match := _KEY.match(piece):
-                key = match[1].replace("-", "_").lower()
-                if key in grid:
+                key, piece = match[1].replace("-", "_").lower(), match[2]
+                if given := grid.get(key):
                     raise UserError(
-                        f"--grid {' '.join(words)}: {key} is given twice; write {key}={','.join(grid[key])},..."
+                        f"--grid {' '.join(words)}: {key} is given twice; write {key}={','.join(given)},..."
                     )
                 if key == "seed":
                     raise UserError(f"--grid {word}: seeds come from --seeds N, which takes 1 to N")
                 grid[key] = []
-                piece = match[2]
-            if key is None:
+            if not key:
                 raise UserError(
                     f"--grid {word}: write KEY=VALUE,VALUE, such as --grid optimizer=adam,muon lr=1e-3,2e-3"
                 )
@@ -133,7 +126,7 @@ def _check_alternatives(grids: Sequence[dict[str, tuple[str, ...]]]) -> None:
     seen: set[str] = set()
     for grid in grids:
         if seen and not seen & grid.keys():
-            first = next(iter(grids))
+            first = grids[0]
             both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
             raise UserError(
                 f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "

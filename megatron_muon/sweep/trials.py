@@ -11,13 +11,14 @@ import os
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -26,11 +27,9 @@ from megatron_muon.locks import Lock
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.runs import processes, run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
+from megatron_muon.runs.run_summary import in_words
 from megatron_muon.runs.train import Outcome, execute, prepare
 from megatron_muon.sweep.grid import Task
-
-if TYPE_CHECKING:
-    from megatron_muon.sweep.show import Display
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
@@ -41,6 +40,7 @@ PROGRESS = re.compile(r"iteration +(\d+)/ *(\d+) \|(?:.*?lm loss: (\S+))?")
 _TRAINS = "before the start of training step"
 _OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
 _SHOWN_CHANGES = 3
+_LINE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,11 +90,7 @@ class Plan:
 
 
 def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
-    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike.
-
-    Raises:
-        UserError: what the user got wrong, with the point.
-    """
+    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike."""
     requests = [
         replace(every, sets=(*every.sets, *task.point.settings, ("seed", str(task.seed))), out=str(task.folder))
         for task in tasks
@@ -111,12 +107,10 @@ def refuse_changed(plans: Sequence[Plan]) -> None:
     """Raises a UserError for runs that were trained with other settings: which, what differs, and what to type."""
     changed = [plan for plan in plans if plan.state == CHANGED]
     if changed:
-        first = changed[0]
-        some = "; ".join(
-            [*first.changes()[:_SHOWN_CHANGES], *(["..."] if len(first.changes()) > _SHOWN_CHANGES else [])]
-        )
+        changes = changed[0].changes()
+        some = "; ".join(changes[:_SHOWN_CHANGES]) + ("; ..." if len(changes) > _SHOWN_CHANGES else "")
         raise UserError(
-            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {first.task.folder} "
+            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0].task.folder} "
             f"({some}); give another folder with --out DIR, or train these anew with --overwrite (deletes them)"
         )
 
@@ -136,6 +130,64 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
+class Display:
+    """Shows `total` runs, of which `done` are finished: bars on a terminal, lines elsewhere; all threads call it."""
+
+    def __init__(self, total: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
+
+        self.console = Console(highlight=False, soft_wrap=True)
+        said, bar = "{task.fields[said]}", BarColumn(bar_width=24)
+        columns = ("{task.description}", bar, MofNCompleteColumn(), said, TimeElapsedColumn())
+        self._bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._all = self._bars.add_task("runs", total=total, completed=done, said="")
+        self._bar: dict[Plan, TaskID] = {}
+        self._began: dict[Plan, float] = {}
+        self._told: dict[Plan, float] = {}
+
+    def __enter__(self) -> Display:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def started(self, plan: Plan) -> None:
+        """A run begins."""
+        self._began[plan] = self._told[plan] = time.monotonic()
+        self._bar[plan] = self._bars.add_task(plan.task.name, total=None, said="starting")
+        if self._bars.disable:
+            self._print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
+
+    def line(self, plan: Plan, line: str) -> None:
+        """A line of a run's output."""
+        if (match := PROGRESS.search(line)) is None:
+            return
+        done, asked, loss = match.groups(default="")
+        with contextlib.suppress(ValueError):
+            loss = f"{float(loss):.4f}"
+        said = f"loss {loss}" if loss else ""
+        self._bars.update(self._bar[plan], completed=int(done), total=int(asked), said=said)
+        if self._bars.disable and time.monotonic() - self._told[plan] >= _LINE_EVERY_S:
+            self._told[plan] = time.monotonic()
+            self._print(f"{plan.task.name}: iteration {done}/{asked}, {said}")
+
+    def ended(self, plan: Plan, outcome: Outcome) -> None:
+        """A run has ended."""
+        self._bars.remove_task(self._bar[plan])
+        self._bars.advance(self._all)
+        every = self._bars.tasks[0]
+        seconds = time.monotonic() - self._began[plan]
+        words = in_words(outcome.summary, why=True)
+        self._print(f"[{every.completed:.0f}/{every.total:.0f}] {plan.task.name}: {words}, {seconds:.0f} s")
+
+    def _print(self, text: str) -> None:
+        from rich.text import Text
+
+        self.console.print(Text(text), soft_wrap=True)
+
+
 class Sweep:
     """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
 
@@ -150,10 +202,7 @@ class Sweep:
         self._indexed: set[tuple[Any, ...]] = set()
 
     def run(self, ended: Callable[[Plan, Outcome], object]) -> None:
-        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started.
-
-        Raises what a thread raised.
-        """
+        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started."""
         with processes.signals_handled(self._on_signal), ThreadPoolExecutor(self._jobs) as pool:
             try:
                 runs = {pool.submit(self._one, plan): plan for plan in self._plans}

@@ -242,12 +242,11 @@ ENDED = {
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(tmp_path, monkeypatch, capsys, terminal):
     from megatron_muon.runs.train import Outcome
-    from megatron_muon.sweep import show as sweep_show
 
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
-    monkeypatch.setattr(sweep_show, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "_LINE_EVERY_S", 0.0)
     plan = plan_of(tmp_path / "run")
-    with sweep_show.Display(2, 1) as display:
+    with sweep.Display(2, 1) as display:
         display.started(plan)
         display.line(plan, "building data sets")
         display.line(plan, LINE)
