@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
@@ -124,26 +123,26 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
     return True
 
 
-def draw_bars(file: Path, panels: Mapping[str, Bars], *, width: float, above: float) -> bool:
-    """Bars by name, each a stack of its parts; panels by the label of their axis; `above` and below are inches."""
+def draw_bars(file: Path, panels: Mapping[str, Bars], *, width: float, above: float, unit: float = 1.0) -> bool:
+    """Bars by name, each a stack of its parts in `unit`; panels by the label of their axis; `above` them are inches."""
     panels = {label: bars for label, bars in panels.items() if any(bars.values())}
     if not panels:
         return False
     height = above + 0.62 * max(map(len, panels.values()))
     with _figure(file, columns=len(panels), width=width * len(panels), height=height) as axes:
         for panel, (label, bars) in zip(axes, panels.items(), strict=True):
-            _stack(panel, bars, label)
+            _stack(panel, bars, label, unit)
     return True
 
 
-def _stack(panel: Any, bars: Bars, label: str) -> None:
+def _stack(panel: Any, bars: Bars, label: str, unit: float) -> None:
     """Horizontal bars, the first on top; the sum stands at the end of each."""
     longest = max(bars.values(), key=len)
     kinds = list(dict.fromkeys(kind for bar in (longest, *bars.values()) for kind in bar))
     places = range(len(bars))
     ends = [0.0] * len(bars)
     for number, kind in enumerate(kinds):
-        lengths = [bar.get(kind, 0.0) for bar in bars.values()]
+        lengths = [bar.get(kind, 0.0) / unit for bar in bars.values()]
         look = {"edgecolor": "black", "linewidth": 0.6, "height": 0.62}
         fill = {"color": _FILLS[number % len(_FILLS)], "hatch": _HATCHES[number % len(_HATCHES)]}
         panel.barh(places, lengths, left=ends, label=kind, **look, **fill)
@@ -212,6 +211,5 @@ def _figure(file: Path, *, columns: int, width: float, height: float) -> Iterato
     """Panels of a figure, written to the file at the end."""
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-        FigureCanvasAgg(figure)
         yield list(figure.subplots(1, columns, squeeze=False)[0])
         figure.savefig(file, metadata={"Software": None})

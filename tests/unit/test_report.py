@@ -7,9 +7,9 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.report import page as report_page
 from megatron_muon.report.arms import Spread, find_runs, read_arms
 from megatron_muon.report.comparison import best_arms, compare, reach, shown_arms
+from megatron_muon.report.page import Report
 from megatron_muon.runs.events import read_events
 from megatron_muon.runs.records import read_record
 from tests.unit.made_runs import falling, make_run
@@ -152,9 +152,9 @@ def test_not_reached_is_said(tmp_path):
 
 def page_of(tmp_path):
     """The page, without pictures, and the figures of a report on the runs below `tmp_path / "runs"`."""
-    arms, empty = read_arms(find_runs([tmp_path / "runs"]))
-    text = report_page.page(arms, empty, (), places=[tmp_path / "runs"], command="megatron-muon report")
-    return text, json.loads(json.dumps(report_page.figures(arms), allow_nan=False))
+    report = Report(*read_arms(find_runs([tmp_path / "runs"])))
+    text = report.page((), places=[tmp_path / "runs"], command="megatron-muon report")
+    return text, json.loads(json.dumps(report.figures(), allow_nan=False))
 
 
 @pytest.mark.parametrize(
