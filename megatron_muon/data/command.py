@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints what was written and how to train on it."""
     if args.output.endswith("/"):  # which a Path would not show
         raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
-    options = SourceOptions(tuple(args.suffix), tuple(args.exclude), args.format, args.json_key)
+    began, options = (
+        time.monotonic(),
+        SourceOptions(tuple(args.suffix), tuple(args.exclude), args.format, args.json_key),
+    )
     with _progress() as progress:
         prepared = prepare(
             args.input,
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         print(found.skipped)
     print(
         f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {found.documents:,} documents, "
-        f"{found.tokens:,} tokens, {found.sizes['bin']:,} bytes, {prepared.seconds:.1f} s\n"
+        f"{found.tokens:,} tokens, {found.sizes['bin']:,} bytes, {time.monotonic() - began:.1f} s\n"
         f"train with: {' '.join(prepared.flags)}"
     )
     return 0

@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -23,20 +22,14 @@ import msgspec
 import numpy as np
 
 from megatron_muon.data import tokenizers
-from megatron_muon.data.sources import (
-    STDLIB_EXCLUDED,
-    Reader,
-    Source,
-    SourceOptions,
-    find_sources,
-    input_digest,
-    stdlib_directory,
-)
+from megatron_muon.data.sources import Reader, Source, SourceOptions, find_sources, input_digest, stdlib_directory
 from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
 _VERSION = 1
+_STDLIB_EXCLUDED = ("lib-dynload", "idlelib/Icons", "config-*", "ensurepip/_bundled")
+"""Parts of the interpreter's library directory that hold build products rather than Python to read."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
@@ -74,7 +67,6 @@ class PreparedData:
 
     prefix: Path
     manifest: Manifest
-    seconds: float
     up_to_date: bool
 
     @property
@@ -102,7 +94,6 @@ def prepare(
     Raises:
         UserError: a missing or broken input, nothing to prepare, output that exists already or cannot be written.
     """
-    start = time.perf_counter()
     options, spec = sources or SourceOptions(), tokenizer or TokenizerSpec()
     tokenizers.check_spec(spec)
     if workers < 1:
@@ -122,7 +113,7 @@ def prepare(
                 "add --overwrite to replace them, or choose another --output"
             )
         manifest = manifest or _write(Reader(found, options), paths, settings, workers, progress)
-    return PreparedData(output, manifest, time.perf_counter() - start, up_to_date)
+    return PreparedData(output, manifest, up_to_date)
 
 
 def ensure_stdlib_corpus(prefix: Path) -> None:
@@ -177,7 +168,7 @@ def _find(inputs: list[Path], paths: OutputPaths, stdlib: bool, options: SourceO
         raise UserError("nothing to prepare; give --input PATH... or --stdlib")
     found = find_sources(inputs, options, paths.all) if inputs else []
     if stdlib:
-        only_python = SourceOptions(suffixes=(".py",), exclude=(*STDLIB_EXCLUDED, *options.exclude))
+        only_python = SourceOptions(suffixes=(".py",), exclude=(*_STDLIB_EXCLUDED, *options.exclude))
         found += find_sources([stdlib_directory()], only_python, [*paths.all, *(source.path for source in found)])
     return found
 

@@ -23,9 +23,6 @@ from megatron_muon.errors import UserError
 SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"})
 """Never entered, whatever the suffixes: compiled files and other people's packages."""
 
-STDLIB_EXCLUDED = ("lib-dynload", "idlelib/Icons", "config-*", "ensurepip/_bundled")
-"""Parts of the interpreter's library directory that hold build products rather than Python to read."""
-
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
 Document = tuple[str, str]
