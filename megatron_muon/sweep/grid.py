@@ -23,7 +23,6 @@ from megatron_muon.errors import UserError
 
 _KEY = re.compile(r"-*([A-Za-z_][A-Za-z0-9_-]*)=(.*)\Z", re.DOTALL)
 _LONGEST_NAME = 150
-_SAFE = "+,=.@:"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Point:
     @property
     def folder(self) -> str:
         """Its name as a folder: without slashes or blanks, and not too long."""
-        quoted = urllib.parse.quote(self.name, safe=_SAFE).replace("%2F", "-")
+        quoted = urllib.parse.quote(self.name, safe="+,=.@:").replace("%2F", "-")
         if len(quoted) > _LONGEST_NAME or "%" in quoted:
             digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
             quoted = f"{quoted.replace('%', '_')[:_LONGEST_NAME]}-{digest}"
@@ -72,7 +71,7 @@ def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
     _check_alternatives(parsed)
     points: dict[frozenset[tuple[str, str]], Point] = {}
     for grid in parsed:
-        hidden = frozenset(key for key, values in grid.items() if values == ("null",))
+        hidden = frozenset(key for key, values in grid.items() if values == ["null"])
         for values in itertools.product(*grid.values()):
             settings = tuple(zip(grid, values, strict=True))
             points.setdefault(frozenset(settings), Point(settings, hidden))
@@ -93,7 +92,7 @@ def tasks_of(points: Sequence[Point], seeds: int, out: Path) -> tuple[Task, ...]
     )
 
 
-def _parse(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _parse(words: Sequence[str]) -> dict[str, list[str]]:
     """Values by key of one `--grid`."""
     grid: dict[str, list[str]] = {}
     for word in words:
@@ -114,19 +113,18 @@ def _parse(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
                 )
             if not piece:
                 raise UserError(f"--grid {word}: {key} has an empty value; write {key}=VALUE,VALUE without gaps")
+            if piece in grid[key]:
+                raise UserError(f"--grid {word}: a value stands there twice; leave one of them out")
             grid[key].append(piece)
-    for key, values in grid.items():
-        if len(set(values)) < len(values):
-            raise UserError(f"--grid {key}={','.join(values)}: a value stands there twice; leave one of them out")
-    return {key: tuple(values) for key, values in grid.items()}
+    return grid
 
 
-def _check_alternatives(grids: Sequence[dict[str, tuple[str, ...]]]) -> None:
+def _check_alternatives(grids: Sequence[dict[str, list[str]]]) -> None:
     """Refuses a second `--grid` that was meant as a factor of the first."""
-    seen: set[str] = set()
-    for grid in grids:
-        if seen and not seen & grid.keys():
-            first = grids[0]
+    first = grids[0]
+    seen = set(first)
+    for grid in grids[1:]:
+        if not seen & grid.keys():
             both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
             raise UserError(
                 f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "
