@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.data.corpus import Progress, prepare
-from megatron_muon.data.sources import SourceOptions
+from megatron_muon.data.corpus import STDLIB, Progress, prepare
+from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
 
@@ -66,21 +66,19 @@ def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints what was written and how to train on it."""
     if args.output.endswith("/"):  # which a Path would not show
         raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
-    began, options = (
-        time.monotonic(),
-        SourceOptions(tuple(args.suffix), tuple(args.exclude), args.format, args.json_key),
+    began = time.monotonic()
+    settings = Settings(
+        tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+        append_eod=args.append_eod,
+        stdlib=STDLIB if args.stdlib else "",
+        suffixes=tuple(args.suffix),
+        exclude=tuple(args.exclude),
+        format=args.format,
+        json_key=args.json_key,
     )
     with _progress() as progress:
         prepared = prepare(
-            args.input,
-            Path(args.output),
-            stdlib=args.stdlib,
-            sources=options,
-            tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
-            append_eod=args.append_eod,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            progress=progress,
+            args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite, progress=progress
         )
     found = prepared.manifest
     if found.skipped:

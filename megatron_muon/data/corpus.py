@@ -22,30 +22,21 @@ import msgspec
 import numpy as np
 
 from megatron_muon.data import tokenizers
-from megatron_muon.data.sources import Reader, Source, SourceOptions, find_sources, input_digest, stdlib_directory
+from megatron_muon.data.sources import Reader, Settings, Source, find_sources, input_digest, stdlib_directory
 from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
+STDLIB = f"python {platform.python_version()}"
+"""What settings call the standard library of the running interpreter."""
+
+_DEFAULTS = Settings()
 _VERSION = 1
 _STDLIB_EXCLUDED = ("lib-dynload", "idlelib/Icons", "config-*", "ensurepip/_bundled")
 """Parts of the interpreter's library directory that hold build products rather than Python to read."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes read so far, bytes in all)."""
-
-
-class Settings(msgspec.Struct, frozen=True):
-    """All that decides what is written, beside the input's bytes."""
-
-    tokenizer: TokenizerSpec
-    tokenizer_digest: str
-    append_eod: bool
-    stdlib: str
-    suffixes: tuple[str, ...]
-    exclude: tuple[str, ...]
-    format: str
-    json_key: str
 
 
 class Manifest(msgspec.Struct, kw_only=True):
@@ -78,29 +69,25 @@ class PreparedData:
 def prepare(
     inputs: Iterable[Path],
     output: Path,
+    settings: Settings = _DEFAULTS,
     *,
-    stdlib: bool = False,
-    sources: SourceOptions | None = None,
-    tokenizer: TokenizerSpec | None = None,
-    append_eod: bool = True,
     workers: int = 1,
     overwrite: bool = False,
     progress: Progress = lambda read, total: None,
 ) -> PreparedData:
     """Tokenizes text files, JSONL files and directories of them into `output.bin` and `output.idx`.
 
-    The arguments are the flags of `data prepare`; the result does not depend on `workers`.
+    The result does not depend on `workers`; other data at `output` is replaced with `overwrite` alone.
 
     Raises:
         UserError: a missing or broken input, nothing to prepare, output that exists already or cannot be written.
     """
-    options, spec = sources or SourceOptions(), tokenizer or TokenizerSpec()
-    tokenizers.check_spec(spec)
+    tokenizers.check_spec(settings.tokenizer)
     if workers < 1:
         raise UserError(f"--workers {workers} is not possible; give 1 or more")
     paths = OutputPaths(output)
-    found = _find(list(inputs), paths, stdlib, options)
-    settings = _settings(options, spec, append_eod, stdlib)
+    found = _find(list(inputs), paths, settings)
+    settings = msgspec.structs.replace(settings, tokenizer_digest=model_digest(settings.tokenizer))
     with paths.locked():
         manifest = paths.read_manifest()
         if manifest and (manifest.settings != settings or manifest.input_digest != input_digest(found)):
@@ -112,7 +99,7 @@ def prepare(
                 f"{' and '.join(existing)} exist already, with other data or made with other options; "
                 "add --overwrite to replace them, or choose another --output"
             )
-        manifest = manifest or _write(Reader(found, options), paths, settings, workers, progress)
+        manifest = manifest or _write(Reader(found, settings), paths, workers, progress)
     return PreparedData(output, manifest, up_to_date)
 
 
@@ -122,8 +109,9 @@ def ensure_stdlib_corpus(prefix: Path) -> None:
     Any number of processes may call this at once: the first prepares, the others wait and then find it there.
     """
     manifest = OutputPaths(prefix).read_manifest()
-    if manifest is None or manifest.settings != _settings(SourceOptions(), TokenizerSpec(), True, True):
-        prepare([], prefix, stdlib=True, overwrite=True)
+    settings = Settings(stdlib=STDLIB)
+    if manifest is None or manifest.settings != settings:
+        prepare([], prefix, settings, overwrite=True)
 
 
 class OutputPaths:
@@ -163,35 +151,26 @@ class OutputPaths:
         return manifest if manifest.version == _VERSION and manifest.sizes == sizes else None
 
 
-def _find(inputs: list[Path], paths: OutputPaths, stdlib: bool, options: SourceOptions) -> list[Source]:
-    if not inputs and not stdlib:
+def _find(inputs: list[Path], paths: OutputPaths, settings: Settings) -> list[Source]:
+    if not inputs and not settings.stdlib:
         raise UserError("nothing to prepare; give --input PATH... or --stdlib")
-    found = find_sources(inputs, options, paths.all) if inputs else []
-    if stdlib:
-        only_python = SourceOptions(suffixes=(".py",), exclude=(*_STDLIB_EXCLUDED, *options.exclude))
+    found = find_sources(inputs, settings, paths.all) if inputs else []
+    if settings.stdlib:
+        only_python = Settings(suffixes=(".py",), exclude=(*_STDLIB_EXCLUDED, *settings.exclude))
         found += find_sources([stdlib_directory()], only_python, [*paths.all, *(source.path for source in found)])
     return found
-
-
-def _settings(options: SourceOptions, spec: TokenizerSpec, append_eod: bool, stdlib: bool) -> Settings:
-    return Settings(
-        tokenizer=spec,
-        tokenizer_digest=model_digest(spec),
-        append_eod=append_eod,
-        stdlib=f"python {platform.python_version()}" if stdlib else "",
-        **dataclasses.asdict(options),
-    )
 
 
 def model_digest(spec: TokenizerSpec) -> str:
     """A digest of a model that is a file or directory: its path may hold another one next time."""
     if spec.model is None or not Path(spec.model).exists():
         return ""
-    return input_digest(find_sources([Path(spec.model)], SourceOptions()))
+    return input_digest(find_sources([Path(spec.model)], _DEFAULTS))
 
 
-def _write(reader: Reader, paths: OutputPaths, settings: Settings, workers: int, progress: Progress) -> Manifest:
+def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress) -> Manifest:
     """Writes the three files and returns the manifest. The caller holds the lock."""
+    settings = reader.settings
     tokenizer = tokenizers.build(settings.tokenizer)
     with quiet_imports():
         from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder

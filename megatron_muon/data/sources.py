@@ -18,6 +18,9 @@ from io import BufferedReader
 from pathlib import Path, PurePath
 from typing import Literal
 
+import msgspec
+
+from megatron_muon.data.tokenizers import Document, TokenizerSpec
 from megatron_muon.errors import UserError
 
 SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"})
@@ -25,19 +28,20 @@ SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 
-Document = tuple[str, str]
-"""Where it stands, and its text."""
 
-
-@dataclass(frozen=True)
-class SourceOptions:
-    """What to take from the inputs: the flags of `data prepare`.
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that decides what is written, beside the input's bytes: flags of `data prepare`, as the manifest has them.
 
     Attributes:
+        stdlib: the Python whose standard library (`*.py` files) is taken too, after the inputs; "" takes none.
         suffixes: of files in directories; empty means every file. A file named explicitly is always taken.
         exclude: `fnmatch` patterns against a file's or directory's name and its path relative to the input.
     """
 
+    tokenizer: TokenizerSpec = TokenizerSpec()
+    tokenizer_digest: str = ""
+    append_eod: bool = True
+    stdlib: str = ""
     suffixes: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     format: Literal["auto", "text", "jsonl"] = "auto"
@@ -58,7 +62,7 @@ def stdlib_directory() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def find_sources(inputs: Sequence[Path], options: SourceOptions, not_these: Iterable[Path] = ()) -> list[Source]:
+def find_sources(inputs: Sequence[Path], settings: Settings, not_these: Iterable[Path] = ()) -> list[Source]:
     """Lists the files of the inputs, each once: inputs in the order given, a directory's files by relative path.
 
     What is hidden below a directory is passed over, as are files of `not_these`, such as the output.
@@ -68,22 +72,22 @@ def find_sources(inputs: Sequence[Path], options: SourceOptions, not_these: Iter
     for given in inputs:
         if not given.exists():
             raise UserError(f"input {str(given)!r} does not exist")
-        for label, path in _walk(given, options) if given.is_dir() else [(given.name, given)]:
+        for label, path in _walk(given, settings) if given.is_dir() else [(given.name, given)]:
             if (real := os.path.realpath(path)) not in seen:
                 seen.add(real)
                 sources.append(Source(path, label, path.stat().st_size))
     if not sources:
-        wanted = f" with suffix {' '.join(options.suffixes)}" if options.suffixes else ""
+        wanted = f" with suffix {' '.join(settings.suffixes)}" if settings.suffixes else ""
         raise UserError(f"found no file{wanted} in {', '.join(map(str, inputs))}")
     return sources
 
 
-def _walk(root: Path, options: SourceOptions) -> list[tuple[str, Path]]:
+def _walk(root: Path, settings: Settings) -> list[tuple[str, Path]]:
     """Returns (relative POSIX path, path) of the wanted files below `root`, sorted by the former."""
 
     def wanted(relative: PurePath) -> bool:
         names = (relative.name, relative.as_posix())
-        excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in options.exclude for name in names)
+        excluded = any(fnmatch.fnmatchcase(name, pattern) for pattern in settings.exclude for name in names)
         return not (excluded or relative.name.startswith("."))
 
     def unreadable(error: OSError) -> None:
@@ -93,7 +97,7 @@ def _walk(root: Path, options: SourceOptions) -> list[tuple[str, Path]]:
     for directory, subdirectories, names in root.walk(on_error=unreadable):
         here = directory.relative_to(root)
         subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES and wanted(here / name)]
-        files = [name for name in names if not options.suffixes or name.endswith(options.suffixes)]
+        files = [name for name in names if not settings.suffixes or name.endswith(settings.suffixes)]
         found += [
             ((here / name).as_posix(), directory / name)
             for name in files
@@ -114,8 +118,8 @@ def input_digest(sources: Iterable[Source]) -> str:
 class Reader:
     """Yields the documents of sources, once; counts the bytes that it has `read`, of `total`, and digests them."""
 
-    def __init__(self, sources: Sequence[Source], options: SourceOptions) -> None:
-        self.sources, self.options = sources, options
+    def __init__(self, sources: Sequence[Source], settings: Settings) -> None:
+        self.sources, self.settings = sources, settings
         self.total, self.read = sum(source.size for source in sources), 0
         self.digest = hashlib.sha256()
         self._skipped: Counter[str] = Counter()
@@ -130,7 +134,7 @@ class Reader:
     def __iter__(self) -> Iterator[Document]:
         for source in self.sources:
             by_name = "jsonl" if source.path.name.endswith(JSONL_SUFFIXES) else "text"
-            is_jsonl = (by_name if self.options.format == "auto" else self.options.format) == "jsonl"
+            is_jsonl = (by_name if self.settings.format == "auto" else self.settings.format) == "jsonl"
             with _open(source, self.digest) as file:
                 documents = self._lines(source, file) if is_jsonl else self._whole(source, file)
                 for place, text in documents:
@@ -155,7 +159,7 @@ class Reader:
             self._skipped["files that are not UTF-8"] += 1
 
     def _lines(self, source: Source, file: BufferedReader) -> Iterator[Document]:
-        key = self.options.json_key
+        key = self.settings.json_key
         for number, line in enumerate(file, start=1):
             self._took(line)
             if not line.strip():

@@ -22,7 +22,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_muon.data.sources import Document
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
@@ -46,6 +45,10 @@ _PACKAGES = {
 
 _DOCUMENTS_PER_WORKER = 128
 """How many are under way at a time, so that memory stays bounded however long the input is."""
+
+
+Document = tuple[str, str]
+"""Where it stands, and its text."""
 
 
 class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.data import SourceOptions, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
+from megatron_muon.data import Settings, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
 from megatron_muon.data.sources import find_sources
 from megatron_muon.errors import UserError
 
@@ -90,7 +90,7 @@ def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_do
 
 
 def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
-    prepared = prepare([tree], tmp_path / "out" / "corpus", sources=SourceOptions(suffixes=(".py",)))
+    prepared = prepare([tree], tmp_path / "out" / "corpus", Settings(suffixes=(".py",)))
     assert texts(prepared.prefix) == ["first = 1\r\n", "second = 'ü'\n"]
     assert all(ids[-1] == 256 for ids in documents(prepared.prefix))
     assert documents(prepared.prefix)[0].dtype == np.uint16
@@ -102,7 +102,7 @@ def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
 
 
 def test_explicit_files_are_taken_whatever_their_suffix_and_once(tree, tmp_path):
-    options = SourceOptions(suffixes=(".py",), exclude=("b", "empty.py"))
+    options = Settings(suffixes=(".py",), exclude=("b", "empty.py"))
     inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]
     assert [source.label for source in find_sources(inputs, options)] == [
         *("notes.txt", "a/one.py", "binary.py", "latin.py")
@@ -110,7 +110,7 @@ def test_explicit_files_are_taken_whatever_their_suffix_and_once(tree, tmp_path)
 
 
 def test_end_of_document_can_be_left_out(tree, tmp_path):
-    prepare([tree / "notes.txt"], tmp_path / "corpus", append_eod=False)
+    prepare([tree / "notes.txt"], tmp_path / "corpus", Settings(append_eod=False))
     assert documents(tmp_path / "corpus")[0].tolist() == list(b"a note")
 
 
@@ -135,7 +135,7 @@ def test_jsonl_documents_are_lines(tmp_path):
     lines = [{"content": "one", "id": 1}, {"content": ""}, {"content": "two\nlines"}]
     file = tmp_path / "part.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    prepared = prepare([file], tmp_path / "out", sources=SourceOptions(json_key="content"))
+    prepared = prepare([file], tmp_path / "out", Settings(json_key="content"))
     assert texts(prepared.prefix) == ["one", "two\nlines"]
     assert "1 empty documents" in prepared.manifest.skipped
 
@@ -143,15 +143,17 @@ def test_jsonl_documents_are_lines(tmp_path):
 def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
     (tmp_path / "ids.txt").write_text("5 70000 2")
     spec = TokenizerSpec("NullTokenizer", vocab_size=100_000)
-    prepared = prepare([tmp_path / "ids.txt"], tmp_path / "out", tokenizer=spec)
+    prepared = prepare([tmp_path / "ids.txt"], tmp_path / "out", Settings(tokenizer=spec))
     assert documents(prepared.prefix)[0].tolist() == [5, 70000, 2, 99_999]
     assert documents(prepared.prefix)[0].dtype == np.int32
     assert prepared.flags[2:] == ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100000")
     with pytest.raises(UserError, match=r"ids\.txt: token ids reach from 2 to 70000, the vocabulary has 65000"):
-        prepare([tmp_path / "ids.txt"], tmp_path / "small", tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
+        prepare(
+            [tmp_path / "ids.txt"], tmp_path / "small", Settings(tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
+        )
     (tmp_path / "ids.txt").write_text("five")
     with pytest.raises(UserError, match=r"ids\.txt: the tokenizer does not take this text"):
-        prepare([tmp_path / "ids.txt"], tmp_path / "words", tokenizer=spec)
+        prepare([tmp_path / "ids.txt"], tmp_path / "words", Settings(tokenizer=spec))
 
 
 # Doing it again
@@ -169,7 +171,7 @@ def test_an_identical_run_is_up_to_date(tree, tmp_path):
 def test_other_input_or_options_need_overwrite(tree, tmp_path):
     prefix = prepare([tree], tmp_path / "out").prefix
     with pytest.raises(UserError, match="--overwrite"):
-        prepare([tree], prefix, append_eod=False)
+        prepare([tree], prefix, Settings(append_eod=False))
     (tree / "notes.txt").write_text("changed")
     with pytest.raises(UserError, match=r"out\.bin and .*out\.idx exist already"):
         prepare([tree], prefix)
@@ -242,7 +244,7 @@ def test_broken_jsonl_names_file_and_line(tmp_path, line, message):
 )
 def test_wrong_tokenizers_are_refused(tree, tmp_path, spec, message):
     with pytest.raises(UserError, match=message):
-        prepare([tree], tmp_path / "out", tokenizer=spec)
+        prepare([tree], tmp_path / "out", Settings(tokenizer=spec))
 
 
 def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
@@ -251,7 +253,7 @@ def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
     with pytest.raises(UserError, match="nothing to prepare; give --input"):
         prepare([], tmp_path / "out")
     with pytest.raises(UserError, match=r"found no file with suffix \.rs"):
-        prepare([tree], tmp_path / "out", sources=SourceOptions(suffixes=(".rs",)))
+        prepare([tree], tmp_path / "out", Settings(suffixes=(".rs",)))
     with pytest.raises(UserError, match=r"found no document in 1 files .*1 binary"):
         prepare([tree / "binary.py"], tmp_path / "out")
     with pytest.raises(UserError, match=r"cannot write to directory .*notes.txt"):
@@ -270,7 +272,7 @@ def small_stdlib(tree, monkeypatch):
 
 
 def test_stdlib_takes_python_only(small_stdlib, tmp_path):
-    prepare([], tmp_path / "out", stdlib=True)
+    prepare([], tmp_path / "out", Settings(stdlib=corpus.STDLIB))
     assert texts(tmp_path / "out") == ["first = 1\r\n", "second = 'ü'\n"]
 
 
@@ -281,7 +283,7 @@ def test_ensure_stdlib_corpus_writes_once(small_stdlib, tmp_path, monkeypatch):
     ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
     ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
     assert writes == [1]
-    assert prepare([], tmp_path / "data" / "stdlib", stdlib=True).up_to_date
+    assert prepare([], tmp_path / "data" / "stdlib", Settings(stdlib=corpus.STDLIB)).up_to_date
 
 
 def test_the_lock_keeps_other_processes_out(tmp_path):
