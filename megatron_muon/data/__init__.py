@@ -5,7 +5,7 @@ not read data for training; megatron-core's own datasets do that.
 """
 
 from megatron_muon.data.corpus import PreparedData, ensure_stdlib_corpus, prepare
-from megatron_muon.data.sources import SourceOptions
+from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import TokenizerSpec
 
-__all__ = ["PreparedData", "SourceOptions", "TokenizerSpec", "ensure_stdlib_corpus", "prepare"]
+__all__ = ["PreparedData", "Settings", "TokenizerSpec", "ensure_stdlib_corpus", "prepare"]

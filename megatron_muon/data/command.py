@@ -6,9 +6,10 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from megatron_muon.data.corpus import Progress, prepare
-from megatron_muon.data.sources import SourceOptions
+from megatron_muon.data.corpus import STDLIB, Progress, prepare
+from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
 
@@ -41,32 +42,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = "Prepare text for training."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    add = actions.add_parser(
-        "prepare",
-        help="tokenize text into Megatron's .bin/.idx",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).add_argument
-
+    words: Any = {"help": "tokenize text into Megatron's .bin/.idx", "description": DESCRIPTION, "epilog": EXAMPLES}
+    add = actions.add_parser("prepare", formatter_class=argparse.RawDescriptionHelpFormatter, **words).add_argument
     add("--input", nargs="+", type=Path, default=[], metavar="PATH", help="files or directories")
     add("--stdlib", action="store_true", help="take the running Python's standard library, about 30 MB")
     add("--output", required=True, metavar="PREFIX", help="write PREFIX.bin and PREFIX.idx")
     add("--overwrite", action="store_true", help="replace existing output that holds something else")
     add("--suffix", nargs="+", default=[], metavar="S", help="file name endings to take from directories (all)")
-    add(
-        "--exclude",
-        nargs="+",
-        default=[],
-        metavar="PATTERN",
-        help="name or path patterns to pass over: tests '*_pb2.py'",
-    )
+    add("--exclude", nargs="+", default=[], metavar="PATTERN",
+        help="name or path patterns to pass over: tests '*_pb2.py'")  # fmt: skip
     add("--format", choices=("auto", "text", "jsonl"), default="auto", help="auto: .jsonl and .ndjson are JSONL")
     add("--json-key", default="text", metavar="KEY", help="the field of a JSONL line that holds the text (text)")
-    add(
-        "--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
-        help=f"{', '.join(TOKENIZER_TYPES)} (the first)",
-    )  # fmt: skip
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, default=BYTE_LEVEL, metavar="TYPE",
+        help=f"{', '.join(TOKENIZER_TYPES)} (the first)")  # fmt: skip
     add("--tokenizer-model", metavar="MODEL", help="file, directory or name, as Megatron's flag of this name")
     add("--vocab-size", type=int, metavar="N", help="as Megatron's flag of this name")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
@@ -78,24 +66,26 @@ def run(args: argparse.Namespace) -> int:
     """Prepares the data and prints what was written and how to train on it."""
     if args.output.endswith("/"):  # which a Path would not show
         raise UserError(f"--output {args.output} is a directory; give a prefix in it, such as data/corpus")
-    options = SourceOptions(tuple(args.suffix), tuple(args.exclude), args.format, args.json_key)
+    began = time.monotonic()
+    settings = Settings(
+        tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
+        append_eod=args.append_eod,
+        stdlib=STDLIB if args.stdlib else "",
+        suffixes=tuple(args.suffix),
+        exclude=tuple(args.exclude),
+        format=args.format,
+        json_key=args.json_key,
+    )
     with _progress() as progress:
         prepared = prepare(
-            args.input,
-            Path(args.output),
-            stdlib=args.stdlib,
-            sources=options,
-            tokenizer=TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size),
-            append_eod=args.append_eod,
-            workers=args.workers,
-            overwrite=args.overwrite,
-            progress=progress,
+            args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite, progress=progress
         )
-    if prepared.skipped:
-        print(prepared.skipped)
+    found = prepared.manifest
+    if found.skipped:
+        print(found.skipped)
     print(
-        f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {prepared.documents:,} documents, "
-        f"{prepared.tokens:,} tokens, {prepared.bytes:,} bytes, {prepared.seconds:.1f} s\n"
+        f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {found.documents:,} documents, "
+        f"{found.tokens:,} tokens, {found.sizes['bin']:,} bytes, {time.monotonic() - began:.1f} s\n"
         f"train with: {' '.join(prepared.flags)}"
     )
     return 0
@@ -104,22 +94,20 @@ def run(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _progress() -> Iterator[Progress]:
     """Provides a progress bar on a terminal, and a plain line every few seconds elsewhere."""
-    if not sys.stderr.isatty():
-        told = time.monotonic()
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console, told = Console(stderr=True), time.monotonic()
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=None)
 
         def tell(read: int, total: int) -> None:
             nonlocal told
-            if time.monotonic() - told >= _LINE_EVERY_SECONDS:
+            bar.update(task, completed=read, total=total, description="tokenizing")
+            if bar.disable and time.monotonic() - told >= _LINE_EVERY_SECONDS:
                 told = time.monotonic()
                 print(f"tokenizing: {read / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)
 
         yield tell
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("reading", total=None)
-        yield lambda read, total: bar.update(task, completed=read, total=total, description="tokenizing")

@@ -1,4 +1,4 @@
-"""Turns text into token ids exactly as Megatron's tokenizers do.
+"""Turns text into token ids by Megatron's tokenizers.
 
 The default is megatron-core's `ByteLevelTokenizer`: a token is a byte of UTF-8, the highest id ends a
 document. The training command line of megatron-core 0.19 has no flag that selects it, and needs none: during
@@ -6,148 +6,109 @@ training a tokenizer only tells the vocabulary's size and the id that ends a doc
 does with the same values.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import functools
 import importlib.util
+import itertools
 import multiprocessing
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
-BYTE_LEVEL = "ByteLevelTokenizer"
+BYTE_LEVEL, IN_TRAINING = "ByteLevelTokenizer", "NullTokenizer"
 BYTE_LEVEL_VOCAB_SIZE = 257
 """256 byte values and one end-of-document id."""
 
-TOKENIZER_TYPES = (
-    BYTE_LEVEL,
-    "NullTokenizer",
-    "HuggingFaceTokenizer",
-    "SentencePieceTokenizer",
-    "GPTSentencePieceTokenizer",
-    "Llama2Tokenizer",
-    "TikTokenizer",
-)
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+"""Names of one tokenizer."""
+
+TOKENIZER_TYPES = (BYTE_LEVEL, IN_TRAINING, "HuggingFaceTokenizer", *SENTENCEPIECE, "TikTokenizer")
 """The byte-level one, and those of megatron-core's `build_tokenizer` that need at most a model."""
 
+_HF = ("HuggingFaceTokenizer", "SFTTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 _PACKAGES = {
-    "HuggingFaceTokenizer": "transformers",
-    "SFTTokenizer": "transformers",
-    "GPT2BPETokenizer": "transformers",
-    "BertWordPieceLowerCase": "transformers",
-    "BertWordPieceCase": "transformers",
-    "SentencePieceTokenizer": "sentencepiece",
-    "GPTSentencePieceTokenizer": "sentencepiece",
-    "Llama2Tokenizer": "sentencepiece",
+    **dict.fromkeys(_HF, "transformers"),
+    **dict.fromkeys(SENTENCEPIECE, "sentencepiece"),
     "TikTokenizer": "tiktoken",
 }
 """What a tokenizer needs beside megatron-core, which says so after it has failed, or not at all."""
 
-_BATCH_CHARACTERS = 1 << 20
-_BATCHES_PER_WORKER = 2
+_DOCUMENTS_PER_WORKER = 128
+"""How many are under way at a time, so that memory stays bounded however long the input is."""
+
 
 Document = tuple[str, str]
 """Where it stands, and its text."""
 
-Encoded = tuple[str, npt.NDArray[Any]]
-"""Where a document stands, and its ids."""
 
-
-@dataclass(frozen=True)
-class TokenizerSpec:
+class TokenizerSpec(msgspec.Struct, frozen=True, array_like=True):
     """Which tokenizer, in the words of Megatron's command line; the last id of the byte-level one ends documents."""
 
     tokenizer_type: str = BYTE_LEVEL
     model: str | None = None
     vocab_size: int | None = None
 
-    def training_flags(self) -> tuple[str, ...]:
-        """Returns the flags with which Megatron's training reads what this tokenizer wrote."""
-        if self.tokenizer_type == BYTE_LEVEL:
-            size = self.vocab_size or BYTE_LEVEL_VOCAB_SIZE
-            return ("--tokenizer-type", "NullTokenizer", "--vocab-size", str(size))
-        flags = ["--tokenizer-type", self.tokenizer_type]
-        if self.model is not None:
-            flags += ["--tokenizer-model", self.model]
-        if self.vocab_size is not None:
-            flags += ["--vocab-size", str(self.vocab_size)]
-        return tuple(flags)
+    def in_training(self) -> TokenizerSpec:
+        """That with which Megatron's training reads what this one wrote."""
+        if self.tokenizer_type != BYTE_LEVEL:
+            return self
+        return TokenizerSpec(IN_TRAINING, vocab_size=self.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
 
-
-@dataclass(frozen=True)
-class Tokenizer:
-    """A tokenizer ready for use: text to ids without an end-of-document id, which some tokenizers do not have."""
-
-    encode: Callable[[str], npt.NDArray[Any]]
-    vocab_size: int
-    eod: int | None
-
-
-def encode_bytes(text: str) -> npt.NDArray[np.uint8]:
-    """Returns the ids of megatron-core's `ByteLevelTokenizer.text_to_ids`, as one array instead of a list."""
-    return np.frombuffer(text.encode("utf-8"), dtype=np.uint8)
+    def flags(self) -> list[str]:
+        """The flags of Megatron's command line that select it."""
+        flags = ("--tokenizer-type", "--tokenizer-model", "--vocab-size")
+        named = zip(flags, msgspec.structs.astuple(self), strict=True)
+        return [str(word) for flag, value in named if value is not None for word in (flag, value)]
 
 
 def check_spec(spec: TokenizerSpec) -> None:
     """Refuses, by a `UserError`, what can be seen to be wrong without importing anything."""
     kind, size = spec.tokenizer_type, spec.vocab_size
-    if kind not in TOKENIZER_TYPES:
-        raise UserError(f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}")
-    if kind == BYTE_LEVEL:
-        if spec.model is not None:
-            raise UserError(f"--tokenizer-model {spec.model}: {BYTE_LEVEL} has no model; leave it out")
-        if size is not None and size < BYTE_LEVEL_VOCAB_SIZE:
-            raise UserError(
-                f"--vocab-size {size} is too small for {BYTE_LEVEL}: 256 bytes and an end-of-document id "
-                f"need at least {BYTE_LEVEL_VOCAB_SIZE}"
-            )
-    elif kind == "NullTokenizer":
-        if size is None or size < 1:
-            raise UserError("NullTokenizer (text that already holds ids) needs --vocab-size N")
-    elif spec.model is None:
-        raise UserError(f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME")
+    is_bytes, is_ids = kind == BYTE_LEVEL, kind == IN_TRAINING
+    why = {
+        f"--tokenizer-type {kind} is not known; choose one of {', '.join(TOKENIZER_TYPES)}": kind
+        not in TOKENIZER_TYPES,
+        f"--tokenizer-model {spec.model}: {BYTE_LEVEL} has no model; leave it out": is_bytes and spec.model is not None,
+        f"--vocab-size {size} is too small for {BYTE_LEVEL}: 256 bytes and an end-of-document id need at least "
+        f"{BYTE_LEVEL_VOCAB_SIZE}": is_bytes and size is not None and size < BYTE_LEVEL_VOCAB_SIZE,
+        "NullTokenizer (text that already holds ids) needs --vocab-size N": is_ids and (size is None or size < 1),
+        f"--tokenizer-type {kind} needs --tokenizer-model PATH_OR_NAME": not (is_bytes or is_ids or spec.model),
+    }
+    if wrong := next((words for words, holds in why.items() if holds), None):
+        raise UserError(wrong)
 
 
 @functools.cache
-def build(spec: TokenizerSpec) -> Tokenizer:
-    """Builds the tokenizer, once in a process; all but the byte-level one import megatron-core, which takes seconds.
-
-    Raises:
-        UserError: What `check_spec` refuses, a missing package, or a model that does not load.
-    """
+def build(spec: TokenizerSpec) -> Any:
+    """Megatron-core's tokenizer: it has `tokenize`, `vocab_size` and, mostly, `eod`. Built once in a process."""
     check_spec(spec)
-    if spec.tokenizer_type == BYTE_LEVEL:
-        size = spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE
-        return Tokenizer(encode=encode_bytes, vocab_size=size, eod=size - 1)
-
     with quiet_imports():
+        from megatron.core.tokenizers import MegatronTokenizer
         from megatron.training.config import TokenizerConfig
-
+    if spec.tokenizer_type == BYTE_LEVEL:
+        eod = (spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE) - 1
+        more = {"vocab_size": eod, "special_tokens": ["<eod>"], "_eos_id": eod}
+        return MegatronTokenizer.from_pretrained(metadata_path={"library": "byte-level"}, **more)
     args = argparse.Namespace(**{field.name: field.default for field in dataclasses.fields(TokenizerConfig)})
     args.tokenizer_type, args.tokenizer_model = spec.tokenizer_type, spec.model
     args.vocab_size, args.pad_vocab_size = spec.vocab_size, False
-    tokenizer = build_megatron(args)
-    eod = getattr(tokenizer, "eod", None)
-    return Tokenizer(
-        encode=lambda text: np.asarray(tokenizer.tokenize(text), dtype=np.int64),
-        vocab_size=int(tokenizer.vocab_size),
-        eod=None if eod is None else int(eod),
-    )
+    return build_megatron(args)
 
 
 def build_megatron(args: argparse.Namespace) -> Any:
     """Builds megatron-core's tokenizer from arguments in the words of its command line.
 
-    Raises:
-        UserError: What `check_spec` refuses, a missing package, or a model that does not load.
+    What `check_spec` refuses, a missing package, and a model that does not load are UserErrors.
     """
     with quiet_imports():
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
@@ -171,52 +132,33 @@ def build_megatron(args: argparse.Namespace) -> Any:
         raise UserError(f"--tokenizer-type {kind}{named}: {' '.join(str(error).split())}") from error
 
 
-def encode_documents(documents: Iterable[Document], spec: TokenizerSpec, workers: int) -> Iterator[Encoded]:
-    """Yields (where it stands, ids) for every document, in order; one worker is this process.
-
-    Only a few batches are under way at any time, so memory stays bounded however long the input is.
-
-    Raises:
-        UserError: a text that the tokenizer does not take; names where it stands.
-    """
-    batches = _batches(documents)
+def encode_documents(
+    documents: Iterable[Document], spec: TokenizerSpec, workers: int
+) -> Iterator[npt.NDArray[np.int32]]:
+    """Yields the ids of every document, in order; one worker is this process."""
+    encode = functools.partial(_encode, spec)
     if workers == 1:
-        for batch in batches:
-            yield from _encode(batch, spec)
+        yield from map(encode, documents)
         return
     # Spawned, not forked: torch and a progress bar have threads, whose locks a fork would copy while held.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as executor:
-        under_way: deque[Future[list[Encoded]]] = deque()
-        try:
-            for batch in batches:
-                under_way.append(executor.submit(_encode, batch, spec))
-                if len(under_way) > workers * _BATCHES_PER_WORKER:
-                    yield from under_way.popleft().result()
-            while under_way:
-                yield from under_way.popleft().result()
-        finally:
-            executor.shutdown(wait=True, cancel_futures=True)
+        for group in itertools.batched(documents, workers * _DOCUMENTS_PER_WORKER):
+            yield from executor.map(encode, group, chunksize=_DOCUMENTS_PER_WORKER // 4)
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    batch: list[Document] = []
-    characters = 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document[1])
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(batch: list[Document], spec: TokenizerSpec) -> list[Encoded]:
+def _encode(spec: TokenizerSpec, document: Document) -> npt.NDArray[np.int32]:
+    place, text = document
     tokenizer = build(spec)
-    encoded = []
-    for place, text in batch:
-        try:
-            encoded.append((place, tokenizer.encode(text)))
-        except (ValueError, TypeError, OverflowError) as error:
-            raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
-    return encoded
+    try:
+        if spec.tokenizer_type == BYTE_LEVEL:  # what `tokenize` gives, without a Python integer for each byte
+            ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+        else:
+            ids = np.array(tokenizer.tokenize(text), np.int64)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{place}: the tokenizer does not take this text: {error}") from error
+    if ids.size and (ids.max() >= tokenizer.vocab_size or ids.min() < 0):
+        raise UserError(
+            f"{place}: token ids reach from {ids.min()} to {ids.max()}, the vocabulary has {tokenizer.vocab_size}; "
+            "give a larger --vocab-size"
+        )
+    return ids.astype(np.int32)

@@ -38,20 +38,20 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page."""
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("reports need matplotlib; install it with: pip install matplotlib")
-    from megatron_muon.report import page as report_page
     from megatron_muon.report.arms import find_runs, read_arms
+    from megatron_muon.report.page import PAGE, Report
 
     arms, empty = read_arms(find_runs(args.runs))
-    file = args.out / report_page.PAGE
+    report, file = Report(arms, empty), args.out / PAGE
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        pictures = report_page.draw(args.out, arms)
+        pictures = report.draw(args.out)
         command = shlex.join(("megatron-muon", *sys.argv[1:]))
-        file.write_text(report_page.page(arms, empty, pictures, places=args.runs, command=command), "utf-8")
-        write_json(args.out / "report.json", report_page.figures(arms))
+        file.write_text(report.page(pictures, places=args.runs, command=command), "utf-8")
+        write_json(args.out / "report.json", report.figures())
     except OSError as error:
         raise UserError(f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR") from None
-    print(f"{file}: {sum(len(arm.runs) for arm in arms)} runs of {len(arms)} settings")
+    print(f"{file}: {len(report.runs)} runs of {len(arms)} settings")
     print(f"pictures: {', '.join(pictures)}")
     for record in empty:
         print(f"left out, no step was logged: {record.folder}")

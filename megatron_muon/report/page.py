@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_muon.report import plots
-from megatron_muon.report.arms import (
-    Arm,
+from megatron_muon.report.arms import Arm, Spread, display_name
+from megatron_muon.report.comparison import (
     Comparison,
     best_arms,
     compare,
-    display_name,
+    load_of,
     not_comparable,
     rates_tried,
     reach,
     shown_arms,
-    step_parts,
 )
 from megatron_muon.report.headline import HOW_STEPS_ARE_COUNTED, at_most, headline
 from megatron_muon.report.markdown import code, indented, plain, printable, table
-from megatron_muon.runs import run_folder
-from megatron_muon.runs.comparable import load_of
 from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import LAST_STEPS, Record
-from megatron_muon.sweep.results import JSON, Spread
 
 PAGE = "report.md"
 
@@ -36,72 +34,87 @@ RATES, STEP_TIMES, MEMORY = "final-loss-by-rate.png", "step-time.png", "memory.p
 _SMOOTHED_PART = 50
 """Training losses are averaged over a window of this part of the logged steps."""
 
+_ABOUT_CURVES = (
+    "Lines are means over the seeds, bands reach from the least to the most. {smoothed}The height of the first "
+    "twentieth of the run is cut off. Seconds are those in the training loop, with validation and without start-up."
+)
+_ABOUT_RATES = (
+    "Mean over the seeds, bars from the least to the most; the line goes through the best setting of each rate. "
+    "The final loss is the last {final}. For Muon the rate is `--muon-lr` where it is given, else `--lr`."
+)
+_ABOUT_TIMES = (
+    f"Medians after the first {WARMUP_STEPS} steps, means over the seeds. Muon's phases are measured in every K-th "
+    "step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
+    "--log-timers-to-tensorboard`; what is not a phase of Muon, AdamW's whole step too, is the rest of it."
+)
+_ABOUT_MEMORY = "Optimizer state of all ranks, on device, host and disk together."
+_ABOUT_MEMORY_OF_CPUS = " Peak memory on a CPU is a process's resident set, Python and libraries included."
 
-def draw(out: Path, arms: Sequence[Arm]) -> list[str]:
-    """Draws all pictures that the runs have figures for; their names."""
-    shown, compared = shown_arms(arms), [one for one in compare(best_arms(arms)) if not one.differing]
-    labels, window = _labels(shown), _window(shown)
-    drawn = {
-        name: plots.draw_losses(out / name, shown, axis, names=labels, window=window, compared=compared)
-        for name, axis in LOSSES.items()
-    }
-    state, peak = {}, {}
-    for arm in shown:
-        label = labels[arm.name]
-        state[label] = {kind: size / 1e6 for kind, size in arm.runs[0].state_bytes.items()}
-        peak[label] = {"peak": arm.peak_bytes / 1e6} if arm.peak_bytes else {}
-    drawn[RATES] = not not_comparable(arms) and plots.draw_rates(out / RATES, arms, final=_final_name(arms))
-    drawn[STEP_TIMES] = plots.draw_step_times(out / STEP_TIMES, {labels[arm.name]: step_parts(arm) for arm in shown})
-    drawn[MEMORY] = plots.draw_memory(out / MEMORY, state, peak)
-    return [name for name, is_drawn in drawn.items() if is_drawn]
-
-
-def page(
-    arms: Sequence[Arm], empty: Sequence[Record], pictures: Collection[str], *, places: Sequence[Path], command: str
-) -> str:
-    """The whole page.
-
-    Args:
-        empty: runs without a step.
-        pictures: what `draw` returned.
-        places: the folders that the user gave.
-        command: what the user typed.
-    """
-    best, shown = best_arms(arms), shown_arms(arms)
-    compared = compare(best)
-    runs = [run for arm in arms for run in arm.runs]
-    optimizers = dict.fromkeys(arm.optimizer for arm in best or arms)
-    lines = [f"# {' and '.join(plain(display_name(optimizer)) for optimizer in optimizers)}", ""]
-    lines += [f"{len(runs)} runs of {len(arms)} settings, from {', '.join(code(str(place)) for place in places)}.", ""]
-    lines += headline(arms, best, compared)
-    if len(best) > 1:
-        searched = all(len(rates_tried(arms, arm.optimizer)) > 1 for arm in best)
-        lines += ["## Side by side" + (", each at its best" if searched else ""), ""]
-        lines += [*_side_by_side(best, [one for one in compared if not one.differing]), ""]
-        lines += [HOW_STEPS_ARE_COUNTED, ""] if compared else []
-    lines += ["## Loss", "", _about_curves(shown), ""]
-    for name, axis in LOSSES.items():
-        lines += [f"![loss against {plots.AXES[axis][0]}]({name})", ""] if name in pictures else []
-    if RATES in pictures:
-        lines += ["## Final loss against learning rate", "", _about_rates(arms), ""]
-        lines += [f"![final loss against learning rate]({RATES})", ""]
-    lines += ["## All settings", "", *_all_arms(arms, best), ""]
-    if STEP_TIMES in pictures:
-        lines += ["## Time of a step", "", _ABOUT_TIMES, "", f"![parts of a step's time]({STEP_TIMES})", ""]
-        lines += [*_times(shown), ""]
-    if MEMORY in pictures:
-        lines += ["## Memory", "", _about_memory(runs), "", f"![memory]({MEMORY})", ""]
-    lines += ["## How it was made", "", *_origin(runs, empty, places, command)]
-    return "\n".join(lines).rstrip() + "\n"
+_Cell = Callable[[Arm], str | None]
 
 
-def figures(arms: Sequence[Arm]) -> dict[str, Any]:
-    """What the page says, as numbers."""
-    best = best_arms(arms)
-    return {
-        "compared_by": _final_name(arms),
-        "not_comparable": not_comparable(arms),
-        "settings": [
+class Report:
+    """What is said of arms; `empty` are runs without a step."""
+
+    def __init__(self, arms: Sequence[Arm], empty: Sequence[Record]) -> None:
+        self.arms, self.empty = arms, empty
+        self.runs = [run for arm in arms for run in arm.runs]
+        self.best, self.shown = best_arms(arms), shown_arms(arms)
+        self.compared = compare(self.best)
+        self.concluded = [one for one in self.compared if not one.differing]
+        self.final = "validation loss" if any(run.validation for run in self.runs) else "training loss"
+        logged = max((len(run.train) for arm in self.shown for run in arm.runs), default=1)
+        self.window = max(1, logged // _SMOOTHED_PART)  # logged steps that training losses are averaged over
+        rates = {arm.name: (display_name(arm.optimizer), arm.rate) for arm in self.shown}
+        self.labels = {
+            name: f"{optimizer}, lr {rate:g}" for name, (optimizer, rate) in rates.items() if rate is not None
+        }
+        if len(set(self.labels.values())) < len(self.shown):
+            self.labels = {arm.name: printable(arm.name).replace(",", "\n") for arm in self.shown}
+
+    def draw(self, out: Path) -> list[str]:
+        """Draws all pictures that the runs have figures for; their names."""
+        named = {self.labels[arm.name]: arm for arm in self.shown}
+        curves = [plots.Curves(name, arm.train(self.window), arm.validation()) for name, arm in named.items()]
+        drawn = {name: plots.draw_losses(out / name, curves, axis, self.concluded) for name, axis in LOSSES.items()}
+        drawn[RATES] = not not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms, final=self.final)
+        times = {"milliseconds of a training step (median)": {name: arm.step_parts() for name, arm in named.items()}}
+        drawn[STEP_TIMES] = plots.draw_bars(out / STEP_TIMES, times, width=10.0, above=2.0)
+        states = {name: arm.runs[0].state_bytes for name, arm in named.items()}
+        peaks = {name: {"peak": arm.peak_bytes} if arm.peak_bytes else {} for name, arm in named.items()}
+        memory = {"optimizer state, all ranks (MB)": states, "peak memory of the fullest rank (MB)": peaks}
+        drawn[MEMORY] = plots.draw_bars(out / MEMORY, memory, width=6.0, above=1.6, unit=1e6)
+        return [name for name, is_drawn in drawn.items() if is_drawn]
+
+    def page(self, pictures: Collection[str], *, places: Sequence[Path], command: str) -> str:
+        """The whole page; `pictures` are what `draw` returned, the others what was typed."""
+        optimizers = dict.fromkeys(arm.optimizer for arm in self.best or self.arms)
+        folders = ", ".join(code(str(place)) for place in places)
+        parts = [f"# {' and '.join(plain(display_name(optimizer)) for optimizer in optimizers)}"]
+        parts += [f"{len(self.runs)} runs of {len(self.arms)} settings, from {folders}."]
+        parts += headline(self.arms, self.best, self.compared)
+        if len(self.best) > 1:
+            searched = all(len(rates_tried(self.arms, arm.optimizer)) > 1 for arm in self.best)
+            parts += ["## Side by side" + (", each at its best" if searched else ""), self._side_by_side()]
+            parts += ["Mean ± sample standard deviation of the seeds."]
+            parts += [HOW_STEPS_ARE_COUNTED] if self.compared else []
+        smoothed = f"Training losses are means of the last {self.window} logged steps. " if self.window > 1 else ""
+        parts += ["## Loss", _ABOUT_CURVES.format(smoothed=smoothed)]
+        parts += [f"![loss against {plots.AXES[axis][0]}]({name})" for name, axis in LOSSES.items() if name in pictures]
+        if RATES in pictures:
+            parts += ["## Final loss against learning rate", _ABOUT_RATES.format(final=self.final)]
+            parts += [f"![final loss against learning rate]({RATES})"]
+        parts += ["## All settings", self._all_arms()]
+        if STEP_TIMES in pictures:
+            parts += ["## Time of a step", _ABOUT_TIMES, f"![parts of a step's time]({STEP_TIMES})", self._times()]
+        if MEMORY in pictures:
+            on_cpu = any(run.run.get("device") == "cpu" for run in self.runs)
+            parts += ["## Memory", _ABOUT_MEMORY + (_ABOUT_MEMORY_OF_CPUS if on_cpu else ""), f"![memory]({MEMORY})"]
+        return "\n\n".join([*parts, "## How it was made", *self._origin(command)]) + "\n"
+
+    def figures(self) -> Any:
+        """What the page says, as numbers for JSON."""
+        settings = [
             {
                 "name": arm.name,
                 "optimizer": arm.optimizer,
@@ -109,104 +122,111 @@ def figures(arms: Sequence[Arm]) -> dict[str, Any]:
                 "seeds": len(arm.runs),
                 "finished": arm.finished,
                 "diverged": arm.diverged,
-                "best": arm in best,
-                "final_loss": _numbers(arm.final),
-                "training_loss": _numbers(arm.spread("loss_last")),
-                "step_ms": _numbers(arm.spread("step_ms")),
-                "train_seconds": _numbers(arm.spread("train_seconds")),
+                "best": arm in self.best,
+                "final_loss": arm.final,
+                "training_loss": arm.spread("loss_last"),
+                "step_ms": arm.spread("step_ms"),
+                "train_seconds": arm.spread("train_seconds"),
                 "state_bytes": arm.runs[0].all_state_bytes,
                 "peak_bytes": arm.peak_bytes,
-                "step_parts_ms": step_parts(arm),
+                "step_parts_ms": arm.step_parts(),
                 "folders": [str(run.folder) for run in arm.runs],
             }
-            for arm in arms
-        ],
-        "comparisons": [
-            {
-                "optimizer": one.arm.optimizer,
-                "baseline": one.baseline.optimizer,
-                "target": one.target,
-                "baseline_steps": one.goal.step,
-                "baseline_seconds": one.goal.seconds,
-                "differing": {name: list(values) for name, values in one.differing.items()},
-                "other_circumstances": one.other_circumstances,
-                "baseline_first_there": one.baseline_first,
-                "steps": one.reached.steps if one.reached else None,
-                "steps_are_a_bound": one.reached.at_first if one.reached else None,
-                "seconds": one.reached.seconds if one.reached else None,
-                "steps_by_seed": _numbers(one.reached.by_seed) if one.reached else None,
-                "steps_ratio": one.steps_ratio,
-                "seconds_ratio": one.seconds_ratio,
-            }
-            for one in compare(best)
-        ],
-    }
-
-
-def _numbers(spread: Spread | None) -> dict[str, Any] | None:
-    return vars(spread) if spread else None
-
-
-def _labels(arms: Sequence[Arm]) -> dict[str, str]:
-    """What legends call the arms: the optimizer and rate where that tells them apart."""
-    short = {arm.name: f"{display_name(arm.optimizer)}, lr {arm.rate:g}" for arm in arms if arm.rate is not None}
-    if len(set(short.values())) == len(arms):
-        return short
-    return {arm.name: printable(arm.name).replace(",", "\n") for arm in arms}
-
-
-def _window(arms: Sequence[Arm]) -> int:
-    """Logged steps that training losses are averaged over."""
-    longest = max((len(run.train) for arm in arms for run in arm.runs), default=1)
-    return max(1, longest // _SMOOTHED_PART)
-
-
-def _final_name(arms: Sequence[Arm]) -> str:
-    """What points are compared by."""
-    return "validation loss" if any(run.validation for arm in arms for run in arm.runs) else "training loss"
-
-
-def _side_by_side(best: Sequence[Arm], compared: Sequence[Comparison]) -> list[str]:
-    validation = [arm.spread("validation_last") for arm in best]
-    lowest = [Spread.of(run.validation_best.loss if run.validation_best else None for run in arm.sound) for arm in best]
-    loads = [Spread.of(load_of(arm.sound)) for arm in best]
-    tokens, state = [arm.sound[0].tokens for arm in best], [arm.runs[0].all_state_bytes for arm in best]
-    rows: list[tuple[str, Iterable[str | None]]] = [
-        ("settings", (code(arm.name) for arm in best)),
-        ("learning rate", (_shown(arm.rate, "g") for arm in best)),
-        ("seeds", (str(len(arm.runs)) for arm in best)),
-        ("steps", (f"{arm.sound[0].iterations:,}" for arm in best)),
-        ("tokens", (_shown(count or None, ",") for count in tokens)),
-        ("final validation loss", (_shown(spread, ".4f") for spread in validation)),
-        ("least and most of the seeds", (_range(spread, ".4f") for spread in validation)),
-        ("best validation loss on the way", (_shown(spread, ".4f") for spread in lowest)),
-        (f"training loss, last {LAST_STEPS} logged steps", (_shown(arm.spread("loss_last"), ".4f") for arm in best)),
-    ]
-    if compared:
-        goal = f"{display_name(compared[0].baseline.optimizer)}'s final validation loss"
-        found = [next((one for one in compared if one.arm is arm), None) for arm in best]
-        rows += [
-            (f"steps to {goal}", (_steps(arm, compared[0].target) for arm in best)),
-            ("of its steps", (_ratio(one, one.steps_ratio) if one else None for one in found)),
-            ("of its time", (_ratio(one, one.seconds_ratio) if one else None for one in found)),
+            for arm in self.arms
         ]
-    rows += [
-        ("seconds of training", (_shown(arm.spread("train_seconds"), ",.0f") for arm in best)),
-        ("milliseconds of a step", (_shown(arm.spread("step_ms"), ",.1f") for arm in best)),
-        ("of these, the optimizer", (_shown(arm.spread("optimizer_ms"), ",.1f") for arm in best)),
-        (
-            "load of the machine before a run",
-            (_range(load, ".1f") or _shown(load and load.low, ".1f") for load in loads),
-        ),
-        ("tokens per second", (_shown(arm.spread("tokens_per_second"), ",.0f") for arm in best)),
-        ("optimizer state, all ranks, bytes", (_shown(size, ",") for size in state)),
-        ("peak memory of a rank, MB", (_shown(arm.peak_bytes and arm.peak_bytes / 1e6, ",.0f") for arm in best)),
-    ]
-    cells = [[label, *(value or "-" for value in values)] for label, values in rows]
-    known = [row for row in cells if any(cell != "-" for cell in row[1:])]
-    head = ["", *(plain(display_name(arm.optimizer)) for arm in best)]
-    lines = table(head, known, numbers=range(1, len(head)))
-    return [*lines, "", "Mean ± sample standard deviation of the seeds."]
+        comparisons = []
+        for one in self.compared:
+            figures = {name: figure for name, figure in vars(one).items() if name not in ("arm", "baseline")}
+            optimizers = {"optimizer": one.arm.optimizer, "baseline": one.baseline.optimizer}
+            comparisons.append(optimizers | figures)
+        found = {"compared_by": self.final, "not_comparable": not_comparable(self.arms)}
+        return msgspec.to_builtins({**found, "settings": settings, "comparisons": comparisons})
+
+    def _side_by_side(self) -> str:
+        def lowest(arm: Arm) -> Spread | None:
+            return Spread.of(run.validation_best.loss if run.validation_best else None for run in arm.sound)
+
+        def load(arm: Arm) -> str | None:
+            found = Spread.of(load_of(arm.sound))
+            return _range(found, ".1f") or _shown(found and found.low, ".1f")
+
+        rows: list[tuple[str, _Cell]] = [
+            ("settings", lambda arm: code(arm.name)),
+            ("learning rate", lambda arm: _shown(arm.rate, "g")),
+            ("seeds", lambda arm: str(len(arm.runs))),
+            ("steps", lambda arm: f"{arm.sound[0].iterations:,}"),
+            ("tokens", lambda arm: _shown(arm.sound[0].tokens or None, ",")),
+            ("final validation loss", _mean("validation_last", ".4f")),
+            ("least and most of the seeds", lambda arm: _range(arm.spread("validation_last"), ".4f")),
+            ("best validation loss on the way", lambda arm: _shown(lowest(arm), ".4f")),
+            (f"training loss, last {LAST_STEPS} logged steps", _mean("loss_last", ".4f")),
+        ]
+        if self.concluded:
+            target, baseline = self.concluded[0].target, display_name(self.concluded[0].baseline.optimizer)
+            found = {one.arm: one for one in self.concluded}
+            rows += [
+                (f"steps to {baseline}'s final validation loss", lambda arm: _steps(arm, target)),
+                ("of its steps", lambda arm: _ratio(found.get(arm), "steps_ratio")),
+                ("of its time", lambda arm: _ratio(found.get(arm), "seconds_ratio")),
+            ]
+        rows += [
+            ("seconds of training", _mean("train_seconds", ",.0f")),
+            ("milliseconds of a step", _mean("step_ms", ",.1f")),
+            ("of these, the optimizer", _mean("optimizer_ms", ",.1f")),
+            ("load of the machine before a run", load),
+            ("tokens per second", _mean("tokens_per_second", ",.0f")),
+            ("optimizer state, all ranks, bytes", lambda arm: _shown(arm.runs[0].all_state_bytes, ",")),
+            ("peak memory of a rank, MB", lambda arm: _shown(arm.peak_bytes and arm.peak_bytes / 1e6, ",.0f")),
+        ]
+        cells = [[label, *(cell(arm) or "-" for arm in self.best)] for label, cell in rows]
+        known = [row for row in cells if any(cell != "-" for cell in row[1:])]
+        head = ["", *(plain(display_name(arm.optimizer)) for arm in self.best)]
+        return table(head, known, numbers=range(1, len(head)))
+
+    def _all_arms(self) -> str:
+        def remark(arm: Arm) -> str:
+            unfinished = sum(run.outcome != "finished" and not run.diverged for run in arm.runs)
+            counts = {"diverged": arm.diverged, "not finished": unfinished}
+            words = [f"{name}: {count} of {len(arm.runs)}" for name, count in counts.items() if count]
+            return ", ".join([*words, *(["best"] if arm in self.best else [])])
+
+        columns: list[tuple[str, _Cell]] = [
+            ("settings", lambda arm: f"**{code(arm.name)}**" if arm in self.best else code(arm.name)),
+            ("runs", lambda arm: f"{arm.finished}/{len(arm.runs)}"),
+            (f"final {self.final}", lambda arm: _shown(arm.final, ".4f")),
+            ("training loss", _mean("loss_last", ".4f")),
+            ("ms per step", _mean("step_ms", ",.1f")),
+            ("state MB", lambda arm: _shown(arm.runs[0].all_state_bytes and arm.runs[0].all_state_bytes / 1e6, ",.2f")),
+        ]
+        rows = [[*(cell(arm) or "-" for _, cell in columns), remark(arm)] for arm in self.arms]
+        return table([*(head for head, _ in columns), ""], rows, numbers=range(1, 6))
+
+    def _times(self) -> str:
+        parts = [arm.step_parts() for arm in self.shown]
+        kinds = dict.fromkeys(kind for part in (max(parts, key=len), *parts) for kind in part)
+        head = ["milliseconds", *(plain(self.labels[arm.name].replace("\n", " ")) for arm in self.shown)]
+        rows = [[kind, *(_shown(part.get(kind), ",.2f") or "-" for part in parts)] for kind in kinds]
+        return table(head, rows, numbers=range(1, len(head)))
+
+    def _origin(self, command: str) -> list[str]:
+        """Commands, versions, commits, machines."""
+        commands = dict.fromkeys([*filter(None, (run.run.get("command") for run in self.runs)), command])
+        origins = [_origin_of(run.run) for run in self.runs]
+        lines = []
+        for title in origins[0]:
+            counts = Counter(origin[title] or "not recorded" for origin in origins)
+            for value, count in counts.items():
+                some = f" ({count} of {len(self.runs)} runs)" if len(counts) > 1 else ""
+                lines.append(f"- {title}: {plain(value)}{some}")
+        lines += [f"- Left out, no step was logged: {code(str(run.folder))}" for run in self.empty]
+        rows = []
+        for run in self.runs:
+            torchrun, started = run.run.get("torchrun"), str(run.run.get("started", "-"))
+            words = run.outcome + (", diverged" if run.diverged else "")
+            rows.append([code(str(run.folder)), plain(words), plain(started), code(torchrun) if torchrun else "-"])
+        every = table(["folder", "outcome", "started (UTC)", "torchrun"], rows)
+        parts = ["Commands:", "\n".join(map(indented, commands)), "\n".join(lines)]
+        return [*parts, "<details><summary>Every run</summary>", every, "</details>"]
 
 
 def _shown(value: Spread | float | None, form: str) -> str | None:
@@ -216,113 +236,31 @@ def _shown(value: Spread | float | None, form: str) -> str | None:
     return value.shown(form) if isinstance(value, Spread) else f"{value:{form}}"
 
 
+def _mean(figure: str, form: str) -> _Cell:
+    return lambda arm: _shown(arm.spread(figure), form)
+
+
 def _range(spread: Spread | None, form: str) -> str | None:
     return f"{spread.low:{form}} to {spread.high:{form}}" if spread and spread.count > 1 else None
 
 
 def _steps(arm: Arm, target: float) -> str:
-    found = reach(arm, target)
-    if found is None:
-        return "not reached"
-    return f"{'at or before ' if found.at_first else ''}{found.steps:,.0f}"
+    found = reach(arm.validation(), target)
+    return f"{'at or before ' if found.at_first else ''}{found.steps:,.0f}" if found else "not reached"
 
 
-def _ratio(one: Comparison, ratio: float | None) -> str | None:
-    return f"{at_most(one.reached is not None and one.reached.at_first)}{ratio:.3f}" if ratio else None
-
-
-def _all_arms(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
-    rows = []
-    for arm in arms:
-        unfinished = sum(run.outcome != "finished" and not run.diverged for run in arm.runs)
-        remarks = {
-            f"diverged: {arm.diverged} of {len(arm.runs)}": arm.diverged,
-            f"not finished: {unfinished} of {len(arm.runs)}": unfinished,
-            "best": arm in best,
-        }
-        state = arm.runs[0].all_state_bytes
-        cells = [
-            f"**{code(arm.name)}**" if arm in best else code(arm.name),
-            f"{arm.finished}/{len(arm.runs)}",
-            _shown(arm.final, ".4f"),
-            _shown(arm.spread("loss_last"), ".4f"),
-            _shown(arm.spread("step_ms"), ",.1f"),
-            _shown(None if state is None else state / 1e6, ",.2f"),
-        ]
-        rows.append([*(cell or "-" for cell in cells), ", ".join(words for words, holds in remarks.items() if holds)])
-    head = ["settings", "runs", f"final {_final_name(arms)}", "training loss", "ms per step", "state MB", ""]
-    return table(head, rows, numbers=range(1, 6))
-
-
-def _times(arms: Sequence[Arm]) -> list[str]:
-    parts, labels = [step_parts(arm) for arm in arms], _labels(arms)
-    kinds = dict.fromkeys(kind for part in (max(parts, key=len), *parts) for kind in part)
-    head = ["milliseconds", *(plain(labels[arm.name].replace("\n", " ")) for arm in arms)]
-    rows = [[kind, *(_shown(part.get(kind), ",.2f") or "-" for part in parts)] for kind in kinds]
-    return table(head, rows, numbers=range(1, len(head)))
-
-
-def _about_curves(shown: Sequence[Arm]) -> str:
-    window = _window(shown)
-    smoothed = f"Training losses are means of the last {window} logged steps. " if window > 1 else ""
-    return (
-        f"Lines are means over the seeds, bands reach from the least to the most. {smoothed}The height of the first "
-        "twentieth of the run is cut off. Seconds are those in the training loop, with validation and without start-up."
-    )
-
-
-def _about_rates(arms: Sequence[Arm]) -> str:
-    return (
-        "Mean over the seeds, bars from the least to the most; the line goes through the best setting of each rate. "
-        f"The final loss is the last {_final_name(arms)}. For Muon the rate is `--muon-lr` where it is given, else "
-        "`--lr`."
-    )
-
-
-_ABOUT_TIMES = (
-    f"Medians after the first {WARMUP_STEPS} steps, means over the seeds. Muon's phases are measured in every K-th "
-    "step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
-    "--log-timers-to-tensorboard`; what is not a phase of Muon, AdamW's whole step too, is the rest of it."
-)
-
-
-def _about_memory(runs: Sequence[Record]) -> str:
-    words = "Optimizer state of all ranks, on device, host and disk together."
-    if any(run.run.get("device") == "cpu" for run in runs):
-        words += " Peak memory on a CPU is a process's resident set, Python and libraries included."
-    return words
-
-
-def _origin(runs: Sequence[Record], empty: Sequence[Record], places: Sequence[Path], command: str) -> list[str]:
-    """Commands, versions, commits, machines."""
-    commands = [run_folder.read_json(place / JSON).get("command") for place in places]
-    commands += [run.run.get("command") for run in runs]
-    lines = ["Commands:", "", *(indented(text) for text in (*dict.fromkeys(filter(None, commands)), command)), ""]
-    origins = [_origin_of(run.run) for run in runs]
-    for title in origins[0]:
-        counts = Counter(origin[title] or "not recorded" for origin in origins)
-        for value, count in counts.items():
-            lines.append(f"- {title}: {plain(value)}" + (f" ({count} of {len(runs)} runs)" if len(counts) > 1 else ""))
-    lines += [f"- Left out, no step was logged: {code(str(run.folder))}" for run in empty]
-    rows = []
-    for run in runs:
-        torchrun, started = run.run.get("torchrun"), str(run.run.get("started", "-"))
-        words = run.outcome + (", diverged" if run.diverged else "")
-        rows.append([code(str(run.folder)), plain(words), plain(started), code(torchrun) if torchrun else "-"])
-    every = table(["folder", "outcome", "started (UTC)", "torchrun"], rows)
-    return [*lines, "", "<details><summary>Every run</summary>", "", *every, "", "</details>"]
+def _ratio(one: Comparison | None, name: str) -> str | None:
+    ratio = getattr(one, name, None)
+    return f"{at_most(one.steps_are_a_bound)}{ratio:.3f}" if one and ratio else None
 
 
 def _origin_of(run: Mapping[str, Any]) -> dict[str, str | None]:
     """What a run's run.json says of where it ran."""
     versions = ", ".join(f"{name} {version}" for name, version in (run.get("versions") or {}).items())
-    commit, machine = run.get("commit"), run.get("machine")
+    machine = "{processor}, {cores} cores, {system}, trained on "
     return {
         "Versions": versions,
-        "Commit": f"{commit}{', with changes' if run.get('dirty') else ''}" if commit else None,
-        "Machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}, trained on "
-        f"{run.get('device')}"
-        if machine
-        else None,
+        "Commit": f"{run['commit']}{', with changes' if run.get('dirty') else ''}" if run.get("commit") else None,
+        "Machine": f"{machine.format_map(run['machine'])}{run.get('device')}" if run.get("machine") else None,
         "Processes": f"{run['nodes']} x {run['ranks']}" if run else None,
     }

@@ -5,18 +5,19 @@ Nothing here computes what is shown, see `arms`. A function that returns False h
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from megatron_muon.report.arms import Arm, Comparison, CurvePoint, display_name
+from megatron_muon.report.arms import Arm, CurvePoint, display_name
+from megatron_muon.report.comparison import Comparison
 
 _COLOURS = ("#1f4e99", "#c8511b", "#2d7d46", "#7b3fa0", "#8a6d1d", "#444444")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
@@ -43,38 +44,40 @@ _MARKERS_ON_A_LINE = 9
 _LOSS_TOP = 0.05
 """Loss axes begin at the highest mean loss after this part of the run: before, every curve falls alike."""
 
-Axis = Callable[[CurvePoint], float | None]
-AXES: Mapping[str, tuple[str, Axis]] = {
-    "steps": ("optimizer steps", lambda point: float(point.step)),
-    "tokens": ("tokens trained on", lambda point: None if point.tokens is None else float(point.tokens)),
-    "seconds": ("seconds in the training loop", lambda point: point.seconds),
+Bars = Mapping[str, Mapping[str, float]]
+
+AXES = {
+    "steps": ("optimizer steps", "step"),
+    "tokens": ("tokens trained on", "tokens"),
+    "seconds": ("seconds in the training loop", "seconds"),
 }
+"""What losses are drawn over: its label, and the attribute of a point."""
 
 
-def draw_losses(
-    file: Path, arms: Sequence[Arm], axis: str, *, names: Mapping[str, str], window: int, compared: Sequence[Comparison]
-) -> bool:
-    """Training and validation loss of arms over one of `AXES`, mean over seeds with the least and the most as a band.
+class Curves(NamedTuple):
+    """What is drawn of an arm over the seeds, and what the legend calls it."""
 
-    Args:
-        names: what the legend calls an arm, by its name.
-        window: logged steps that the training loss is averaged over.
-        compared: the first one's target is marked.
-    """
-    label, where = AXES[axis]
-    sides = {"training loss": [arm.train(window) for arm in arms]}
-    if any(arm.validation() for arm in arms):
-        sides["validation loss"] = [arm.validation() for arm in arms]
+    label: str
+    train: Sequence[CurvePoint]
+    validation: Sequence[CurvePoint]
+
+
+def draw_losses(file: Path, arms: Sequence[Curves], axis: str, compared: Sequence[Comparison]) -> bool:
+    """Training and validation loss over one of `AXES`; the target of the first comparison is marked."""
+    label, across = AXES[axis]
+    sides = {"training loss": [arm.train for arm in arms], "validation loss": [arm.validation for arm in arms]}
     sides = {
-        name: [[point for point in curve if where(point) is not None] for curve in curves]
+        name: [[point for point in curve if getattr(point, across) is not None] for curve in curves]
         for name, curves in sides.items()
+        if any(curves)
     }
-    if not any(curve for curves in sides.values() for curve in curves):
+    if not any(map(any, sides.values())):
         return False
     with _figure(file, columns=len(sides), width=6.0 * len(sides), height=4.6) as panels:
         for panel, (name, curves) in zip(panels, sides.items(), strict=True):
             for number, (arm, points) in enumerate(zip(arms, curves, strict=True)):
-                _draw_curve(panel, points, where, number, names[arm.name])
+                if points:
+                    _draw_curve(panel, points, across, number, arm.label)
             if name == "validation loss" and compared:
                 _mark_target(panel, compared[0], axis)
             panel.set_xlabel(label)
@@ -86,29 +89,24 @@ def draw_losses(
 
 
 def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
-    """Final loss, named `final`, against learning rate: a line for each optimizer through the best of each rate.
-
-    Diverged runs stand on top.
-    """
+    """Final loss, named `final`, against learning rate: a line for each optimizer through the best of each rate."""
     rates = sorted({arm.rate for arm in arms if arm.rate})
     if len(rates) < 2:
         return False
     with _figure(file, columns=1, width=8.0, height=5.0) as (panel,):
         panel.set_xscale("log")
         diverged: dict[float, list[str]] = {}
-        for number, optimizer in enumerate(dict.fromkeys(arm.optimizer for arm in arms if arm.rate)):
+        optimizers = dict.fromkeys(arm.optimizer for arm in arms if arm.rate)
+        for optimizer, style in zip(optimizers, itertools.cycle(_STYLES), strict=False):
             best: dict[float, float] = {}
-            style = _STYLES[number % len(_STYLES)]
-            for arm in arms:
-                if not arm.rate or arm.optimizer != optimizer:
-                    continue
-                if (final_loss := arm.final) is not None:
+            for arm in (arm for arm in arms if arm.optimizer == optimizer):
+                if arm.rate and (final_loss := arm.final):
                     mean, low, high = final_loss.mean, final_loss.low, final_loss.high
                     point = {key: style[key] for key in ("color", "marker", "markersize")}
                     bar = {"yerr": [[mean - low], [high - mean]], "capsize": 4, "linestyle": "none"}
                     panel.errorbar(arm.rate, mean, **bar, **point)
                     best[arm.rate] = min(mean, best.get(arm.rate, math.inf))
-                if arm.diverged:
+                if arm.rate and arm.diverged:
                     words = f"{display_name(optimizer)}: {arm.diverged} of {len(arm.runs)}"
                     diverged.setdefault(arm.rate, []).append(words)
             if best:
@@ -125,35 +123,26 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
     return True
 
 
-def draw_step_times(file: Path, bars: Mapping[str, Mapping[str, float]]) -> bool:
-    """Milliseconds of a step by part, as stacked bars by name."""
-    if not any(bars.values()):
-        return False
-    with _figure(file, columns=1, width=10.0, height=2.0 + 0.62 * len(bars)) as (panel,):
-        _stack(panel, bars, "milliseconds of a training step (median)")
-    return True
-
-
-def draw_memory(file: Path, state: Mapping[str, Mapping[str, float]], peak: Mapping[str, Mapping[str, float]]) -> bool:
-    """Megabytes of optimizer state of all ranks by kind, and the most that one rank's memory held, as bars by name."""
-    panels = {"optimizer state, all ranks (MB)": state, "peak memory of the fullest rank (MB)": peak}
+def draw_bars(file: Path, panels: Mapping[str, Bars], *, width: float, above: float, unit: float = 1.0) -> bool:
+    """Bars by name, each a stack of its parts in `unit`; panels by the label of their axis; `above` them are inches."""
     panels = {label: bars for label, bars in panels.items() if any(bars.values())}
     if not panels:
         return False
-    with _figure(file, columns=len(panels), width=6.0 * len(panels), height=1.6 + 0.62 * len(state)) as axes:
+    height = above + 0.62 * max(map(len, panels.values()))
+    with _figure(file, columns=len(panels), width=width * len(panels), height=height) as axes:
         for panel, (label, bars) in zip(axes, panels.items(), strict=True):
-            _stack(panel, bars, label)
+            _stack(panel, bars, label, unit)
     return True
 
 
-def _stack(panel: Any, bars: Mapping[str, Mapping[str, float]], label: str) -> None:
+def _stack(panel: Any, bars: Bars, label: str, unit: float) -> None:
     """Horizontal bars, the first on top; the sum stands at the end of each."""
     longest = max(bars.values(), key=len)
     kinds = list(dict.fromkeys(kind for bar in (longest, *bars.values()) for kind in bar))
     places = range(len(bars))
     ends = [0.0] * len(bars)
     for number, kind in enumerate(kinds):
-        lengths = [bar.get(kind, 0.0) for bar in bars.values()]
+        lengths = [bar.get(kind, 0.0) / unit for bar in bars.values()]
         look = {"edgecolor": "black", "linewidth": 0.6, "height": 0.62}
         fill = {"color": _FILLS[number % len(_FILLS)], "hatch": _HATCHES[number % len(_HATCHES)]}
         panel.barh(places, lengths, left=ends, label=kind, **look, **fill)
@@ -170,20 +159,17 @@ def _stack(panel: Any, bars: Mapping[str, Mapping[str, float]], label: str) -> N
         panel.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(len(kinds), 4), frameon=False)
 
 
-def _draw_curve(panel: Any, points: Sequence[CurvePoint], where: Axis, number: int, name: str) -> None:
-    if not points:
-        return
-    across = [where(point) for point in points]
+def _draw_curve(panel: Any, points: Sequence[CurvePoint], across: str, number: int, label: str) -> None:
     style = _STYLES[number % len(_STYLES)]
     every = max(1, math.ceil(len(points) / _MARKERS_ON_A_LINE))
     first = min((number * every) // 3, len(points) - 1)
-    panel.plot(across, [point.loss.mean for point in points], label=name, markevery=(first, every), **style)
-    low, high = ([getattr(point.loss, end) for point in points] for end in ("low", "high"))
-    panel.fill_between(across, low, high, color=style["color"], alpha=0.18, linewidth=0)
+    where, loss, low, high = ([getattr(point, name) for point in points] for name in (across, "loss", "low", "high"))
+    panel.plot(where, loss, label=label, markevery=(first, every), **style)
+    panel.fill_between(where, low, high, color=style["color"], alpha=0.18, linewidth=0)
 
 
 def _mark_diverged(panel: Any, diverged: Mapping[float, Sequence[str]]) -> None:
-    """Crosses above all points, in a band of their own; lines of the same rate stand one over the other."""
+    """Crosses above all points, in a band of their own."""
     low, high = panel.get_ylim()
     height = high + (high - low) * 0.06
     panel.set_yticks([tick for tick in panel.get_yticks() if low <= tick <= high])
@@ -202,10 +188,10 @@ def _mark_target(panel: Any, compared: Comparison, axis: str) -> None:
     """The baseline's final loss, and where the other comes to it."""
     words = f"final loss of {display_name(compared.baseline.optimizer)}: {compared.target:.3f}"
     panel.axhline(compared.target, color="0.35", linewidth=1.0, linestyle=(0, (2, 2)), zorder=1, label=words)
-    if compared.reached is None or axis == "tokens":
+    at = compared.steps if axis == "steps" else compared.seconds
+    if at is None or axis == "tokens":
         return
-    at = compared.reached.steps if axis == "steps" else compared.reached.seconds
-    bound = "or before " if compared.reached.at_first else ""
+    bound = "or before " if compared.steps_are_a_bound else ""
     words = f"{display_name(compared.arm.optimizer)} there at {bound}{axis.removesuffix('s')} {at:,.0f}"
     star = {"marker": "*", "markersize": 15, "color": "black", "linestyle": "none", "zorder": 5}
     panel.plot([at], [compared.target], label=words, **star)
@@ -213,9 +199,9 @@ def _mark_target(panel: Any, compared: Comparison, axis: str) -> None:
 
 def _limit(panel: Any, curves: Sequence[Sequence[CurvePoint]]) -> None:
     """Cuts the beginning's height off, where all curves fall alike."""
-    low = min(point.loss.low for points in curves for point in points)
+    low = min(point.low for points in curves for point in points)
     late = [point for points in curves for point in points if point.step >= _LOSS_TOP * points[-1].step]
-    high = max(point.loss.high for point in late)
+    high = max(point.high for point in late)
     room = max(high - low, 1e-3)
     panel.set_ylim(low - 0.05 * room, high + 0.05 * room)
 
@@ -225,6 +211,5 @@ def _figure(file: Path, *, columns: int, width: float, height: float) -> Iterato
     """Panels of a figure, written to the file at the end."""
     with matplotlib.rc_context(_LOOK):
         figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-        FigureCanvasAgg(figure)
         yield list(figure.subplots(1, columns, squeeze=False)[0])
         figure.savefig(file, metadata={"Software": None})

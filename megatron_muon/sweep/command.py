@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
     points = parse_grids(args.grid)
     sets = tuple(assignment(text) for text in args.sets)
-    in_grid = [setting for point in points for setting in point.settings]
-    _check_flags(sets, args.flags, in_grid)
+    _check_flags(sets, args.flags, [setting for point in points for setting in point.settings])
     out = args.out or Path("runs", f"{run_folder.name_of(args.config)}-sweep")
     tasks = tasks_of(points, args.seeds, out)
     every = Request(
@@ -114,13 +113,13 @@ def run(args: argparse.Namespace) -> int:
         plans = trials.settle(tasks, every)
     trials.check_devices(plans, args.jobs)
     if args.list_flags:
-        print("\n".join(shlex.join(plan.flags) for plan in plans))
+        print("\n".join(shlex.join(plan.flags()) for plan in plans))
         return 0
     if args.dry_run:
         _show_plans(plans)
         return 0
     with trials.only_one(out):
-        plans = trials.settled_now(plans)
+        plans = [replace(plan) for plan in plans]  # the states that their folders have now
         if not args.overwrite:
             trials.refuse_changed(plans)
         return _run(args, points, plans, out)
@@ -129,38 +128,36 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan], out: Path) -> int:
     from megatron_muon.runs.provenance import origin
     from megatron_muon.runs.run_summary import in_words
-    from megatron_muon.sweep import results
-    from megatron_muon.sweep.show import Display
-    from megatron_muon.sweep.trials import DONE, Sweep
+    from megatron_muon.sweep.results import CSV, JSON, Results, Row
+    from megatron_muon.sweep.trials import DONE, Display, Sweep
 
-    command = plans[0].request.command
-    head = {"command": command, "config": str(args.config), "seeds": args.seeds, **origin()}
-    rows = {plan.task: results.row(plan.task) for plan in plans}
+    head = {"command": plans[0].request.command, "config": str(args.config), "seeds": args.seeds, **origin()}
+    rows = {plan.task: Row.of(plan.task) for plan in plans}
     to_do = [plan for plan in plans if plan.state != DONE]
     done = len(plans) - len(to_do)
     print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
     failed: dict[Task, str] = {}
     with Display(len(plans), done) as display:
+        sweep = Sweep(to_do, args.jobs, display)
 
         def ended(plan: Plan, outcome: Outcome) -> None:
             display.ended(plan, outcome)
             if outcome.summary["outcome"] in ("failed", "refused", "killed") and not outcome.summary["diverged"]:
                 failed[plan.task] = in_words(outcome.summary, why=True)
-            rows[plan.task] = results.row(plan.task)
-            results.write(out, points, list(rows.values()), head)
+            rows[plan.task] = Row.of(plan.task)
+            Results(points, list(rows.values())).write(out, head)
 
-        sweep = Sweep(to_do, args.jobs, display)
         try:
             sweep.run(ended)
         finally:
-            results.write(out, points, list(rows.values()), head)
+            results = Results(points, list(rows.values()))
+            results.write(out, head)
     display.console.print()
     display.console.width = max(display.console.width, _TABLE_WIDTH)
-    found = results.by_point(points, list(rows.values()))
-    display.console.print(results.table(found, results.final_column(list(rows.values()))))
-    for note in results.at_the_edge(found):
+    display.console.print(results.table())
+    for note in results.notes():
         print(f"note: {note}")
-    print(f"\nresults: {out / results.CSV}, {out / results.JSON}")
+    print(f"\nresults: {out / CSV}, {out / JSON}")
     if sweep.signal is not None:
         print("stopped; the same command goes on")
         return 128 + sweep.signal
@@ -176,10 +173,10 @@ def _show_plans(plans: Sequence[Plan]) -> None:
     from megatron_muon.runs.train import prepare
 
     for plan in plans:
-        experiment = prepare(replace(plan.request, overwrite=True), plan.resolved)
-        print(f"{plan.task.name}: {plan.state}{f' ({plan.changes[0]})' if plan.changes else ''}, {plan.task.folder}")
-        print(f"  {experiment.shown_command}")
-        print(f"  with {shlex.join(plan.flags)}")
+        changed = "".join(f" ({change})" for change in plan.changes()[:1])
+        print(f"{plan.task.name}: {plan.state}{changed}, {plan.task.folder}")
+        print(f"  {prepare(replace(plan.request, overwrite=True), plan.resolved).shown_command}")
+        print(f"  with {shlex.join(plan.flags())}")
     print("dry run: nothing was started or written")
 
 

@@ -23,16 +23,13 @@ from megatron_muon.errors import UserError
 
 _KEY = re.compile(r"-*([A-Za-z_][A-Za-z0-9_-]*)=(.*)\Z", re.DOTALL)
 _LONGEST_NAME = 150
-_SAFE = "+,=.@:"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One combination of settings.
+    """One combination of settings, as they are typed for `--set`, in the order of the grid.
 
-    Attributes:
-        settings: key and value of each, as they are typed for `--set`, in the order of the grid.
-        hidden: keys that its name leaves out: those that take a setting away and do nothing else in their grid.
+    Its name leaves the `hidden` keys out: those that take a setting away and do nothing else in their grid.
     """
 
     settings: tuple[tuple[str, str], ...]
@@ -47,15 +44,11 @@ class Point:
     @property
     def folder(self) -> str:
         """Its name as a folder: without slashes or blanks, and not too long."""
-        quoted = urllib.parse.quote(self.name, safe=_SAFE).replace("%2F", "-")
+        quoted = urllib.parse.quote(self.name, safe="+,=.@:").replace("%2F", "-")
         if len(quoted) > _LONGEST_NAME or "%" in quoted:
             digest = hashlib.sha256(self.name.encode()).hexdigest()[:8]
             quoted = f"{quoted.replace('%', '_')[:_LONGEST_NAME]}-{digest}"
         return quoted
-
-    def value(self, key: str) -> str | None:
-        """The value of a setting, where it is one of the point's."""
-        return dict(self.settings).get(key)
 
 
 @dataclass(frozen=True)
@@ -73,16 +66,12 @@ class Task:
 
 
 def parse_grids(grids: Sequence[Sequence[str]]) -> tuple[Point, ...]:
-    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice.
-
-    Raises:
-        UserError: what cannot be read, a key that is given twice, or alternatives that have nothing in common.
-    """
+    """The points of all `--grid`s, given by their words KEY=VALUE,VALUE,...,KEY=..., in their order, none twice."""
     parsed = [_parse(words) for words in grids]
     _check_alternatives(parsed)
     points: dict[frozenset[tuple[str, str]], Point] = {}
     for grid in parsed:
-        hidden = frozenset(key for key, values in grid.items() if values == ("null",))
+        hidden = frozenset(key for key, values in grid.items() if values == ["null"])
         for values in itertools.product(*grid.values()):
             settings = tuple(zip(grid, values, strict=True))
             points.setdefault(frozenset(settings), Point(settings, hidden))
@@ -103,41 +92,39 @@ def tasks_of(points: Sequence[Point], seeds: int, out: Path) -> tuple[Task, ...]
     )
 
 
-def _parse(words: Sequence[str]) -> dict[str, tuple[str, ...]]:
+def _parse(words: Sequence[str]) -> dict[str, list[str]]:
     """Values by key of one `--grid`."""
     grid: dict[str, list[str]] = {}
     for word in words:
-        key = None
+        key = ""
         for piece in next(csv.reader([word], skipinitialspace=True), []):
             if match := _KEY.match(piece):
-                key = match[1].replace("-", "_").lower()
-                if key in grid:
+                key, piece = match[1].replace("-", "_").lower(), match[2]
+                if given := grid.get(key):
                     raise UserError(
-                        f"--grid {' '.join(words)}: {key} is given twice; write {key}={','.join(grid[key])},..."
+                        f"--grid {' '.join(words)}: {key} is given twice; write {key}={','.join(given)},..."
                     )
                 if key == "seed":
                     raise UserError(f"--grid {word}: seeds come from --seeds N, which takes 1 to N")
                 grid[key] = []
-                piece = match[2]
-            if key is None:
+            if not key:
                 raise UserError(
                     f"--grid {word}: write KEY=VALUE,VALUE, such as --grid optimizer=adam,muon lr=1e-3,2e-3"
                 )
             if not piece:
                 raise UserError(f"--grid {word}: {key} has an empty value; write {key}=VALUE,VALUE without gaps")
+            if piece in grid[key]:
+                raise UserError(f"--grid {word}: a value stands there twice; leave one of them out")
             grid[key].append(piece)
-    for key, values in grid.items():
-        if len(set(values)) < len(values):
-            raise UserError(f"--grid {key}={','.join(values)}: a value stands there twice; leave one of them out")
-    return {key: tuple(values) for key, values in grid.items()}
+    return grid
 
 
-def _check_alternatives(grids: Sequence[dict[str, tuple[str, ...]]]) -> None:
+def _check_alternatives(grids: Sequence[dict[str, list[str]]]) -> None:
     """Refuses a second `--grid` that was meant as a factor of the first."""
-    seen: set[str] = set()
-    for grid in grids:
-        if seen and not seen & grid.keys():
-            first = next(iter(grids))
+    first = grids[0]
+    seen = set(first)
+    for grid in grids[1:]:
+        if not seen & grid.keys():
             both = " ".join(f"{key}={','.join(values)}" for key, values in {**first, **grid}.items())
             raise UserError(
                 f"--grid {' '.join(first)}... and --grid {' '.join(grid)}... have no key in common: several --grid are "

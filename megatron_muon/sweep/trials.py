@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -24,11 +27,9 @@ from megatron_muon.locks import Lock
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.runs import processes, run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
+from megatron_muon.runs.run_summary import in_words
 from megatron_muon.runs.train import Outcome, execute, prepare
 from megatron_muon.sweep.grid import Task
-
-if TYPE_CHECKING:
-    from megatron_muon.sweep.show import Display
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
@@ -38,26 +39,45 @@ PROGRESS = re.compile(r"iteration +(\d+)/ *(\d+) \|(?:.*?lm loss: (\S+))?")
 
 _TRAINS = "before the start of training step"
 _OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
-_PAUSE_S = 0.5
 _SHOWN_CHANGES = 3
+_LINE_EVERY_S = 60.0
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A settled run of a sweep.
-
-    Attributes:
-        state: one of the states above.
-        changes: settings that differ from those it was trained with, in words.
-    """
+    """A settled run of a sweep."""
 
     task: Task
     request: Request
     resolved: Resolved
-    state: str
-    changes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
+    def state(self) -> str:
+        """Its state when this is first asked for."""
+        folder = self.resolved.folder
+        run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+        if run.get("config_hash") != self.resolved.config_hash:
+            return CHANGED if summary.get("iterations") or folder.has_steps or folder.checkpoint else FRESH
+        if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):
+            return DONE
+        return RESUMED if folder.checkpoint else AGAIN
+
+    def changes(self) -> list[str]:
+        """Where its settings have changed, those that differ, as `--lr was 0.1, now 0.2`."""
+        if self.state != CHANGED:
+            return []
+        root = self.resolved.folder.root
+        if not run_folder.read_json(root / run_folder.RUN):
+            return ["started by something else than a sweep"]
+        try:
+            before = load_config(root / run_folder.CONFIG)
+        except UserError:
+            return ["its config.yaml cannot be read"]
+        old: dict[str, Any] = {**before.env, **dict(before.flags)}
+        new: dict[str, Any] = {**self.resolved.env, **dict(self.resolved.flag_values)}
+        names = [name for name in {**old, **new} if name not in run_folder.PLACES and old.get(name) != new.get(name)]
+        return [f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names]
+
     def flags(self) -> list[str]:
         """What its command line adds to the experiment file, for pretrain_gpt.py."""
         sources = (FROM_SET, FROM_LINE, FROM_FOLDER)
@@ -70,11 +90,7 @@ class Plan:
 
 
 def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
-    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike.
-
-    Raises:
-        UserError: what the user got wrong, with the point.
-    """
+    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike."""
     requests = [
         replace(every, sets=(*every.sets, *task.point.settings, ("seed", str(task.seed))), out=str(task.folder))
         for task in tasks
@@ -83,23 +99,18 @@ def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
     for task, request, answer in zip(tasks, requests, resolve_each(requests), strict=True):
         if isinstance(answer, UserError):
             raise UserError(f"{task.point.name}: {answer}")
-        plans.append(Plan(task, request, answer, *_state(answer)))
+        plans.append(Plan(task, request, answer))
     return plans
-
-
-def settled_now(plans: Sequence[Plan]) -> list[Plan]:
-    """The same with the states that their folders have now, for after a wait."""
-    return [Plan(plan.task, plan.request, plan.resolved, *_state(plan.resolved)) for plan in plans]
 
 
 def refuse_changed(plans: Sequence[Plan]) -> None:
     """Raises a UserError for runs that were trained with other settings: which, what differs, and what to type."""
     changed = [plan for plan in plans if plan.state == CHANGED]
     if changed:
-        first = changed[0]
-        some = "; ".join(first.changes[:_SHOWN_CHANGES]) + ("; ..." if len(first.changes) > _SHOWN_CHANGES else "")
+        changes = changed[0].changes()
+        some = "; ".join(changes[:_SHOWN_CHANGES]) + ("; ..." if len(changes) > _SHOWN_CHANGES else "")
         raise UserError(
-            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {first.task.folder} "
+            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0].task.folder} "
             f"({some}); give another folder with --out DIR, or train these anew with --overwrite (deletes them)"
         )
 
@@ -119,42 +130,90 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
+class Display:
+    """Shows `total` runs, of which `done` are finished: bars on a terminal, lines elsewhere; all threads call it."""
+
+    def __init__(self, total: int, done: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
+
+        self.console = Console(highlight=False, soft_wrap=True)
+        said, bar = "{task.fields[said]}", BarColumn(bar_width=24)
+        columns = ("{task.description}", bar, MofNCompleteColumn(), said, TimeElapsedColumn())
+        self._bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self._all = self._bars.add_task("runs", total=total, completed=done, said="")
+        self._bar: dict[Plan, TaskID] = {}
+        self._began: dict[Plan, float] = {}
+        self._told: dict[Plan, float] = {}
+
+    def __enter__(self) -> Display:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def started(self, plan: Plan) -> None:
+        """A run begins."""
+        self._began[plan] = self._told[plan] = time.monotonic()
+        self._bar[plan] = self._bars.add_task(plan.task.name, total=None, said="starting")
+        if self._bars.disable:
+            self._print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
+
+    def line(self, plan: Plan, line: str) -> None:
+        """A line of a run's output."""
+        if (match := PROGRESS.search(line)) is None:
+            return
+        done, asked, loss = match.groups(default="")
+        with contextlib.suppress(ValueError):
+            loss = f"{float(loss):.4f}"
+        said = f"loss {loss}" if loss else ""
+        self._bars.update(self._bar[plan], completed=int(done), total=int(asked), said=said)
+        if self._bars.disable and time.monotonic() - self._told[plan] >= _LINE_EVERY_S:
+            self._told[plan] = time.monotonic()
+            self._print(f"{plan.task.name}: iteration {done}/{asked}, {said}")
+
+    def ended(self, plan: Plan, outcome: Outcome) -> None:
+        """A run has ended."""
+        self._bars.remove_task(self._bar[plan])
+        self._bars.advance(self._all)
+        every = self._bars.tasks[0]
+        seconds = time.monotonic() - self._began[plan]
+        words = in_words(outcome.summary, why=True)
+        self._print(f"[{every.completed:.0f}/{every.total:.0f}] {plan.task.name}: {words}, {seconds:.0f} s")
+
+    def _print(self, text: str) -> None:
+        from rich.text import Text
+
+        self.console.print(Text(text), soft_wrap=True)
+
+
 class Sweep:
     """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
 
     def __init__(self, plans: Sequence[Plan], jobs: int, display: Display) -> None:
         self.signal: int | None = None
         self._plans, self._jobs, self._display = plans, jobs, display
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(jobs):
+            self._slots.put(slot)
         self._stop = threading.Event()
         self._indexing = threading.Lock()
         self._indexed: set[tuple[Any, ...]] = set()
 
     def run(self, ended: Callable[[Plan, Outcome], object]) -> None:
-        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started.
-
-        Raises what a thread raised.
-        """
-        slots = list(range(self._jobs))
-        waiting = list(self._plans)
-        running: dict[Future[Outcome | None], tuple[Plan, int]] = {}
-        with self._signals(), ThreadPoolExecutor(self._jobs) as pool:
+        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started."""
+        with processes.signals_handled(self._on_signal), ThreadPoolExecutor(self._jobs) as pool:
             try:
-                while running or (waiting and not self._stop.is_set()):
-                    while waiting and slots and not self._stop.is_set():
-                        plan, slot = waiting.pop(0), slots.pop(0)
-                        running[pool.submit(self._one, plan, slot)] = plan, slot
-                    done, _ = wait(running, timeout=_PAUSE_S, return_when=FIRST_COMPLETED)
-                    self._display.refresh()
-                    for future in done:
-                        plan, slot = running.pop(future)
-                        slots.append(slot)
-                        if (outcome := future.result()) is not None:
-                            ended(plan, outcome)
+                runs = {pool.submit(self._one, plan): plan for plan in self._plans}
+                for future in as_completed(runs):
+                    if (outcome := future.result()) is not None:
+                        ended(runs[future], outcome)
             except BaseException:
                 self._stop.set()
                 raise
 
-    def _one(self, plan: Plan, slot: int) -> Outcome | None:
+    def _one(self, plan: Plan) -> Outcome | None:
         """A run in its thread; None where the sweep was stopped before.
 
         Megatron writes the index of a data set into a folder that runs share, before the first step: two runs that may
@@ -177,24 +236,22 @@ class Sweep:
 
             self._display.started(plan)
             request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
-            experiment = prepare(request, plan.resolved)
-            return execute(experiment, on_line=on_line, stop=self._stop, env=_share(plan.resolved, slot, self._jobs))
+            slot = self._slots.get()
+            env = _share(plan.resolved, slot, self._jobs)
+            try:
+                return execute(prepare(request, plan.resolved), on_line=on_line, stop=self._stop, env=env)
+            finally:
+                self._slots.put(slot)
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
         """The first signal ends all runs as Ctrl-C does, the second kills them."""
-
-        def handle(number: int, _: FrameType | None) -> None:
-            if self.signal is None:
-                self.signal = number
-                self._stop.set()
-            else:
-                for process in processes.descendants(os.getpid()):
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
-
-        with processes.signals_handled(handle):
-            yield
+        if self.signal is None:
+            self.signal = number
+            self._stop.set()
+            return
+        for process in processes.descendants(os.getpid()):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def _data_of(task: Task) -> tuple[Any, ...]:
@@ -216,34 +273,6 @@ def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
         devices = visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]
         env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
     return env
-
-
-def _state(resolved: Resolved) -> tuple[str, tuple[str, ...]]:
-    """The state of a run's folder, and what differs where it is of other settings."""
-    folder = resolved.folder
-    run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
-    if not run:
-        has_results = folder.has_steps or folder.checkpoint
-        return (CHANGED, ("started by something else than a sweep",)) if has_results else (FRESH, ())
-    if run.get("config_hash") != resolved.config_hash:
-        if not (summary.get("iterations") or folder.has_steps or folder.checkpoint):
-            return FRESH, ()  # a start that came to nothing
-        return CHANGED, _changes(resolved)
-    if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):
-        return DONE, ()
-    return (RESUMED if folder.checkpoint else AGAIN), ()
-
-
-def _changes(resolved: Resolved) -> tuple[str, ...]:
-    """The settings that differ between a folder's config.yaml and a run, as `--lr was 0.1, now 0.2`."""
-    try:
-        before = load_config(resolved.folder.root / run_folder.CONFIG)
-    except UserError:
-        return ("its config.yaml cannot be read",)
-    old: dict[str, Any] = {**before.env, **dict(before.flags)}
-    new: dict[str, Any] = {**resolved.env, **dict(resolved.flag_values)}
-    names = [name for name in {**old, **new} if name not in run_folder.PLACES and old.get(name) != new.get(name)]
-    return tuple(f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names)
 
 
 def _shown(values: str | tuple[str, ...] | None) -> str:

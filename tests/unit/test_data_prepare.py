@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_muon import cli
-from megatron_muon.data import SourceOptions, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
+from megatron_muon.data import Settings, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
 from megatron_muon.data.sources import find_sources
 from megatron_muon.errors import UserError
 
@@ -68,22 +66,6 @@ def leftovers(directory, prefix):
 # The ids
 
 
-def megatron_byte_level(vocab_size=257):
-    from megatron.core.tokenizers import MegatronTokenizer
-
-    return MegatronTokenizer.from_pretrained(
-        metadata_path={"library": "byte-level"},
-        vocab_size=vocab_size - 1,
-        special_tokens=["<eod>"],
-        _eos_id=vocab_size - 1,
-    )
-
-
-@given(st.text(max_size=200))
-def test_byte_ids_are_those_of_megatrons_tokenizer(text):
-    assert tokenizers.encode_bytes(text).tolist() == megatron_byte_level().tokenize(text)
-
-
 @pytest.mark.parametrize("size", [257, 384])
 def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_document(size):
     """Megatron's command line cannot name its byte-level tokenizer; NullTokenizer stands in for it."""
@@ -95,30 +77,32 @@ def test_training_flags_build_a_tokenizer_with_the_same_vocabulary_and_end_of_do
     spec = TokenizerSpec(vocab_size=size)
     parser = argparse.ArgumentParser()
     _add_tokenizer_args(parser)
-    args = parser.parse_args(spec.training_flags())
+    args = parser.parse_args(spec.in_training().flags())
     args.pad_vocab_size = False
-    in_training = build_tokenizer(args)
-    ours, megatrons = tokenizers.build(spec), megatron_byte_level(size)
-    assert ours.vocab_size == in_training.vocab_size == megatrons.vocab_size == size
-    assert ours.eod == in_training.eod == megatrons.eod == size - 1
+    in_training, in_data = build_tokenizer(args), tokenizers.build(spec)
+    assert in_data.vocab_size == in_training.vocab_size == size
+    assert in_data.eod == in_training.eod == size - 1
+    (ids,) = tokenizers.encode_documents([("one.txt", "aü")], spec, workers=1)
+    assert in_data.tokenize("aü") == ids.tolist() == list("aü".encode())
 
 
 # What is written
 
 
 def test_prepares_a_tree_in_sorted_order(tree, tmp_path):
-    prepared = prepare([tree], tmp_path / "out" / "corpus", sources=SourceOptions(suffixes=(".py",)))
+    prepared = prepare([tree], tmp_path / "out" / "corpus", Settings(suffixes=(".py",)))
     assert texts(prepared.prefix) == ["first = 1\r\n", "second = 'ü'\n"]
     assert all(ids[-1] == 256 for ids in documents(prepared.prefix))
     assert documents(prepared.prefix)[0].dtype == np.uint16
-    assert (prepared.documents, prepared.tokens) == (2, 11 + 14 + 2)
-    assert prepared.bytes == 2 * prepared.tokens == Path(f"{prepared.prefix}.bin").stat().st_size
-    assert prepared.skipped == "skipped: 1 binary files, 1 files that are not UTF-8, 1 empty documents"
+    found = prepared.manifest
+    assert (found.documents, found.tokens) == (2, 11 + 14 + 2)
+    assert found.sizes["bin"] == 2 * found.tokens == Path(f"{prepared.prefix}.bin").stat().st_size
+    assert found.skipped == "skipped: 1 binary files, 1 files that are not UTF-8, 1 empty documents"
     assert prepared.flags[:2] == ("--data-path", str(prepared.prefix))
 
 
 def test_explicit_files_are_taken_whatever_their_suffix_and_once(tree, tmp_path):
-    options = SourceOptions(suffixes=(".py",), exclude=("b", "empty.py"))
+    options = Settings(suffixes=(".py",), exclude=("b", "empty.py"))
     inputs = [tree / "notes.txt", tree, tree / "a" / "one.py"]
     assert [source.label for source in find_sources(inputs, options)] == [
         *("notes.txt", "a/one.py", "binary.py", "latin.py")
@@ -126,21 +110,21 @@ def test_explicit_files_are_taken_whatever_their_suffix_and_once(tree, tmp_path)
 
 
 def test_end_of_document_can_be_left_out(tree, tmp_path):
-    prepare([tree / "notes.txt"], tmp_path / "corpus", append_eod=False)
+    prepare([tree / "notes.txt"], tmp_path / "corpus", Settings(append_eod=False))
     assert documents(tmp_path / "corpus")[0].tolist() == list(b"a note")
 
 
 def test_the_same_input_gives_the_same_bytes(tree, tmp_path, monkeypatch):
     """Whatever the order in which the file system lists a directory, and however many processes tokenize."""
     first = prepare([tree], tmp_path / "first")
-    walk = os.walk
+    walk = Path.walk
 
     def backwards(*args, **kwargs):
         for directory, subdirectories, names in walk(*args, **kwargs):
             subdirectories.reverse()
             yield directory, subdirectories, names[::-1]
 
-    monkeypatch.setattr(os, "walk", backwards)
+    monkeypatch.setattr(Path, "walk", backwards)
     second = prepare([tree], tmp_path / "second", workers=2)
     assert digest(first.prefix) == digest(second.prefix)
     (tree / "notes.txt").write_text("another note")
@@ -151,23 +135,25 @@ def test_jsonl_documents_are_lines(tmp_path):
     lines = [{"content": "one", "id": 1}, {"content": ""}, {"content": "two\nlines"}]
     file = tmp_path / "part.jsonl"
     file.write_text("\n".join(json.dumps(line) for line in lines) + "\n\n")
-    prepared = prepare([file], tmp_path / "out", sources=SourceOptions(json_key="content"))
+    prepared = prepare([file], tmp_path / "out", Settings(json_key="content"))
     assert texts(prepared.prefix) == ["one", "two\nlines"]
-    assert "1 empty documents" in prepared.skipped
+    assert "1 empty documents" in prepared.manifest.skipped
 
 
 def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
     (tmp_path / "ids.txt").write_text("5 70000 2")
     spec = TokenizerSpec("NullTokenizer", vocab_size=100_000)
-    prepared = prepare([tmp_path / "ids.txt"], tmp_path / "out", tokenizer=spec)
+    prepared = prepare([tmp_path / "ids.txt"], tmp_path / "out", Settings(tokenizer=spec))
     assert documents(prepared.prefix)[0].tolist() == [5, 70000, 2, 99_999]
     assert documents(prepared.prefix)[0].dtype == np.int32
     assert prepared.flags[2:] == ("--tokenizer-type", "NullTokenizer", "--vocab-size", "100000")
     with pytest.raises(UserError, match=r"ids\.txt: token ids reach from 2 to 70000, the vocabulary has 65000"):
-        prepare([tmp_path / "ids.txt"], tmp_path / "small", tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
+        prepare(
+            [tmp_path / "ids.txt"], tmp_path / "small", Settings(tokenizer=TokenizerSpec("NullTokenizer", None, 65_000))
+        )
     (tmp_path / "ids.txt").write_text("five")
     with pytest.raises(UserError, match=r"ids\.txt: the tokenizer does not take this text"):
-        prepare([tmp_path / "ids.txt"], tmp_path / "words", tokenizer=spec)
+        prepare([tmp_path / "ids.txt"], tmp_path / "words", Settings(tokenizer=spec))
 
 
 # Doing it again
@@ -178,14 +164,14 @@ def test_an_identical_run_is_up_to_date(tree, tmp_path):
     before = os.stat(f"{first.prefix}.bin").st_mtime_ns
     again = prepare([tree], tmp_path / "out")
     assert again.up_to_date
-    assert (again.documents, again.tokens, again.skipped) == (first.documents, first.tokens, first.skipped)
+    assert again.manifest == first.manifest
     assert os.stat(f"{first.prefix}.bin").st_mtime_ns == before
 
 
 def test_other_input_or_options_need_overwrite(tree, tmp_path):
     prefix = prepare([tree], tmp_path / "out").prefix
     with pytest.raises(UserError, match="--overwrite"):
-        prepare([tree], prefix, append_eod=False)
+        prepare([tree], prefix, Settings(append_eod=False))
     (tree / "notes.txt").write_text("changed")
     with pytest.raises(UserError, match=r"out\.bin and .*out\.idx exist already"):
         prepare([tree], prefix)
@@ -258,7 +244,7 @@ def test_broken_jsonl_names_file_and_line(tmp_path, line, message):
 )
 def test_wrong_tokenizers_are_refused(tree, tmp_path, spec, message):
     with pytest.raises(UserError, match=message):
-        prepare([tree], tmp_path / "out", tokenizer=spec)
+        prepare([tree], tmp_path / "out", Settings(tokenizer=spec))
 
 
 def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
@@ -267,7 +253,7 @@ def test_wrong_inputs_and_outputs_are_refused(tree, tmp_path):
     with pytest.raises(UserError, match="nothing to prepare; give --input"):
         prepare([], tmp_path / "out")
     with pytest.raises(UserError, match=r"found no file with suffix \.rs"):
-        prepare([tree], tmp_path / "out", sources=SourceOptions(suffixes=(".rs",)))
+        prepare([tree], tmp_path / "out", Settings(suffixes=(".rs",)))
     with pytest.raises(UserError, match=r"found no document in 1 files .*1 binary"):
         prepare([tree / "binary.py"], tmp_path / "out")
     with pytest.raises(UserError, match=r"cannot write to directory .*notes.txt"):
@@ -286,7 +272,7 @@ def small_stdlib(tree, monkeypatch):
 
 
 def test_stdlib_takes_python_only(small_stdlib, tmp_path):
-    prepare([], tmp_path / "out", stdlib=True)
+    prepare([], tmp_path / "out", Settings(stdlib=corpus.STDLIB))
     assert texts(tmp_path / "out") == ["first = 1\r\n", "second = 'ü'\n"]
 
 
@@ -297,7 +283,7 @@ def test_ensure_stdlib_corpus_writes_once(small_stdlib, tmp_path, monkeypatch):
     ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
     ensure_stdlib_corpus(tmp_path / "data" / "stdlib")
     assert writes == [1]
-    assert prepare([], tmp_path / "data" / "stdlib", stdlib=True).up_to_date
+    assert prepare([], tmp_path / "data" / "stdlib", Settings(stdlib=corpus.STDLIB)).up_to_date
 
 
 def test_the_lock_keeps_other_processes_out(tmp_path):

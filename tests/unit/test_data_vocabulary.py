@@ -1,9 +1,11 @@
 """Data of one tokenizer and a run of another: refused before training, with both named."""
 
 import argparse
+from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from megatron_muon.data import corpus, prepare
 from megatron_muon.data.vocabulary import check_vocabulary
@@ -57,13 +59,9 @@ def test_a_tokenizer_file_in_another_folder_is_the_same(text, tmp_path, monkeypa
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "t.model").write_text("other" if folder == "other" else "same")
     spec = corpus.TokenizerSpec("SentencePieceTokenizer", str(tmp_path / "a" / "t.model"))
-    manifest = {
-        "settings": {
-            "tokenizer": [spec.tokenizer_type, spec.model, None],
-            "tokenizer_digest": corpus.model_digest(spec),
-        },
-        "vocab_size": 32000,
-    }
+    made = corpus.OutputPaths(Path(text)).read_manifest()
+    settings = replace(made.settings, tokenizer=spec, tokenizer_digest=corpus.model_digest(spec))
+    manifest = replace(made, settings=settings, vocab_size=32000)
     monkeypatch.setattr(corpus.OutputPaths, "read_manifest", lambda self: manifest)
     for folder in ("a", "b"):
         check_vocabulary(text, run("Llama2Tokenizer", rows=32000, model=str(tmp_path / folder / "t.model"), size=None))

@@ -14,8 +14,8 @@ FLOORS = (
     {"offload", "checkpoint", "cpu", "data"},
     {"megatron"},
     {"runs"},
-    {"sweep", "slurm", "planning", "bench", "doctor"},
     {"report"},
+    {"sweep", "slurm", "planning", "bench", "doctor"},
 )
 """From the ground up. Packages on one floor do not know each other."""
 

@@ -7,8 +7,9 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.report import page as report_page
-from megatron_muon.report.arms import best_arms, compare, find_runs, reach, read_arms, shown_arms, step_parts
+from megatron_muon.report.arms import Spread, find_runs, read_arms
+from megatron_muon.report.comparison import best_arms, compare, reach, shown_arms
+from megatron_muon.report.page import Report
 from megatron_muon.runs.events import read_events
 from megatron_muon.runs.records import read_record
 from tests.unit.made_runs import falling, make_run
@@ -56,13 +57,13 @@ def test_steps_to_a_loss(runs):
     assert means[20] > target > means[30] or means[10] > target > means[20]
     before = 20 if means[20] > target else 10
     expected = before + 10 * (means[before] - target) / (means[before] - means[before + 10])
-    assert one.reached.steps == pytest.approx(expected, rel=1e-5)
+    assert one.steps == pytest.approx(expected, rel=1e-5)
     assert one.steps_ratio == pytest.approx(expected / 40, rel=1e-5)
     assert one.seconds_ratio == pytest.approx(one.steps_ratio, rel=1e-5)  # both take as long for a step
-    assert one.reached.by_seed.low < expected < one.reached.by_seed.high
-    assert len(one.reached.seeds) == 2
-    assert reach(one.arm, 1.0) is None
-    assert reach(one.arm, 5.9).steps == 10  # reached at the first validation: no line to take it from
+    assert one.steps_by_seed.low < expected < one.steps_by_seed.high
+    assert one.steps_by_seed.count == 2
+    assert reach(one.arm.validation(), 1.0) is None
+    assert reach(one.arm.validation(), 5.9).steps == 10  # reached at the first validation: no line to take it from
 
 
 def test_seconds_are_summed_over_starts(tmp_path):
@@ -90,8 +91,8 @@ def test_a_run_without_a_summary_has_what_its_events_say(tmp_path):
 
 def test_parts_of_a_step(runs):
     adam, _, muon, _ = read_arms(find_runs([runs]))[0]
-    assert step_parts(adam) == pytest.approx({"rest of the optimizer": 40.0, "rest of the step": 60.0})
-    assert step_parts(muon) == pytest.approx(
+    assert adam.step_parts() == pytest.approx({"rest of the optimizer": 40.0, "rest of the step": 60.0})
+    assert muon.step_parts() == pytest.approx(
         {
             "momentum": 1.0, "gather": 4.0, "newton-schulz": 20.0, "scatter": 3.0, "apply": 2.0,
             "rest of the optimizer": 10.0, "rest of the step": 60.0,
@@ -151,9 +152,9 @@ def test_not_reached_is_said(tmp_path):
 
 def page_of(tmp_path):
     """The page, without pictures, and the figures of a report on the runs below `tmp_path / "runs"`."""
-    arms, empty = read_arms(find_runs([tmp_path / "runs"]))
-    text = report_page.page(arms, empty, (), places=[tmp_path / "runs"], command="megatron-muon report")
-    return text, json.loads(json.dumps(report_page.figures(arms), allow_nan=False))
+    report = Report(*read_arms(find_runs([tmp_path / "runs"])))
+    text = report.page((), places=[tmp_path / "runs"], command="megatron-muon report")
+    return text, json.loads(json.dumps(report.figures(), allow_nan=False))
 
 
 @pytest.mark.parametrize(
@@ -294,6 +295,12 @@ def test_a_dollar_sign_is_drawn_as_one(tmp_path):
         make_run(tmp_path / "runs" / name, falling(0.1), flags={"--data-path": f"'$$\\{name}rac$$'"})
     assert cli.main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "page")]) == 0
     assert "data_path=$\\arac$" in (tmp_path / "page" / "report.md").read_text("utf-8")
+
+
+def test_a_spread_leaves_out_non_finite_values():
+    assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
+    assert Spread.of([2.0]).shown(".1f") == "2.0"
+    assert Spread.of([None]) is None
 
 
 def test_no_runs_are_a_users_error(tmp_path):

@@ -14,7 +14,7 @@ from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Res
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.sweep import trials as sweep
 from megatron_muon.sweep.grid import Point, parse_grids, tasks_of
-from megatron_muon.sweep.results import Spread, at_the_edge, by_point, row, write
+from megatron_muon.sweep.results import Results, Row
 from tests.unit.made_runs import falling, make_run
 
 # The grid
@@ -150,18 +150,17 @@ def leave(folder, *, summary=None, lr="0.01", checkpoint=False):
 def test_the_state_of_a_run(tmp_path, left, save, state):
     if left is not None:
         leave(tmp_path / "run", **left)
-    assert sweep._state(resolved_of(tmp_path / "run", save=save))[0] == state
+    assert plan_of(tmp_path / "run", save=save).state == state
 
 
 def test_events_of_other_runs_are_not_deleted(tmp_path):
     make_run(tmp_path / "run", falling(0.1), summary=False)
-    assert sweep._state(resolved_of(tmp_path / "run"))[0] == sweep.CHANGED
+    assert plan_of(tmp_path / "run").state == sweep.CHANGED
 
 
 def plan_of(folder, **resolved):
     task = tasks_of([Point((("lr", "0.01"),))], 1, folder.parent)[0]
-    settled = resolved_of(folder, **resolved)
-    return sweep.Plan(task, Request("tiny.yaml"), settled, *sweep._state(settled))
+    return sweep.Plan(task, Request("tiny.yaml"), resolved_of(folder, **resolved))
 
 
 def test_changed_settings_are_named(tmp_path):
@@ -178,8 +177,8 @@ def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
     task = tasks_of([Point((("lr", "0.01"),))], 1, tmp_path)[0]
     more = (Flag("--offset", ("-3",), FROM_SET), Flag("--data-path", ("a b", "c"), FROM_SET))
     settled = resolved_of(tmp_path / "run", more=more)
-    plan = sweep.Plan(task, Request(str(tmp_path / "tiny.yaml")), settled, sweep.FRESH)
-    assert plan.flags == [
+    plan = sweep.Plan(task, Request(str(tmp_path / "tiny.yaml")), settled)
+    assert plan.flags() == [
         "--unset", "--muon-momentum", "--unset", "--save", "--lr", "0.01", "--offset=-3", "--data-path", "a b", "c",
         "--tensorboard-dir", str(tmp_path / "run" / "tensorboard"),
     ]  # fmt: skip
@@ -243,18 +242,15 @@ ENDED = {
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(tmp_path, monkeypatch, capsys, terminal):
     from megatron_muon.runs.train import Outcome
-    from megatron_muon.sweep import show as sweep_show
 
     monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
-    monkeypatch.setattr(sweep_show, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(sweep, "_LINE_EVERY_S", 0.0)
     plan = plan_of(tmp_path / "run")
-    with sweep_show.Display(2, 1) as display:
+    with sweep.Display(2, 1) as display:
         display.started(plan)
         display.line(plan, "building data sets")
         display.line(plan, LINE)
-        display.refresh()
-        if display._bars is not None:
-            display._bars.refresh()
+        display._bars.refresh()
         display.ended(plan, Outcome(0, ENDED))
     shown = capsys.readouterr().out
     assert ("12/20" in shown) if terminal else ("lr=0.01 seed=1: iteration 12/20, loss 2.8515\n" in shown)
@@ -274,7 +270,7 @@ def swept(tmp_path_factory):
     tasks = tasks_of(points, 2, out)
     speeds = {"optimizer=adam,lr=1e-3": 0.02, "optimizer=adam,lr=2e-3": 0.03, "optimizer=muon,lr=4e-3": 0.05}
     for task in tasks:
-        kind = {"optimizer": task.point.value("optimizer"), "lr": task.point.value("lr"), "seed": task.seed}
+        kind = {**dict(task.point.settings), "seed": task.seed}
         if task.point.name in speeds:
             make_run(task.folder, falling(speeds[task.point.name] + task.seed / 1000), **kind)
         elif task.seed == 1:
@@ -284,8 +280,7 @@ def swept(tmp_path_factory):
 
 def test_rows_and_points(swept):
     out, points, tasks = swept
-    rows = [row(task) for task in tasks]
-    write(out, points, rows, {"command": "megatron-muon sweep"})
+    Results(points, [Row.of(task) for task in tasks]).write(out, {"command": "megatron-muon sweep"})
     with (out / "results.csv").open() as file:
         lines = list(csv.DictReader(file))
     first = lines[0]
@@ -312,8 +307,7 @@ def test_rows_and_points(swept):
 
 def test_the_best_rate_at_an_edge_is_told(swept):
     _, points, tasks = swept
-    notes = at_the_edge(by_point(points, [row(task) for task in tasks]))
-    assert notes == [
+    assert Results(points, [Row.of(task) for task in tasks]).notes() == [
         "optimizer=adam,lr=2e-3: lr=2e-3 is the most that was tried; try larger ones too",
         "optimizer=muon,lr=4e-3: lr=4e-3 is the least that was tried; try smaller ones too",
     ]
@@ -323,19 +317,9 @@ def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
     """Their losses are of something else: the lower one is not the better one."""
     points = parse_grids([["seq_length=64,128", "lr=1e-3,2e-3"]])
     for task in tasks_of(points, 1, tmp_path):
-        loss = falling({"1e-3": 0.1, "2e-3": 0.2}[task.point.value("lr")])
-        make_run(
-            task.folder, loss if task.point.value("seq_length") == "64" else lambda step, loss=loss: loss(step) - 1
-        )
-    results = by_point(points, [row(task) for task in tasks_of(points, 1, tmp_path)])
-    assert [result.point.name for result in results if result.best] == [
-        "seq_length=64,lr=2e-3",
-        "seq_length=128,lr=2e-3",
-    ]
-    assert [note.partition(": ")[2][:12] for note in at_the_edge(results)] == ["lr=2e-3 is t", "lr=2e-3 is t"]
-
-
-def test_a_spread_leaves_out_non_finite_values():
-    assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
-    assert Spread.of([2.0]).shown(".1f") == "2.0"
-    assert Spread.of([None]) is None
+        settings = dict(task.point.settings)
+        lower, loss = settings["seq_length"] == "128", falling({"1e-3": 0.1, "2e-3": 0.2}[settings["lr"]])
+        make_run(task.folder, lambda step, loss=loss, lower=lower: loss(step) - lower)
+    results = Results(points, [Row.of(task) for task in tasks_of(points, 1, tmp_path)])
+    assert {point.name for point in results.best} == {"seq_length=64,lr=2e-3", "seq_length=128,lr=2e-3"}
+    assert [note.partition(": ")[2][:12] for note in results.notes()] == ["lr=2e-3 is t", "lr=2e-3 is t"]
