@@ -63,21 +63,22 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """
     names: dict[str, str] = {}
     for name in known:
-        names.setdefault(_plain(name), name)
-    typed = _plain(wrong)
+        names.setdefault(plain(name), name)
+    typed = plain(wrong)
     spellings = [typed, SYNONYMS.get(typed, typed), _translated(typed)]
     for spelling in spellings:
         if spelling in names:
             return names[spelling]
     costs: dict[str, int] = {}
-    for plain, name in names.items():
-        if found := [cost for spelling in spellings if (cost := _cost(spelling, plain)) is not None]:
+    for spelled, name in names.items():
+        if found := [cost for spelling in spellings if (cost := _cost(spelling, spelled)) is not None]:
             costs[name] = min(found)
     least = [name for name, cost in costs.items() if cost == min(costs.values())]
     return least[0] if len(least) == 1 else None
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A name as all of its spellings: lower case, inner dashes."""
     return name.lstrip("-").replace("_", "-").lower()
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +25,7 @@ from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.ending import end_alone
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
 from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.megatron import STATUS_FILE as STATUS_FILE
+from megatron_muon.megatron import STATUS_FOLDER as STATUS_FOLDER
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
@@ -226,15 +228,23 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     A user's mistake is one line on the first rank of each node and status 2, a checkpoint that cannot be written one
     line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
     """
-    status = 1
+    status, error, failed_at = 1, None, time.time()
     try:
         status = _main(argv, root=root)
+    except (UserError, SaveError, OffloadError) as failure:
+        status = 2 if isinstance(failure, UserError) else 1
+        error, failed_at = str(failure), time.time()
+        _tell(error)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
+    except BaseException as failure:
+        error, failed_at = "".join(traceback.format_exception_only(failure)), time.time()
+        raise
     finally:
-        if (file := os.environ.get(STATUS_FILE)) and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            Path(file).write_text(f"{status}\n", "utf-8")
+        if folder := os.environ.get(STATUS_FOLDER):
+            found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at}
+            Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(found), "utf-8")
     return status
 
 
@@ -251,12 +261,6 @@ def _main(argv: Sequence[str] | None, *, root: Path) -> int:
                 print(f"megatron-muon: {note}", flush=True)
         with _save_folder_held(launch.args.save):
             _train()
-    except UserError as error:
-        _tell(error)
-        return 2
-    except (SaveError, OffloadError) as error:
-        _tell(error)
-        return 1
     except SystemExit as end:
         if end.code in (None, 0) and _ended_by_signal():
             return exit_codes.TEMPFAIL
@@ -325,7 +329,7 @@ def _ended_by_signal() -> bool:
     return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
 
 
-def _tell(error: Exception) -> None:
+def _tell(error: str) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
     All ranks find most mistakes, and torchrun ends the others as soon as one has ended. So the first rank speaks and
@@ -333,7 +337,7 @@ def _tell(error: Exception) -> None:
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
-    for line in str(error).splitlines():
+    for line in error.splitlines():
         print(f"pretrain_gpt.py: error: {line}", file=sys.stderr, flush=True)
 
 

@@ -19,11 +19,13 @@ from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 
 def write_facts(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Writes what is known of a run's optimizer for tools, beside the run's events.
+    """Writes what is known of a run for tools into --tensorboard-dir, beside the run's events.
 
     Args:
         folder: --tensorboard-dir.
-        facts: `muon_parameters` and `plan`, its digest, of a Muon; `state_bytes` of all ranks together, by kind.
+        facts: `parameters` of the model; `muon_parameters` and `plan`, its digest, of a Muon; `state_bytes` of all
+            ranks together, by kind; `diverged_at`, the iteration that Megatron ended the run at for a number that is
+            not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FACTS).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")

@@ -1,15 +1,14 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from Megatron's
-events; from `facts.json` beside them, which the training writes; and, of what Megatron only prints, from the log. A run
-without a summary, such as an array task's, has what its events say. Needs neither torch nor megatron-core.
+The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from the run's
+events and from `facts.json` beside them, which the training writes. A run without a summary, such as an array task's,
+has what its events say. Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ LAST_STEPS = 10
 ONLY_SET = "validation"
 """The name of a run's validation set where it has one; several have names of their own."""
 
-_PEAK = re.compile(r"\[Rank \d+\].*?memory \(MB\).*?max allocated: ([\d.]+)")
-
 
 @dataclass(frozen=True)
 class LossPoint:
@@ -48,13 +45,8 @@ class LossPoint:
 class Record:
     """A run. None stands for what its folder does not tell; a loss may be NaN.
 
-    Attributes:
-        folder: its folder.
-        places: where its events and checkpoints lie now.
-        run: contents of run.json; empty where there is none, as the following.
-        summary: contents of summary.json.
-        facts: contents of facts.json.
-        events: Megatron's events.
+    `run`, `summary` and `facts` are run.json, summary.json and facts.json, empty where there is none; `places` is where
+    events and checkpoints lie now.
     """
 
     folder: Path
@@ -103,15 +95,11 @@ class Record:
     @cached_property
     def validation(self) -> tuple[LossPoint, ...]:
         """Validation losses; the mean of the sets where there are several."""
-        by_step: dict[int, list[Point]] = {}
-        for points in validations(self.events).values():
-            for point in points:
-                by_step.setdefault(point.step, []).append(point)
+        points = sorted(itertools.chain(*validations(self.events).values()), key=lambda point: point.step)
+        by_step = [list(sets) for _, sets in itertools.groupby(points, key=lambda point: point.step)]
+        means = (statistics.fmean(point.value for point in sets) for sets in by_step)
         return self._losses(
-            [
-                Point(step, statistics.fmean(point.value for point in points), points[-1].wall_time)
-                for step, points in sorted(by_step.items())
-            ]
+            [Point(sets[-1].step, mean, sets[-1].wall_time) for sets, mean in zip(by_step, means, strict=True)]
         )
 
     @property
@@ -170,8 +158,14 @@ class Record:
 
     @property
     def diverged_at(self) -> int | None:
-        """First iteration whose logged loss is not a finite number."""
-        return next((point.step for point in self.train if not math.isfinite(point.loss)), None)
+        """First iteration whose loss, or a gradient that Megatron ended the run for, is not a finite number."""
+        logged = (point.step for point in self.train if not math.isfinite(point.loss))
+        return next(logged, self.facts.get("diverged_at"))
+
+    @property
+    def skipped_iterations(self) -> int:
+        """Steps skipped for non-finite gradients."""
+        return len(self.events.points("skipped-iterations"))
 
     @property
     def rose(self) -> bool:
@@ -233,11 +227,8 @@ class Record:
     @property
     def phases_ms(self) -> dict[str, float]:
         """Medians of the measured steps of Muon, by phase; empty without them."""
-        medians = {
-            phase: _median(point.value for point in after_warmup(self.events.points(f"muon/{phase}_ms")))
-            for phase in PHASES
-        }
-        return {phase: median for phase, median in medians.items() if median is not None}
+        measured = {phase: after_warmup(self.events.points(f"muon/{phase}_ms")) for phase in PHASES}
+        return {phase: statistics.median(one.value for one in points) for phase, points in measured.items() if points}
 
     # Memory
 
@@ -251,14 +242,10 @@ class Record:
         """Optimizer state of all kinds."""
         return sum(self.state_bytes.values()) if self.state_bytes else None
 
-    @cached_property
+    @property
     def peak_bytes(self) -> int | None:
         """The most that a rank's memory held. On a CPU a process's resident set."""
-        log = self.folder / run_folder.LOG
-        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-        peaks = [point.value for point in self.events.points("mem-max-allocated-bytes")]
-        peaks += [float(found) * 2**20 for found in _PEAK.findall(text)]
-        return round(max(peaks)) if peaks else None
+        return max((round(point.value) for point in self.events.points("mem-max-allocated-bytes")), default=None)
 
     def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
         samples, length = self.events.samples, self.whole_number("seq_length")
@@ -280,15 +267,10 @@ def is_run(folder: Path) -> bool:
 
 
 def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
-    """Reads a run.
-
-    Args:
-        folder: its folder.
-        places: where its files lie, where that is known.
-        needs_steps: refuse a run that has logged no loss.
+    """Reads the run in a folder, its files in `places` where these are known.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or with `needs_steps` one that has logged no loss.
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")

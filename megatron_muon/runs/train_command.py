@@ -82,7 +82,7 @@ def configure(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
     from megatron_muon.runs.run_summary import in_words
-    from megatron_muon.runs.train import execute, prepare, settings_lines
+    from megatron_muon.runs.train import execute, prepare
 
     request = request_of(args)
     with sigterm_unwinds():
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"megatron-muon: {note}")
     if not args.quiet:
         print(f"\nsettings of {args.config or experiment.config_file}")
-        print("\n".join(settings_lines(experiment)))
+        print("\n".join(experiment.settings_lines))
     root = experiment.folder.root
     print(f"\nrun folder  {root}")
     if experiment.checkpoint is not None:

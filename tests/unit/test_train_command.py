@@ -284,54 +284,38 @@ def test_equal_experiments_have_equal_hashes():
         (Ended(1, 1), None, 129),
     ],
 )
-def test_the_status_is_the_runs(tmp_path, ended, rank, status):
-    if rank is not None:
-        (tmp_path / "status").write_text(f"{rank}\n")
-    assert _exit_status(ended, tmp_path / "status") == status
+def test_the_status_is_the_runs(ended, rank, status):
+    assert _exit_status(ended, rank) == status
 
 
-NAN_LOG = """\
- > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank (0, 0, 0): 54828
- [2026-01-01 00:00:00] iteration        1/       6 | lm loss: 5.574095E+00 | number of \
-skipped iterations:   0 | number of nan iterations:   0 |
-ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0 at iteration #3 invocation #1
-"""
-
-
-def summary_for(root, *, status, log=None, began_at=0):
-    """What `train` would write of a run of 2 x 4 ranks in `root`; `log` is its output."""
-    if log is not None:
-        (root / "train.log").write_text(log)
+def summary_for(root, *, status, error=None, **facts):
+    """What `train` would write of a run of 2 x 4 ranks in `root` that left `facts`."""
     run = dict.fromkeys(("name", "command", "torchrun", "config_hash", "tensorboard_dir"), "x")
     run |= {"settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
     folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
-    return summary_of(folder, status=status, log=root / "train.log", run=run, began_at=began_at)
+    if facts:
+        folder.tensorboard.mkdir(parents=True, exist_ok=True)
+        (folder.tensorboard / "facts.json").write_text(json.dumps(facts))
+    return summary_of(folder, status=status, error=error, run=run)
 
 
 def test_a_non_finite_loss_is_a_divergence(tmp_path):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
-    summary = summary_for(tmp_path, status=16, log=NAN_LOG)
-    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 1)
+    summary = summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
+    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 3)
     assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
-    assert not summary_for(tmp_path, status=0, began_at=len(NAN_LOG))["diverged"]
+    assert summary["go_on"] is None
+    assert not summary_for(tmp_path, status=0, parameters=54828)["diverged"]
 
 
 def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
-    make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3)
+    make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3, skipped=2)
     summary = summary_for(tmp_path / "run", status=0)
     assert (summary["diverged"], summary["diverged_why"], summary["muon_parameters"]) == (False, None, 1000)
     assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
+    assert summary["skipped_iterations"] == 1
     assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
-
-
-TRACEBACK = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:     raise wrong
-[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
-Traceback (most recent call last):
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-"""
 
 
 KILLED = """\
@@ -349,21 +333,23 @@ Root Cause (first observed failure):
   traceback : Signal 9 (SIGKILL) received by PID 25104
 ============================================================
 """
+WRONG = {"status": 2, "error": "--lr x is wrong; type y", "time": 1.0}
+CRASHED = {"status": 1, "error": "torch.OutOfMemoryError: CUDA out of memory", "time": 2.0}
+FINE = {"status": 0, "error": None, "time": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("log", "error"),
+    ("ranks", "log", "error"),
     [
-        (TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-        (f"pretrain_gpt.py: error: --lr x is wrong; type y\n{TRACEBACK}", "--lr x is wrong; type y"),
-        (KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
-        (KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
-        (KILLED + "pretrain_gpt.py: error: --lr x is wrong; type y\n", "--lr x is wrong; type y"),
-        ("nothing to be seen", None),
+        ([CRASHED, WRONG, FINE], KILLED, "--lr x is wrong; type y"),  # the first
+        ([FINE, CRASHED], "", "torch.OutOfMemoryError: CUDA out of memory"),
+        ([{}], KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
+        ([], KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
+        ([FINE], "nothing to be seen", None),
     ],
 )
-def test_the_line_that_says_why_is_found(log, error):
-    assert run_summary._error(log) == error
+def test_the_line_that_says_why_is_found(ranks, log, error):
+    assert run_summary.error_of(ranks, log) == error
 
 
 @pytest.mark.parametrize(
@@ -377,11 +363,9 @@ def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
     (root / "checkpoints").mkdir(parents=True)
     if checkpoint:
         (root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
-    summary = summary_for(root, status=status, log=KILLED)
+    summary = summary_for(root, status=status, error="why")
     assert summary["go_on"] == (f"megatron-muon train --resume --out '{root}'" if goes_on else None)
-    if status in (1, 137):
-        assert summary["error"].startswith("rank 1 was ended by SIGKILL")
-    assert summary_for(root, status=16, log=NAN_LOG)["go_on"] is None
+    assert summary["error"] == ("why" if status in (1, 2, 16, 137) else None)
 
 
 # Going on
@@ -468,8 +452,3 @@ def test_an_installed_package_has_its_own_script(monkeypatch, tmp_path):
     assert processes.pretrain_program() == (str(tmp_path / "pretrain_gpt.py"),)
     monkeypatch.chdir(tmp_path)
     assert processes.pretrain_program() == ("pretrain_gpt.py",)
-
-
-def test_names_of_the_folders_files_are_documented():
-    for name in (run_folder.CONFIG, run_folder.RUN, run_folder.LOG, run_folder.SUMMARY):
-        assert name in (run_folder.__doc__ or "")

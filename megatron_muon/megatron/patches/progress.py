@@ -16,6 +16,7 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
+import torch.distributed as dist
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -63,8 +64,8 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Follow Megatron's iteration lines with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
-    patches.around(training, "train_step")(progress.steps.time)
-    patches.around(training, "training_log", takes=["loss_dict", "iteration"])(progress.follow)
+    patches.around(training, "train_step", takes=["iteration"])(progress.step)
+    patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter"])(progress.follow)
 
 
 class Progress:
@@ -73,16 +74,31 @@ class Progress:
     def __init__(self, *, on_gpu: bool) -> None:
         self.steps, self._in_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
         self._optimizer: Any = None
+        self._facts: dict[str, Any] = {}
         self._has_reported = False
         self._last_measured = 0
 
-    def watch(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's factory."""
-        self._optimizer = optimizer = build(*args, **kwargs)
+        self._optimizer = optimizer = build(config, model, *args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
-        if isinstance(optimizer, MuonChainedOptimizer):
-            _tell(optimizer.facts)
+        self._tell(
+            parameters=sum(parameter.numel() for chunk in model for parameter in chunk.parameters()),
+            **(optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}),
+        )
         return optimizer
+
+    def step(self, train_step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        """Instead of megatron.training's step; one whose loss or gradient is not finite ends before it is logged."""
+        try:
+            result = self.steps.time(train_step, *args, iteration=iteration, **kwargs)
+        except RuntimeError as error:
+            if "Unexpected result" in str(error):  # --rerun-mode disabled: on this rank alone
+                self._tell(by_first_rank=False, diverged_at=iteration + 1)
+            raise
+        if result[3]:  # Megatron's rerun state machine is about to end all ranks
+            self._tell(diverged_at=iteration + 1)
+        return result
 
     def follow(
         self,
@@ -91,27 +107,34 @@ class Progress:
         totals: Any,
         learning_rate: Any,
         iteration: int,
+        loss_scale: Any,
+        report_memory: bool,
+        skipped: int,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Instead of megatron.training's log of an iteration."""
         from megatron.training import get_args
 
-        result = log(losses, totals, learning_rate, iteration, *args, **kwargs)
-        settings = get_args()
-        if self._optimizer is not None and not self._has_reported:
+        result = log(losses, totals, learning_rate, iteration, loss_scale, report_memory, skipped, *args, **kwargs)
+        settings, is_first = get_args(), not self._has_reported
+        if self._optimizer is not None and is_first:
             self._has_reported = True
             if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
-                _tell({"state_bytes": report_state(self._optimizer)})
+                self._tell(state_bytes=report_state(self._optimizer))
         rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
-        self._write(rate if iteration % settings.tensorboard_log_interval == 0 else None, iteration)
+        values = {"skipped-iterations": 1.0} if skipped else {}
+        if rate is not None and iteration % settings.tensorboard_log_interval == 0:
+            values["muon/learning-rate"] = rate
+        if (is_first or iteration % settings.log_interval == 0) and not settings.log_memory_to_tensorboard:
+            values["mem-max-allocated-bytes"] = _peak_of_all_ranks()
+        self._write(values, iteration)
         if iteration % settings.log_interval == 0 and self.steps.calls:
             self._print(settings, rate, iteration)
         return result
 
-    def _write(self, rate: float | None, iteration: int) -> None:
-        """Log the learning rate and the metrics of a step that has been measured since, under `muon/`."""
-        values = {} if rate is None else {"muon/learning-rate": rate}
+    def _write(self, values: dict[str, float], iteration: int) -> None:
+        """Log `values`, and under `muon/` the metrics of a step that has been measured since."""
         metrics = getattr(getattr(self._optimizer, "metrics", None), "latest", None)
         if metrics is not None and metrics.step != self._last_measured:
             self._last_measured = metrics.step
@@ -121,6 +144,14 @@ class Progress:
                 writer.add_scalar(name, value, iteration)
         if values and (wandb := get_wandb_writer()) is not None:
             wandb.log(values, iteration)
+
+    def _tell(self, *, by_first_rank: bool = True, **facts: Any) -> None:
+        """Writes what is known of the run beside its events."""
+        from megatron.training import get_args
+
+        self._facts |= facts
+        if (folder := get_args().tensorboard_dir) is not None and (is_first_rank() or not by_first_rank):
+            write_facts(Path(folder), self._facts)
 
     def _print(self, settings: Any, rate: float | None, iteration: int) -> None:
         from megatron.training import print_rank_last
@@ -139,12 +170,11 @@ class Progress:
         )
 
 
-def _tell(facts: Mapping[str, Any]) -> None:
-    """Writes what is known of the optimizer beside the run's events; the first rank does."""
-    from megatron.training import get_args
-
-    if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
-        write_facts(Path(folder), facts)
+def _peak_of_all_ranks() -> float:
+    """The most bytes that a rank's memory has held; on a CPU its resident set. Collective."""
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.float64, device="cuda")
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return float(peak)
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
