@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ class TrainRun:
     muon_parameters: int | None
 
 
-def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """The figures of `bench train`, from the command line; `progress` is told what is being done.
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of `bench train`, from the command line.
 
     Raises:
         UserError: the config cannot be read.
@@ -53,7 +54,7 @@ def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[s
     for number in range(args.rounds):
         for optimizer in OPTIMIZERS:
             what = f"the {optimizer} run of round {number + 1} of {args.rounds}"
-            progress(f"training: {what}")
+            print(f"training: {what}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 tensorboard, log = Path(folder, "tensorboard"), Path(folder, "log")
                 flags = (*args.flags, *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard))
