@@ -96,11 +96,10 @@ def configure(parser: CommandParser) -> None:
     parser.description = "Measure optimizer steps and whole training steps."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    shape: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    step = actions.add_parser(
-        "step", help="time one optimizer step of each method", description=STEP_DESCRIPTION, **shape
-    )
-    train = actions.add_parser("train", help="time whole training steps", description=TRAIN_DESCRIPTION, **shape)
+    step = actions.add_parser("step", help="time one optimizer step of each method")
+    train = actions.add_parser("train", help="time whole training steps")
+    step.description, train.description = STEP_DESCRIPTION, TRAIN_DESCRIPTION
+    step.epilog = train.epilog = EXAMPLES
     _step_arguments(step.add_argument)
     _train_arguments(train.add_argument)
     for one in (step, train):

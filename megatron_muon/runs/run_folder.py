@@ -152,7 +152,7 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 def json_text(content: Any) -> str:
     """Indented JSON, with null for numbers that are not finite."""
-    return msgspec.json.format(msgspec.json.encode(content), indent=2).decode() + "\n"
+    return msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
 
 
 def strict(content: Any) -> Any:
