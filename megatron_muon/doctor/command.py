@@ -43,23 +43,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--offload-dir, whose files of momentum lie there."
     )
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR",
         help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
-        "folders",
-    )
-    parser.add_argument(
-        "--offload-dir",
-        type=Path,
-        metavar="DIR",
-        help="a run's --muon-offload-dir: each momentum file there, and whether a run still uses it",
-    )
-    parser.add_argument(
-        "--remove", action="store_true", help="with --offload-dir: delete momentum files that no run uses"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+        "folders")  # fmt: skip
+    add("--offload-dir", type=Path, metavar="DIR",
+        help="a run's --muon-offload-dir: each momentum file there, and whether a run still uses it")  # fmt: skip
+    add("--remove", action="store_true", help="with --offload-dir: delete momentum files that no run uses")
+    add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -146,15 +137,13 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         yield Finding("checkpoint", WRONG, problem)
     if found.problems:
         return
-    yield Finding("checkpoint", OK, f"{found.folder} is complete, iteration {found.iteration}")
     layout = ", ".join(f"{name} {value}" for name, value in (found.layout or {}).items())
-    yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
     optimizers = ", ".join(f"{name} has {count}" for name, count in sorted((found.optimizers or {}).items()))
+    yield Finding("checkpoint", OK, f"{found.folder} is complete, iteration {found.iteration}")
+    yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
     yield Finding("weights", OK if found.parameters else WRONG, f"{found.parameters} tensors")
-    if optimizers:
-        yield Finding("optimizer state", OK, f"of these, {optimizers}")
-    else:
-        yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
+    text = f"of these, {optimizers}" if optimizers else "none: load it with --no-load-optim"
+    yield Finding("optimizer state", OK if optimizers else NOTE, text)
     if found.missing:
         remedy = "--muon-allow-missing-state starts it at zero"
         yield Finding("missing state", WRONG, f"{len(found.missing)}: {_some(found.missing)}; {remedy}")
@@ -172,13 +161,11 @@ def _some(names: tuple[str, ...]) -> str:
 
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for finding in findings:
         table.add_row(Text(finding.state, style=_COLOURS[finding.state]), finding.about, Text(finding.text))
     Console().print(table)
