@@ -40,7 +40,8 @@ def differing(runs: Sequence[Record], keys: Iterable[str]) -> dict[str, list[str
 
 def load_of(runs: Iterable[Record]) -> list[float]:
     """The machine's load before each run, where run.json has it."""
-    return [load for run in runs if (load := run.run.get("machine", {}).get("load_average_before")) is not None]
+    loads = (run.run.get("machine", {}).get("load_average_before") for run in runs)
+    return [load for load in loads if load is not None]
 
 
 def other_circumstances(runs: Sequence[Record], others: Sequence[Record]) -> str | None:
@@ -77,8 +78,5 @@ def _resolved(run: Record, key: str) -> str:
 
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:
     """Where runs ran: machine, device, processes."""
-    found = set()
-    for run in runs:
-        machine = run.run.get("machine", {})
-        found.add((machine.get("processor"), machine.get("cores"), *map(run.run.get, ("device", "nodes", "ranks"))))
-    return found
+    facts = ({**run.run.get("machine", {}), **run.run} for run in runs)
+    return {tuple(map(fact.get, ("processor", "cores", "device", "nodes", "ranks"))) for fact in facts}

@@ -44,20 +44,11 @@ class Experiment:
         """Where its files lie."""
         return self.resolved.folder
 
-    @property
-    def is_first_node(self) -> bool:
-        """Whether this machine writes what there is once for all of them."""
-        return self.request.nodes.rank == 0
-
     def own_file(self, name: str) -> Path:
         """A file of which every machine has its own: config.yaml, which its ranks read, and train.log."""
         stem, suffix = name.split(".")
-        return self.folder.root / (name if self.is_first_node else f"{stem}.node-{self.request.nodes.rank}.{suffix}")
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved experiment file that this machine's ranks read."""
-        return self.own_file(run_folder.CONFIG)
+        rank = self.request.nodes.rank
+        return self.folder.root / (f"{stem}.node-{rank}.{suffix}" if rank else name)
 
     @property
     def ckpt_step(self) -> int | None:
@@ -85,7 +76,7 @@ class Experiment:
     def torchrun(self, *, waits: bool = True) -> list[str]:
         """The command that runs it; `waits` adds the flag that gives ranks the request's `grace_s` seconds to save."""
         wait = ("--shutdown-timeout", str(self.request.grace_s)) if waits and self.resolved.can_wait else ()
-        program = [*pretrain_program(), "--config", str(self.config_file)]
+        program = [*pretrain_program(), "--config", str(self.own_file(run_folder.CONFIG))]
         if self.checkpoint is not None:
             left_out = {flag.name for flag in self.resolved.flags} & set(FIRST_START_ONLY)
             left_out -= {"--ckpt-step"} if self.ckpt_step is not None else set()
@@ -104,13 +95,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
-
-    Attributes:
-        status: exit status, see docs/experiments.md.
-        summary: contents of summary.json; empty on other machines than the first.
-        started: whether anything was started: False where the run was finished before.
-    """
+    """How a run ended: exit status, summary.json (empty on other machines than the first), whether it was started."""
 
     status: int
     summary: Mapping[str, Any]
@@ -157,19 +142,15 @@ def execute(
     stop: threading.Event | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Runs what `prepare` returned to its end and writes its folder.
+    """Runs what `prepare` returned to its end and writes its folder; `on_line` and `stop` as for `watch`.
 
-    Args:
-        experiment: what to run.
-        on_line: gets every line of the output as it comes.
-        stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
-        env: variables for the ranks, which win over all others.
+    Variables of `env` win over all others of the ranks.
 
     Raises:
         UserError: another run is under way in the folder, or has been there since `prepare` looked.
     """
     folder, request = experiment.folder, experiment.request
-    if not experiment.is_first_node:
+    if request.nodes.rank:
         folder.root.mkdir(parents=True, exist_ok=True)
         return Outcome(_launch(experiment, _run_record(experiment), [], on_line, stop, env)[0], {})
     run_folder.refuse_living(folder)
@@ -207,7 +188,7 @@ def _launch(
     resolved, log = experiment.resolved, experiment.own_file(run_folder.LOG)
     heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
     text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
-    experiment.config_file.write_text(text, "utf-8")
+    experiment.own_file(run_folder.CONFIG).write_text(text, "utf-8")
     append = experiment.checkpoint is not None
     began_at = log.stat().st_size if append and log.exists() else 0
     with tempfile.TemporaryDirectory(prefix="train-") as ends:

@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
     for note in experiment.resolved.notes:
         print(f"megatron-muon: {note}")
     if not args.quiet:
-        print(f"\nsettings of {args.config or experiment.config_file}")
+        print(f"\nsettings of {args.config or experiment.own_file(run_folder.CONFIG)}")
         print("\n".join(experiment.settings_lines))
     root = experiment.folder.root
     print(f"\nrun folder  {root}")

@@ -23,7 +23,6 @@ from megatron_muon.runs.run_summary import summary_of
 from megatron_muon.runs.train import _exit_status, prepare
 from tests.unit.made_runs import make_run
 
-
 # The folder
 
 
