@@ -116,11 +116,9 @@ def watch(
     """Runs a command to its end; SIGINT, SIGTERM and SIGHUP end it, and none of its processes outlives the call.
 
     Args:
-        command: what to run.
-        log: where stdout and stderr go.
-        env: its environment.
+        command: what to run, in the environment `env`.
+        log: where stdout and stderr go; `append` keeps what it holds.
         on_line: gets every line without its end, but for torchrun's own traceback after a signal.
-        append: keep what the log holds.
         keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
         stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.

@@ -30,16 +30,8 @@ from megatron_muon.suggest import did_you_mean, plain
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
 """Where a setting that no file holds comes from."""
 
-_SETTINGS = (
-    "optimizer",
-    "train_iters",
-    "train_samples",
-    "seq_length",
-    "micro_batch_size",
-    "global_batch_size",
-    "exit_signal_handler",
-    "data_parallel_sharding_strategy",
-)
+_SETTINGS = ("optimizer", "train_iters", "train_samples", "seq_length", "micro_batch_size", "global_batch_size")
+_SETTINGS += ("exit_signal_handler", "data_parallel_sharding_strategy")
 """Megatron's arguments in `Resolved.settings` and run.json."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
@@ -93,13 +85,10 @@ class Resolved:
     Attributes:
         flags: everything that someone chose; the contents of the resolved config.
         filled_in: flags that this machine needs, which pretrain_gpt.py fills in by itself.
-        env: ENV_VARS of the files, before the environment wins over them.
+        env: ENV_VARS of the `files` that were read, before the environment wins over them.
         notes: what a user should be told.
-        device: "cuda" or "cpu".
-        ranks: processes on each machine.
-        gpus: CUDA devices of this machine.
+        ranks: processes on each machine, which has `gpus` CUDA devices.
         settings: some of Megatron's arguments by name.
-        files: experiment files read.
         can_wait: whether torchrun has --shutdown-timeout.
     """
 
@@ -287,18 +276,14 @@ def _amend(
 
 
 def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
-    """The flag that a key of `--set` means: `lr`, `--lr`, `muon_lr` and `muon-lr` are flags without or with dashes.
-
-    Raises:
-        UserError: there is none; names the nearest.
-    """
+    """The flag that a key of `--set` means: `lr`, `--lr`, `muon_lr` and `muon-lr`; a UserError where there is none."""
     flags = {plain(flag): flag for flag in actions if flag.startswith("--")}
-    if f"--{key.lstrip('-')}" in actions:
-        return f"--{key.lstrip('-')}"
-    if plain(key) in flags:
-        return flags[plain(key)]
-    hint = did_you_mean(plain(key), flags) or "; see pretrain_gpt.py --help"
-    raise UserError(f"--set {key}: there is no flag --{plain(key)}{hint}")
+    flag = f"--{key.lstrip('-')}"
+    flag = flag if flag in actions else flags.get(plain(key), "")
+    if not flag:
+        hint = did_you_mean(plain(key), flags) or "; see pretrain_gpt.py --help"
+        raise UserError(f"--set {key}: there is no flag --{plain(key)}{hint}")
+    return flag
 
 
 def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_file: Collection[str]) -> list[str]:

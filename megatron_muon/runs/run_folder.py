@@ -4,17 +4,18 @@
       config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together
       run.json        what was started, where, with which software; written before the training starts
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
-      tensorboard/    Megatron's events, where the flags do not name another place, and the training's facts.json
-      checkpoints/    checkpoints, where the flags ask for them (--save)
+      tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
+      checkpoints/    where the flags ask for them (--save)
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
 On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
-The fields of run.json and summary.json are in docs/experiments.md.
+docs/experiments.md lists the fields of run.json and summary.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -56,11 +57,10 @@ class RunFolder:
         """The latest checkpoint that Megatron's tracker file names."""
         if self.checkpoints is None:
             return None
-        try:
-            latest = files.latest(self.checkpoints)
-        except UserError:  # a run tells so when it loads
-            return None
-        return None if latest is None else files.iteration_folder(self.checkpoints, latest)
+        with contextlib.suppress(UserError):  # a run tells so when it loads
+            if (latest := files.latest(self.checkpoints)) is not None:
+                return files.iteration_folder(self.checkpoints, latest)
+        return None
 
     @property
     def has_steps(self) -> bool:
@@ -74,13 +74,9 @@ def locate(
 ) -> tuple[RunFolder, dict[str, str]]:
     """Where a run's files go.
 
-    With `out` everything goes there that the command line does not place: a --save or --tensorboard-dir of the
-    experiment file, too. Without, the flags decide: the folder is the parent of a --tensorboard-dir named tensorboard,
-    or of a --save named checkpoints, or else `default`.
-
-    Args:
-        values: flags of the experiment file.
-        chosen: flags of the command line.
+    With `out` everything goes there that the command line (`chosen`) does not place: a --save or --tensorboard-dir of
+    the experiment file (`values`), too. Without, the flags decide: the folder is the parent of a --tensorboard-dir
+    named tensorboard, or of a --save named checkpoints, or else `default`.
 
     Returns:
         The folder, and the flags that have to be added.
@@ -109,12 +105,10 @@ def locate(
 def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
     """Where the files of a run lie now, as far as its run.json says."""
     tensorboard, save = (
-        Path(moved(path, run, root)) if (path := run.get(name)) else None
-        for name in ("tensorboard_dir", "checkpoint_dir")
+        Path(moved(run.get(key) or str(root / name), run, root))
+        for key, name in (("tensorboard_dir", TENSORBOARD), ("checkpoint_dir", CHECKPOINTS))
     )
-    if tensorboard is None or not tensorboard.is_dir():
-        tensorboard = root / TENSORBOARD
-    return RunFolder(root, tensorboard, save or root / CHECKPOINTS)
+    return RunFolder(root, tensorboard if tensorboard.is_dir() else root / TENSORBOARD, save)
 
 
 def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
@@ -173,12 +167,9 @@ def refuse_living(folder: RunFolder) -> None:
 
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """Refuses to run where another run's results lie, unless told to go on or to start anew.
+    """Raises a UserError where another run's results lie, unless told to go on or to start anew.
 
     What a start left that made no training step and no checkpoint may be overwritten.
-
-    Raises:
-        UserError: says what is there and what to type.
     """
     if resume or overwrite:
         return
