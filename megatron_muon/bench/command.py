@@ -39,7 +39,7 @@ the Triton kernel unless told otherwise, no option of their optimizers tells the
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What `bench step` measures: its flags, under their names. Travels to the ranks as JSON."""
+    """What `bench step` measures: its flags by name. Travels to the ranks as JSON."""
 
     ranks: int
     hidden_size: int

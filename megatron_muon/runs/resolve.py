@@ -30,8 +30,10 @@ from megatron_muon.suggest import did_you_mean, plain
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
 """Where a setting that no file holds comes from."""
 
-_SETTINGS = ("optimizer", "train_iters", "train_samples", "seq_length", "micro_batch_size", "global_batch_size")
-_SETTINGS += ("exit_signal_handler", "data_parallel_sharding_strategy")
+_SETTINGS = (
+    *("optimizer", "train_iters", "train_samples", "seq_length", "micro_batch_size", "global_batch_size"),
+    *("exit_signal_handler", "data_parallel_sharding_strategy"),
+)
 """Megatron's arguments in `Resolved.settings` and run.json."""
 
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
