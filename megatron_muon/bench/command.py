@@ -237,42 +237,27 @@ def show(results: Mapping[str, Any]) -> None:
 def step_tables(results: Mapping[str, Any]) -> list[Table]:
     """The methods' figures, then where their time goes, from the JSON of `bench step`."""
     methods, floor, rates, spec = (results[name] for name in ("methods", "floor_ms", "rates", "setting"))
-    figures = _table(
-        f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, {spec['ns_dtype']}",
-        ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB"),
-        [
-            (
-                method,
-                f"{values['median_ms']:,.1f}",
-                f"{values['min_ms']:,.1f}",
-                f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else "",
-                f"{values['exchange_bytes_per_rank'] / 1e6:,.2f}",
-                f"{values['peak_extra_bytes'] / 1e6:,.2f}",
-            )
-            for method, values in methods.items()
-        ]
-        + [("floor", f"{floor['total']:,.1f}", "", "1.00", "", "")],
-        f"floor: Newton-Schulz {floor['ns']:,.1f} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
-        f"+ exchange {floor['exchange']:,.1f} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)",
+    rows = []
+    for method, values in methods.items():
+        over_floor = f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else ""
+        times = _ms(values["median_ms"]), _ms(values["min_ms"])
+        rows.append(
+            (method, *times, over_floor, *map(_mb, (values["exchange_bytes_per_rank"], values["peak_extra_bytes"])))
+        )
+    rows.append(("floor", _ms(floor["total"]), "", "1.00", "", ""))
+    caption = (
+        f"floor: Newton-Schulz {_ms(floor['ns'])} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
+        f"+ exchange {_ms(floor['exchange'])} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
     )
-    of_peers = [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]
-    if of_peers:
-        figures.caption = f"{figures.caption}\nNewton-Schulz of {', '.join(of_peers)}"
-    names = dict.fromkeys(phase for values in methods.values() for phase in values["phases_ms"])
-    phases = _table(
-        "Phases in ms, mean over ranks, from steps of their own",
-        ("phase", *methods),
-        [
-            (
-                name,
-                *(
-                    f"{values['phases_ms'][name]:,.1f}" if name in values["phases_ms"] else ""
-                    for values in methods.values()
-                ),
-            )
-            for name in names
-        ],
-    )
+    if of_peers := [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]:
+        caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
+    size = f"H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, {spec['ns_dtype']}"
+    columns = ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB")
+    figures = _table(f"Optimizer step, {size}", columns, rows, caption)
+    spent = [values["phases_ms"] for values in methods.values()]
+    names = dict.fromkeys(phase for phases in spent for phase in phases)
+    rows = [(name, *(_ms(phases[name]) if name in phases else "" for phases in spent)) for name in names]
+    phases = _table("Phases in ms, mean over ranks, from steps of their own", ("phase", *methods), rows)
     offloaded = {method: values for method, values in methods.items() if "momentum_bytes" in values}
     return [figures, phases, *([_offload_table(results, offloaded)] if offloaded else [])]
 
@@ -292,7 +277,7 @@ def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> 
     rows = []
     for method, values in offloaded.items():
         ratio = results["ratios"].get(f"{method}_over_owner")
-        cells = [f"{values['momentum_bytes'][place] / 1e6:,.2f}" for place in places]
+        cells = [_mb(values["momentum_bytes"][place]) for place in places]
         rows.append((method, *cells, "" if ratio is None else f"{ratio:.2f}"))
     title = f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank"
     return _table(title, ("method", *places.values(), "/ owner"), rows, caption)
@@ -324,6 +309,14 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], ca
         table.add_row(*row)
     table.columns[0].no_wrap = True
     return table
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.1f}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.2f}"
 
 
 def _buffer_mb(text: str) -> float:

@@ -15,7 +15,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,19 +296,21 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
     Raises:
         UserError: no such flag, or a value that cannot be.
     """
-    if value.lower() == "null" and (known := [flag for flag in in_file if plain(flag) == plain(key)]):
-        return [token for flag in known for token in (UNSET_FLAG, flag)]  # one that no parser knows, too
+
+    def without(flags: Iterable[str]) -> list[str]:
+        return [token for flag in flags for token in (UNSET_FLAG, flag)]
+
+    word = value.lower()
+    if word == "null" and (known := [flag for flag in in_file if plain(flag) == plain(key)]):
+        return without(known)  # one that no parser knows, too
     flag = flag_named(key, actions)
-    action = actions[flag]
-    if value.lower() in ("false", "null"):
-        twins = [twin for twin in action.option_strings if twin.startswith("--no-")]
-        twins += [twin for twin, other in actions.items() if other.dest == action.dest and twin == f"--no-{flag[2:]}"]
-        if value.lower() == "false" and action.nargs == 0 and twins:
-            return [twins[0]]
-        spellings = [spelling for spelling in action.option_strings if spelling in in_file]
-        return [token for spelling in spellings for token in (UNSET_FLAG, spelling)]
+    action, twin = actions[flag], f"--no-{flag[2:]}"
+    if word == "false" and action.nargs == 0 and twin in actions and actions[twin].dest == action.dest:
+        return [twin]
+    if word in ("false", "null"):
+        return without(spelling for spelling in action.option_strings if spelling in in_file)
     if action.nargs == 0:
-        if value.lower() != "true":
+        if word != "true":
             raise UserError(f"--set {key}={value}: {flag} takes no value; type {key}=true or {key}=false")
         return [flag]
     if action.nargs in ("*", "+") or isinstance(action.nargs, int):

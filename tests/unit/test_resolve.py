@@ -46,6 +46,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(actions):
         ("lr", "null", ["--unset", "--lr"]),
         ("offset", "null", []),  # the file has none
         ("overlap", "false", ["--no-overlap"]),
+        ("no_rope_fusion", "false", []),  # it gave the flag
         ("data_path", "0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
         ("brand_new", "null", ["--unset", "--brand-new"]),  # Megatron does not know it
     ],
