@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -141,7 +141,7 @@ def watch(
         reader = threading.Thread(target=_copy_lines, args=(process.stdout, output, on_line), daemon=True)
         reader.start()
         try:
-            while (status := _status_of(process)) is None:
+            while process.poll() is None:
                 if stop is not None and stop.is_set() and not got:
                     got.append(signal.SIGINT)
                 if got and deadline == math.inf:
@@ -149,17 +149,12 @@ def watch(
                     deadline = time.monotonic() + grace_s
                 if len(got) > 1 or time.monotonic() > deadline:
                     _kill(process, mark)
+                time.sleep(0.05)
         finally:
             _kill(process, mark)  # what it left behind
             reader.join(timeout=SECONDS_TO_END)
+    status = process.returncode
     return Ended(status if status >= 0 else 128 - status, got[0] if got else None)
-
-
-def _status_of(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status, waited for for an instant; None while the process lives."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        return process.wait(timeout=0.2)
-    return None
 
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
@@ -171,31 +166,32 @@ def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _copy_lines(stream: IO[bytes], log: IO[bytes], on_line: Callable[[str], object] | None) -> None:
-    tell = on_line and _without_traceback_of_signals(on_line)
-    for line in stream:
-        with contextlib.suppress(ValueError):  # closed: what comes after the end of all processes
-            log.write(line)
-        if tell is not None:
-            try:
-                tell(line.decode("utf-8", "replace").removesuffix("\n"))
-            except OSError:  # whoever read along has read enough; the log goes on
-                tell = None
+    def logged() -> Iterator[str]:
+        for line in stream:
+            with contextlib.suppress(ValueError):  # closed: what comes after the end of all processes
+                log.write(line)
+            yield line.decode("utf-8", "replace").removesuffix("\n")
+
+    for line in _without_traceback_of_signals(logged()):
+        try:
+            if on_line is not None:
+                on_line(line)
+        except OSError:  # whoever read along has read enough; the log goes on
+            on_line = None
 
 
-def _without_traceback_of_signals(show: Callable[[str], object]) -> Callable[[str], None]:
-    """`show`, but for the traceback with which torchrun ends after a signal; the log keeps it."""
+def _without_traceback_of_signals(lines: Iterable[str]) -> Iterator[str]:
+    """Leaves out the traceback with which torchrun ends after a signal."""
     held: list[str] = []
-
-    def line(text: str) -> None:
-        held.append(text)
-        if not held[0].startswith("Traceback (most recent call last)"):
-            show(held.pop())
-        elif text and not text.startswith((" ", "Traceback")):  # the exception: the last line
-            for each in held if ".SignalException: " not in text else ():
-                show(each)
-            held.clear()
-
-    return line
+    for line in lines:
+        held.append(line)
+        if held[0].startswith("Traceback (most recent call last)"):
+            if not line or line.startswith((" ", "Traceback")):
+                continue  # up to the exception, the last line
+            if ".SignalException: " in line:
+                held.clear()
+        yield from held
+        held.clear()
 
 
 @contextlib.contextmanager
