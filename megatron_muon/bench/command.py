@@ -140,7 +140,9 @@ def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, and writes JSON where asked."""
     if args.json is not None and not args.json.resolve().parent.is_dir():
         raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(args.json.resolve().parent)!r}")
-    results = _run_step(args) if args.action == "step" else _run_train(args)
+    source = provenance()
+    figures = _run_step(args) if args.action == "step" else measure(args)
+    results = {"bench": args.action, **figures, **source}
     write_json(args.json, results)
     show(results)
     return 0
@@ -190,16 +192,13 @@ def _run_step(args: argparse.Namespace) -> dict[str, Any]:
             "bench step measures from a checkout of the repository, not from an installed wheel; clone it, "
             "pip install -e . there, and repeat the command"
         )
-    source = provenance(sys.argv[1:])
     print("measuring optimizer steps", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        output = Path(folder, "figures.json")
+        log, output = Path(folder, "log"), Path(folder, "figures.json")
         worker = ("-m", "benchmarks.step", json.dumps(dataclasses.asdict(spec)), str(output))
-        run_logged(
-            torchrun(spec.ranks, *worker), Path(folder, "log"), env=environment(spec.ranks), what="the measurement"
-        )
+        run_logged(torchrun(spec.ranks, *worker), log, env=environment(spec.ranks), what="the measurement")
         figures = json.loads(output.read_text("utf-8"))
-    return {"bench": "step", **_with_ratios(figures), "setting": dataclasses.asdict(spec), **source}
+    return {**_with_ratios(figures), "setting": dataclasses.asdict(spec)}
 
 
 def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
@@ -210,13 +209,6 @@ def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
         ratios["owner_over_floor"] = medians["owner"] / figures["floor_ms"]["total"]
         ratios |= {f"{other}_over_owner": medians[other] / medians["owner"] for other in medians if other != "owner"}
     return {**figures, "ratios": ratios}
-
-
-def _run_train(args: argparse.Namespace) -> dict[str, Any]:
-    if args.warmup >= args.steps:
-        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
-    source = provenance(sys.argv[1:])
-    return {"bench": "train", **measure(args), **source}
 
 
 def show(results: Mapping[str, Any]) -> None:

@@ -44,11 +44,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """The figures of `bench train`, from the command line.
 
     Raises:
-        UserError: the config cannot be read.
+        UserError: the config cannot be read, or the warm-up is as long as a run.
         RunFailedError: a run failed.
     """
     from megatron_muon.megatron.flags.config_file import load_config
 
+    if args.warmup >= args.steps:
+        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
     in_config = [flag for flag, _ in load_config(args.config).flags]
     runs: dict[str, list[TrainRun]] = {optimizer: [] for optimizer in OPTIMIZERS}
     for number in range(args.rounds):

@@ -8,7 +8,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -20,9 +20,9 @@ from megatron_muon.version import __version__
 _PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
 
 
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Where figures come from: `origin`, `command`, `time`; `argv` is the command line without the program's name."""
-    command = shlex.join(("megatron-muon", *argv))
+def provenance() -> dict[str, Any]:
+    """Where figures come from: `origin`, `command`, `time`."""
+    command = shlex.join(("megatron-muon", *sys.argv[1:]))
     return {**origin(), "command": command, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 

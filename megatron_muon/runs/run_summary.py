@@ -17,9 +17,7 @@ _OUTCOMES = {
     exit_codes.USAGE: "refused",
     exit_codes.TEMPFAIL: "stopped",
     exit_codes.INTERRUPTED: "interrupted",
-    129: "killed",
-    137: "killed",
-    143: "killed",
+    **dict.fromkeys((129, 137, 143), "killed"),
 }
 
 _KILLED = re.compile(
