@@ -332,7 +332,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
 def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=problem.device)
     dist.all_reduce(tensor, op=operation, group=problem.group)
-    return tensor.tolist()  # type: ignore[no-any-return]
+    return tensor.tolist()
 
 
 def settle_device(wanted: str, ranks: int) -> torch.device:

@@ -81,7 +81,7 @@ class Nodes:
 THIS_MACHINE = Nodes()
 
 
-def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE, more: Sequence[str] = ()) -> list[str]:
+def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str]:
     """The command that runs `program`, a script or `-m MODULE` with its arguments, on `ranks` processes per machine."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
     if nodes.count == 1:
@@ -89,7 +89,7 @@ def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE, more: Seque
     else:
         meet = ["--node-rank", str(nodes.rank), *meet, "--rdzv-id", nodes.run_id]
     size = ("--nnodes", str(nodes.count), "--nproc-per-node", str(ranks))
-    return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *more, *program]
+    return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *program]
 
 
 def pretrain_program() -> tuple[str, ...]:

@@ -91,7 +91,6 @@ class Resolved:
         notes: what a user should be told.
         ranks: processes on each machine, which has `gpus` CUDA devices.
         settings: some of Megatron's arguments by name.
-        can_wait: whether torchrun has --shutdown-timeout.
     """
 
     flags: tuple[Flag, ...]
@@ -104,7 +103,6 @@ class Resolved:
     folder: RunFolder
     settings: Mapping[str, Any]
     files: tuple[str, ...]
-    can_wait: bool
 
     @property
     def flag_values(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -179,8 +177,6 @@ def settle(request: Request) -> Resolved:
     Raises:
         UserError: what the user got wrong, as pretrain_gpt.py would say it.
     """
-    from torch.distributed.run import get_args_parser
-
     from megatron_muon.megatron import launch
 
     gpus = _gpus()
@@ -223,7 +219,6 @@ def settle(request: Request) -> Resolved:
         folder=amended.folder,
         settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
         files=tuple(map(str, config.files)),
-        can_wait="--shutdown-timeout" in get_args_parser()._option_string_actions,
     )
 
 

@@ -69,20 +69,20 @@ class Experiment:
 
     @property
     def shown_command(self) -> str:
-        """`torchrun` as a user would type it: by its name, and without what makes it wait longer."""
-        command = self.torchrun(waits=False)
+        """`torchrun` as a user would type it."""
+        command = self.torchrun
         return shlex.join(["torchrun", *command[command.index("torch.distributed.run") + 1 :]])
 
-    def torchrun(self, *, waits: bool = True) -> list[str]:
-        """The command that runs it; `waits` adds the flag that gives ranks the request's `grace_s` seconds to save."""
-        wait = ("--shutdown-timeout", str(self.request.grace_s)) if waits and self.resolved.can_wait else ()
+    @property
+    def torchrun(self) -> list[str]:
+        """The command that runs it."""
         program = [*pretrain_program(), "--config", str(self.own_file(run_folder.CONFIG))]
         if self.checkpoint is not None:
             left_out = {flag.name for flag in self.resolved.flags} & set(FIRST_START_ONLY)
             left_out -= {"--ckpt-step"} if self.ckpt_step is not None else set()
             program += ["--load", str(self.folder.checkpoints)]
             program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
-        return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes, more=wait)
+        return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes)
 
     @property
     def settings_lines(self) -> list[str]:
@@ -193,12 +193,13 @@ def _launch(
     began_at = log.stat().st_size if append and log.exists() else 0
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
         ended = watch(
-            experiment.torchrun(),
+            experiment.torchrun,
             log,
             env={
                 **environment(resolved.ranks, nodes=experiment.request.nodes.count, settings=resolved.env),
                 **(env or {}),
                 STATUS_FOLDER: ends,
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(experiment.request.grace_s),  # seconds to save, else 30
             },
             on_line=on_line,
             append=append,

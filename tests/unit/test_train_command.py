@@ -308,7 +308,7 @@ def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
 def experiment_of(folder, *flags, resume=True):
     resolved = Resolved(
         flags=flags, filled_in=(), env={}, notes=(), device="cpu", ranks=1, gpus=0, folder=folder,
-        settings={"train_iters": 20}, files=(), can_wait=False,
+        settings={"train_iters": 20}, files=(),
     )  # fmt: skip
     return prepare(Request("x.yaml", default_out=str(folder.root), resume=resume), resolved)
 
@@ -319,7 +319,7 @@ def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
     for flags in ((step,), (step, Flag("--load", ("pretrained",), "my.yaml")),
                   (replace(step, source=FROM_LINE), Flag("--load", ("pretrained",), FROM_LINE))):  # fmt: skip
         experiment = experiment_of(taken, *flags)
-        assert experiment.torchrun()[-4:] == ["--load", str(taken.checkpoints), "--unset", "--ckpt-step"]
+        assert experiment.torchrun[-4:] == ["--load", str(taken.checkpoints), "--unset", "--ckpt-step"]
         assert experiment.checkpoint == taken.checkpoints / "iter_0000007"
 
 
@@ -332,7 +332,7 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
         experiment_of(taken, step)
     (taken.checkpoints / "iter_0000003").mkdir()
     experiment = experiment_of(taken, step)
-    assert experiment.torchrun()[-2:] == ["--load", str(taken.checkpoints)]
+    assert experiment.torchrun[-2:] == ["--load", str(taken.checkpoints)]
     assert experiment.checkpoint == taken.checkpoints / "iter_0000003"
 
 
@@ -369,11 +369,11 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
 
 
 def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
-    command = torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"), more=("--max-restarts", "0"))
+    command = torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"))
     line = " ".join(command[command.index("torch.distributed.run") + 1 :])
     assert line == (
         "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
-        "--max-restarts 0 pretrain_gpt.py"
+        "pretrain_gpt.py"
     )
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert "GLOO_SOCKET_IFNAME" not in processes.environment(8, nodes=4)
