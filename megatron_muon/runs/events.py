@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from megatron_muon.errors import UserError
 
@@ -75,13 +76,12 @@ def validations(events: RunEvents) -> dict[str, list[Point]]:
     point of each iteration.
     """
     prefix = f"{LOSS_TAG} validation"
-    return {
-        tag.removeprefix(prefix).removeprefix("-"): list({point.step: point for point in reversed(points)}.values())[
-            ::-1
-        ]
-        for tag, points in sorted(events.scalars.items())
-        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points
-    }
+    found = {}
+    for tag, points in sorted(events.scalars.items()):
+        if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
+            firsts = {point.step: point for point in reversed(points)}
+            found[tag.removeprefix(prefix).removeprefix("-")] = [firsts[step] for step in sorted(firsts)]
+    return found
 
 
 def after_warmup(points: Sequence[Point]) -> list[Point]:
@@ -100,9 +100,9 @@ def read_events(directory: Path) -> RunEvents:
     files = sorted(directory.glob("events.out.tfevents.*"))
     if not files:
         raise UserError(f"no event file in {str(directory)!r}; did the training start, on the last rank?")
-    starts = sorted((start for file in files if (start := _read_start(file))), key=lambda start: start.began)
     events = RunEvents()
     scalars, samples = events.scalars, events.samples
+    starts = sorted((start for file in files if (start := _read_start(file))), key=lambda start: start.began)
     for start in starts:
         for step in [step for step in samples if step > start.step]:
             del samples[step]
@@ -121,8 +121,7 @@ def read_events(directory: Path) -> RunEvents:
     return events
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     """An event file: when Megatron wrote its arguments, just before the loop, and the iteration it continued from."""
 
     began: float
