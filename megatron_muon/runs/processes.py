@@ -94,12 +94,10 @@ def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str
 
 def pretrain_program() -> tuple[str, ...]:
     """What torchrun runs to train: pretrain_gpt.py of a checkout, the same as a module of an installed package."""
-    script = ROOT / "pretrain_gpt.py"
-    if script.is_file():
-        with contextlib.suppress(ValueError):
-            return (str(script.relative_to(Path.cwd())),)
-        return (str(script),)
-    return ("-m", "megatron_muon.pretrain_gpt")
+    script, here = ROOT / "pretrain_gpt.py", Path.cwd()
+    if not script.is_file():
+        return ("-m", "megatron_muon.pretrain_gpt")
+    return (str(script.relative_to(here) if script.is_relative_to(here) else script),)
 
 
 def watch(

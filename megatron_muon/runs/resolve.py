@@ -178,8 +178,12 @@ def settle(request: Request) -> Resolved:
         UserError: what the user got wrong, as pretrain_gpt.py would say it.
     """
     from megatron_muon.megatron import launch
+    from megatron_muon.quiet import quiet_imports
 
-    gpus = _gpus()
+    with quiet_imports():
+        import torch
+
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0  # before the CPU may stand in for them
     ranks = request.ranks or gpus or 1
     os.environ["WORLD_SIZE"] = str(ranks * request.nodes.count)
     devices = [value for key, value in request.sets if plain(key) == "device"]
@@ -202,12 +206,11 @@ def settle(request: Request) -> Resolved:
     chosen = pairs(settled.argv[len(settled.defaults) :], actions)
     if "device" not in {plain(flag) for flag, _ in config.flags} and "--device" not in argv:
         chosen = [item for item in chosen if item[0] != "--device"]
+    sources = {"--device": FROM_LINE, **{flag: str(file) for flag, file in config.origins.items()}, **amended.sources}
     by_dest: dict[str, Flag] = {}
     for flag, values in chosen:
-        dest = actions[flag].dest
-        by_dest.pop(dest, None)  # the last of a repeated setting counts, in its place
-        default = config.origins.get(flag, FROM_LINE if flag == "--device" else FILLED_IN)
-        by_dest[dest] = Flag(flag, values, amended.sources.get(flag) or str(default))
+        by_dest.pop(actions[flag].dest, None)  # the last of a repeated setting counts, in its place
+        by_dest[actions[flag].dest] = Flag(flag, values, sources.get(flag, FILLED_IN))
     return Resolved(
         flags=tuple(by_dest.values()),
         filled_in=tuple(Flag(flag, values, FILLED_IN) for flag, values in pairs(settled.defaults, actions)),
@@ -220,16 +223,6 @@ def settle(request: Request) -> Resolved:
         settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
         files=tuple(map(str, config.files)),
     )
-
-
-def _gpus() -> int:
-    """CUDA devices, asked for before the CPU may stand in for them."""
-    from megatron_muon.quiet import quiet_imports
-
-    with quiet_imports():
-        import torch
-
-        return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 @dataclass(frozen=True)

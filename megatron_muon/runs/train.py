@@ -34,10 +34,18 @@ from megatron_muon.runs.run_summary import error_of, summary_of
 
 @dataclass(frozen=True)
 class Experiment:
-    """A settled run: what was asked for, and what came of that."""
+    """A settled run: what was asked for, and what came of that.
+
+    Attributes:
+        checkpoint: what the run goes on from.
+        goes_back: whether a --ckpt-step that was typed without a --load names it. One of an experiment file, or beside
+            a --load of other checkpoints, says how the first start began.
+    """
 
     request: Request
     resolved: Resolved
+    checkpoint: Path | None
+    goes_back: bool
 
     @property
     def folder(self) -> RunFolder:
@@ -51,23 +59,6 @@ class Experiment:
         return self.folder.root / (f"{stem}.node-{rank}.{suffix}" if rank else name)
 
     @property
-    def ckpt_step(self) -> int | None:
-        """The iteration of the run's own checkpoints that this start asks for: a --ckpt-step typed without a --load.
-
-        One of an experiment file, or beside a --load of other checkpoints, says how the first start began.
-        """
-        typed = {flag.name: flag.values for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
-        is_own = self.request.resume and self.folder.checkpoint and names_own_step(typed)
-        return int(typed["--ckpt-step"][0]) if is_own else None
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """What the run goes on from."""
-        if self.ckpt_step is not None and self.folder.checkpoints is not None:
-            return files.iteration_folder(self.folder.checkpoints, self.ckpt_step)
-        return self.folder.checkpoint if self.request.resume else None
-
-    @property
     def shown_command(self) -> str:
         """`torchrun` as a user would type it."""
         command = self.torchrun
@@ -79,7 +70,7 @@ class Experiment:
         program = [*pretrain_program(), "--config", str(self.own_file(run_folder.CONFIG))]
         if self.checkpoint is not None:
             left_out = {flag.name for flag in self.resolved.flags} & set(FIRST_START_ONLY)
-            left_out -= {"--ckpt-step"} if self.ckpt_step is not None else set()
+            left_out -= {"--ckpt-step"} if self.goes_back else set()
             program += ["--load", str(self.folder.checkpoints)]
             program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
         return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes)
@@ -116,18 +107,20 @@ def prepare(request: Request, resolved: Resolved | UserError | None = None) -> E
         (resolved,) = resolve_each([request])
     if isinstance(resolved, UserError):
         raise resolved
-    experiment = Experiment(request, resolved)
     if nodes.count > 1 and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
-    if experiment.ckpt_step is not None and experiment.checkpoint is not None and not experiment.checkpoint.is_dir():
-        held = ", ".join(map(str, files.iterations(experiment.checkpoint.parent)))
-        raise UserError(
-            f"--ckpt-step {experiment.ckpt_step}: {experiment.checkpoint.parent} has no checkpoint of that iteration; "
-            f"it has {held or 'none'}"
-        )
+    checkpoint = resolved.folder.checkpoint if request.resume else None
+    typed = {flag.name: flag.values for flag in resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
+    goes_back = checkpoint is not None and names_own_step(typed)
+    if checkpoint is not None and goes_back:
+        step, saves = int(typed["--ckpt-step"][0]), checkpoint.parent
+        checkpoint = files.iteration_folder(saves, step)
+        if not checkpoint.is_dir():
+            held = ", ".join(map(str, files.iterations(saves))) or "none"
+            raise UserError(f"--ckpt-step {step}: {saves} has no checkpoint of that iteration; it has {held}")
     if nodes.rank == 0:
         _refuse_taken(resolved.folder, request)
-    return experiment
+    return Experiment(request, resolved, checkpoint, goes_back)
 
 
 def _refuse_taken(folder: RunFolder, request: Request) -> None:
@@ -156,7 +149,7 @@ def execute(
     run_folder.refuse_living(folder)
     with run_folder.lock_of(folder.root).held() as lock:
         run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
-        if request.resume and experiment.ckpt_step is None and (done := _finished(experiment)):
+        if request.resume and not experiment.goes_back and (done := _finished(experiment)):
             return Outcome(0, done, started=False)
         if request.overwrite:
             run_folder.clear(folder)
