@@ -81,14 +81,7 @@ def products(block: Block, iteration: Iteration, *, batch: int = 1) -> Counter[P
 
 
 class Floor:
-    """Probes of the matrix-product rate and the bandwidth.
-
-    Args:
-        plan: owners and waves of the owner scheme.
-        orthogonalizer: tells each block's iteration and the dtype of its products.
-        group: the process group.
-        device: where products run and buffers lie.
-    """
+    """Probes of the matrix-product rate and the bandwidth, for the owner scheme's plan."""
 
     def __init__(
         self,

@@ -41,7 +41,6 @@ class Fsdp2Muon:
     Args:
         weights: whole matrices `(rows, cols)`, fp32, the same on every rank; the ranks divide all rows.
         gradients: this rank's rows of each matrix's gradient; not changed.
-        lr: the learning rate.
         momentum: Muon's beta; Nesterov's look-ahead is on.
         weight_decay: decoupled.
     """

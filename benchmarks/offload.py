@@ -20,12 +20,7 @@ _BLOCKS = 8
 
 
 class DiskProbe:
-    """Measures the directory's disk with the sizes, alignment and calls of momentum files, all ranks at once.
-
-    Args:
-        directory: of the momentum files.
-        group: all ranks.
-    """
+    """Measures the directory's disk with the sizes, alignment and calls of momentum files, all ranks at once."""
 
     def __init__(self, directory: Path, group: dist.ProcessGroup) -> None:
         run, rank = f"probe{os.getpid()}", group.rank()
@@ -53,8 +48,7 @@ class DiskProbe:
     def result(self, momentum_bytes: int | None) -> dict[str, Any]:
         """Median rates of all ranks together, and whether the page cache was passed by; deletes the file.
 
-        Args:
-            momentum_bytes: of all ranks' momentum on this disk, for the milliseconds that it takes there and back.
+        With `momentum_bytes` of all ranks on this disk, also the milliseconds that these take there and back.
         """
         self._file.close()
         read, write = statistics.median(self.read_rates), statistics.median(self.write_rates)

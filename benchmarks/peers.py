@@ -67,10 +67,8 @@ class DeepSpeedMuon:
     Both are collective. Making one imports DeepSpeed, on torch's process group, which must exist.
 
     Args:
-        weights: whole matrices `(rows, cols)`, fp32, the same on every rank.
-        gradients: as `weights`.
+        weights, gradients: whole matrices `(rows, cols)`, fp32, the same on every rank.
         ns_method: "standard" or "gram".
-        lr: the learning rate.
         momentum: Muon's beta; Nesterov's look-ahead is always on.
         weight_decay: decoupled.
     """

@@ -129,10 +129,7 @@ def make_peer(peer: str, problem: Problem) -> Peer:
 def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = None) -> torch.optim.Optimizer:
     """The optimizer of a method, on its own copy of the weights and with the gradients in place.
 
-    Args:
-        method: its name.
-        problem: what it works on.
-        run: keeps its momentum, if it is not the optimizer's state.
+    Momentum is its state, or kept by `run`.
     """
     parameters = [torch.nn.Parameter(weight.clone()) for weight in problem.weights]
     for parameter, gradient in zip(parameters, problem.gradients, strict=True):
@@ -158,19 +155,16 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
 
 
 def make_exchange(method: str, problem: Problem) -> Exchange:
-    """The exchange of a method."""
-    orthogonalizer, matrices = problem.orthogonalizer, problem.layout.matrices
+    """The exchange of a method; "allgather" is upstream's, with upstream's iteration."""
+    orthogonalizer = problem.orthogonalizer
 
-    def batches(indices: Sequence[int]) -> Batch:
-        return orthogonalizer.batch([matrices[i] for i in indices])
-
-    def of_upstream(indices: Sequence[int]) -> Batch:
-        return UpstreamBatch([matrices[i] for i in indices], orthogonalizer)
+    def batch(indices: Sequence[int]) -> Batch:
+        matrices = [problem.layout.matrices[index] for index in indices]
+        return UpstreamBatch(matrices, orthogonalizer) if method == "allgather" else orthogonalizer.batch(matrices)
 
     if method.startswith("allgather"):
-        makes = of_upstream if method == "allgather" else batches
-        return AllGatherExchange(problem.layout, problem.group, makes, device=problem.device)
-    return OwnerExchange(problem.plan, problem.group, batches, wire_dtype=orthogonalizer.dtype, device=problem.device)
+        return AllGatherExchange(problem.layout, problem.group, batch, device=problem.device)
+    return OwnerExchange(problem.plan, problem.group, batch, wire_dtype=orthogonalizer.dtype, device=problem.device)
 
 
 def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -185,8 +179,7 @@ def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
         except ImportError:
             pass
         else:
-            fused: torch.optim.Optimizer = FusedAdam(parameters, **settings)
-            return fused
+            return FusedAdam(parameters, **settings)  # type: ignore[no-any-return]
     return torch.optim.AdamW(parameters, **settings)
 
 
@@ -335,16 +328,14 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
 def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64, device=problem.device)
     dist.all_reduce(tensor, op=operation, group=problem.group)
-    result: list[float] = tensor.tolist()
-    return result
+    return tensor.tolist()
 
 
 def settle_device(wanted: str, ranks: int) -> torch.device:
     """The device of this rank.
 
     Raises:
-        UserError: CUDA was asked for and is not there, "auto" finds a GPU that cannot be used, or there are fewer GPUs
-            than ranks.
+        UserError: CUDA is not there or cannot be used, or there are fewer GPUs than ranks.
     """
     refuse_unusable_gpu(wanted)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):

@@ -90,27 +90,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_codes.FAILURE
 
 
-def versions() -> str:
-    """Returns what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
-    found = {"megatron-muon": __version__}
-    for package in ("megatron-core", "torch", "emerging-optimizers", "transformer-engine"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            if package != "transformer-engine":  # optional: its absence is nothing to report
-                found[package] = "not installed"
-    found |= {"python": platform.python_version(), "system": platform.platform()}
-    with contextlib.suppress(OSError):
-        driver = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
-        found["gpu driver"] = driver.removeprefix("NVRM version:").strip()
-    return "\n".join(f"{name:<20} {version}" for name, version in found.items())
-
-
 class _ShowVersions(argparse.Action):
-    """Looks the versions up only when they are asked for."""
+    """Shows what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(versions())
+        found = {"megatron-muon": __version__}
+        for package in ("megatron-core", "torch", "emerging-optimizers", "transformer-engine"):
+            try:
+                found[package] = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                if package != "transformer-engine":  # optional: its absence is nothing to report
+                    found[package] = "not installed"
+        found |= {"python": platform.python_version(), "system": platform.platform()}
+        with contextlib.suppress(OSError):
+            driver = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
+            found["gpu driver"] = driver.removeprefix("NVRM version:").strip()
+        for name, version in found.items():
+            print(f"{name:<20} {version}")
         parser.exit(exit_codes.OK)
 
 
@@ -121,7 +117,6 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
         usage="megatron-muon [-h] [--version] COMMAND ...",
         description="Muon for Megatron-LM under Megatron-FSDP: tools around training.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
     groups = []
@@ -139,7 +134,7 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
     wanted = next((argument for argument in arguments if not argument.startswith("-")), None)
     modules: dict[str, ModuleType] = {}
     for name, command in COMMANDS.items():
-        subparser = subparsers.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter)
+        subparser = subparsers.add_parser(name)
         if name == wanted:
             modules[name] = importlib.import_module(command.module)
             modules[name].configure(subparser)

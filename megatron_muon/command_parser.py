@@ -6,7 +6,6 @@ Commands that start trainings take any flag of pretrain_gpt.py beside their own.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,8 +30,10 @@ def write_json(file: Path | None, content: Any) -> None:
     """
     if file is None:
         return
+    from megatron_muon.runs.run_folder import json_text
+
     try:
-        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", "utf-8")
+        file.write_text(json_text(content), "utf-8")
     except OSError as error:
         raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
 
@@ -44,7 +45,8 @@ class CommandParser(argparse.ArgumentParser):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+        plain = argparse.RawDescriptionHelpFormatter  # leaves lines of descriptions and examples as they are
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": plain, **kwargs})
         self._passes_on = False
 
     def take_megatron_flags(self, words: str) -> None:
@@ -56,12 +58,7 @@ class CommandParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         """Parses; a flag that nobody knows is an error, with the nearest one."""
-        own = list(sys.argv[1:] if args is None else args)
-        passed: list[str] = []
-        if self._passes_on:
-            own, passed = self._split(own)
-        elif unknown := next((flag for flag in self._typed(own) if flag not in self._option_string_actions), None):
-            self.error(f"unknown flag {unknown}{did_you_mean(unknown, self._option_string_actions)}")
+        own, passed = self._split(sys.argv[1:] if args is None else args)
         parsed, rest = super().parse_known_args(own, namespace)
         if self._passes_on:
             parsed.flags = [*parsed.flags, *passed]
@@ -73,39 +70,36 @@ class CommandParser(argparse.ArgumentParser):
         passed: list[str] = []
         to = own
         for at, token in enumerate(argv):
-            if token == "--":
+            if token == "--" and self._passes_on:
                 passed += argv[at + 1 :]
                 break
+            if token == "--" or (self._subparsers is not None and not token.startswith("-")):
+                own += argv[at:]  # a subcommand has a parser of its own
+                break
             if token.startswith("--") or token in self._option_string_actions:
-                to = own if token.partition("=")[0] in self._option_string_actions else passed
-                if to is passed:
-                    self._refuse_misspelled(token.partition("=")[0])
+                flag = token.partition("=")[0]
+                to = own
+                if flag not in self._option_string_actions and (self._passes_on or " " not in token):
+                    self._refuse_misspelled(flag)
+                    to = passed
             to.append(token)
         return own, passed
 
     def _refuse_misspelled(self, flag: str) -> None:
-        """Refuses a flag that is like one of the command's own, unless pretrain_gpt.py knows it."""
-        if nearest(flag, self._option_string_actions) is None:
-            return
-        from megatron_muon.quiet import quiet_imports
+        """Refuses a flag that the command does not have, unless pretrain_gpt.py may."""
+        known: list[str] = []
+        if self._passes_on:
+            if nearest(flag, self._option_string_actions) is None:
+                return
+            from megatron_muon.quiet import quiet_imports
 
-        with quiet_imports():
-            from megatron_muon.megatron.flags.arguments import build_parser
-            from megatron_muon.megatron.flags.config_file import UNSET_FLAG
+            with quiet_imports():
+                from megatron_muon.megatron.flags.arguments import build_parser
+                from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 
-            known = {UNSET_FLAG, *build_parser()._option_string_actions}
+                known = [UNSET_FLAG, *build_parser()._option_string_actions]
         if flag not in known:
             self.error(f"unknown flag {flag}{did_you_mean(flag, [*self._option_string_actions, *known])}")
-
-    def _typed(self, argv: Sequence[str]) -> list[str]:
-        """The flags among the arguments, up to a subcommand, which has a parser of its own."""
-        flags = []
-        for token in argv:
-            if token == "--" or (self._subparsers is not None and not token.startswith("-")):
-                break
-            if token.startswith("--") and " " not in token:
-                flags.append(token.partition("=")[0])
-        return flags
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         try:

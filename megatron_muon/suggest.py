@@ -54,8 +54,8 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
     """
     names: dict[str, str] = {}
     for name in known:
-        names.setdefault(_plain(name), name)
-    typed = translated = _plain(wrong)
+        names.setdefault(plain(name), name)
+    typed = translated = plain(wrong)
     for words, other in _WORDS.items():
         translated = re.sub(rf"(?<![^-]){words}(?![^-])", other, translated)
     spellings = [typed, SYNONYMS.get(typed, typed), translated]
@@ -63,14 +63,15 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
         if spelling in names:
             return names[spelling]
     costs: dict[int, set[str]] = {}
-    for spelling, plain in itertools.product(spellings, names):
-        if (cost := _cost(spelling, plain)) is not None:
-            costs.setdefault(cost, set()).add(names[plain])
+    for spelling, known_name in itertools.product(spellings, names):
+        if (cost := _cost(spelling, known_name)) is not None:
+            costs.setdefault(cost, set()).add(names[known_name])
     least = costs[min(costs)] if costs else set()
     return least.pop() if len(least) == 1 else None
 
 
-def _plain(name: str) -> str:
+def plain(name: str) -> str:
+    """A name as all of its spellings: lower case, inner dashes."""
     return name.lstrip("-").replace("_", "-").lower()
 
 

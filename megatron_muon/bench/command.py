@@ -12,12 +12,12 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_muon.bench.train import OPTIMIZERS, measure
 from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
@@ -39,7 +39,7 @@ the Triton kernel unless told otherwise, no option of their optimizers tells the
 
 @dataclass(frozen=True)
 class StepSpec:
-    """What `bench step` measures: its flags, under their names. Travels to the ranks as JSON."""
+    """What `bench step` measures: its flags by name. Travels to the ranks as JSON."""
 
     ranks: int
     hidden_size: int
@@ -96,14 +96,18 @@ def configure(parser: CommandParser) -> None:
     parser.description = "Measure optimizer steps and whole training steps."
     parser.epilog = EXAMPLES
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    shape: dict[str, Any] = {"epilog": EXAMPLES, "formatter_class": argparse.RawDescriptionHelpFormatter}
-    step, train = "time one optimizer step of each method", "time whole training steps"
-    _step_arguments(actions.add_parser("step", help=step, description=STEP_DESCRIPTION, **shape))
-    _train_arguments(actions.add_parser("train", help=train, description=TRAIN_DESCRIPTION, **shape))
+    step = actions.add_parser("step", help="time one optimizer step of each method")
+    train = actions.add_parser("train", help="time whole training steps")
+    step.description, train.description = STEP_DESCRIPTION, TRAIN_DESCRIPTION
+    step.epilog = train.epilog = EXAMPLES
+    _step_arguments(step.add_argument)
+    _train_arguments(train.add_argument)
+    for one in (step, train):
+        one.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    train.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --")
 
 
-def _step_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
+def _step_arguments(add: Callable[..., object]) -> None:
     add("--ranks", type=positive, required=True, metavar="N", help="processes on this machine")
     add("--hidden-size", type=positive, required=True, metavar="H", help="columns of qkv, proj and fc1")
     add("--num-layers", type=positive, required=True, metavar="L", help="GPT blocks")
@@ -122,25 +126,23 @@ def _step_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-buffer-mb", type=_buffer_mb, default=24.0, metavar="MB",
         help="MiB for momentum on its way (24)")  # fmt: skip
     add("--momentum-dtype", choices=DTYPES, default="fp32", help="with --offload: how momentum is stored (fp32)")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
-def _train_arguments(parser: CommandParser) -> None:
-    add = parser.add_argument
+def _train_arguments(add: Callable[..., object]) -> None:
     add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
     add("--ranks", type=positive, default=2, metavar="N", help="processes on this machine (2)")
     add("--steps", type=positive, default=20, metavar="S", help="training steps of each run (20)")
     add("--warmup", type=positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
     add("--rounds", type=positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
-    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures, prints a table, and writes JSON where asked."""
     if args.json is not None and not args.json.resolve().parent.is_dir():
         raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(args.json.resolve().parent)!r}")
-    results = _run_step(args) if args.action == "step" else _run_train(args)
+    source = provenance()
+    figures = _run_step(args) if args.action == "step" else measure(args)
+    results = {"bench": args.action, **figures, **source}
     write_json(args.json, results)
     show(results)
     return 0
@@ -152,10 +154,19 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     Raises:
         UserError: a peer that is not installed or needs CUDA, or a device or shards that peers are not measured on.
     """
-    _check_peers(args.peers)
-    if args.peers and args.device == "cuda":
-        raise UserError(f"--peers {' '.join(args.peers)} --device cuda: measured on CPU alone; type --device cpu")
-    if "muon-fsdp2" in args.peers and args.hidden_size % args.ranks:
+    peers = args.peers
+    for peer in peers:
+        if peer in CUDA_PEERS:
+            raise UserError(
+                f"--peers {peer}: {CUDA_PEERS[peer]} iterates in a Triton kernel that takes CUDA tensors alone, and "
+                f"peers are measured on CPU; leave {peer} out"
+            )
+        if importlib.util.find_spec(PEERS[peer]) is None:
+            package = PEERS[peer].replace("_", "-")
+            raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
+    if peers and args.device == "cuda":
+        raise UserError(f"--peers {' '.join(peers)} --device cuda: measured on CPU alone; type --device cpu")
+    if "muon-fsdp2" in peers and args.hidden_size % args.ranks:
         raise UserError(
             f"--peers muon-fsdp2 --ranks {args.ranks} --hidden-size {args.hidden_size}: it takes shards of equal size "
             f"alone; take a multiple of {args.ranks} as hidden size"
@@ -168,22 +179,10 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
         from megatron_muon.offload.files import require_writable
 
         require_writable(Path(args.offload_dir))
+    spec = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)}
     for name in ("methods", "peers", "offload"):
-        setattr(args, name, list(dict.fromkeys(getattr(args, name))))  # once each, in the order given
-    return StepSpec(**{field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)})
-
-
-def _check_peers(peers: Sequence[str]) -> None:
-    """Refuse peers that are missing or cannot run here, before anything runs."""
-    for peer in peers:
-        if peer in CUDA_PEERS:
-            raise UserError(
-                f"--peers {peer}: {CUDA_PEERS[peer]} iterates in a Triton kernel that takes CUDA tensors alone, and "
-                f"peers are measured on CPU; leave {peer} out"
-            )
-        if importlib.util.find_spec(PEERS[peer]) is None:
-            package = PEERS[peer].replace("_", "-")
-            raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
+        spec[name] = list(dict.fromkeys(spec[name]))  # once each, in the order given
+    return StepSpec(**spec)
 
 
 def _run_step(args: argparse.Namespace) -> dict[str, Any]:
@@ -193,15 +192,13 @@ def _run_step(args: argparse.Namespace) -> dict[str, Any]:
             "bench step measures from a checkout of the repository, not from an installed wheel; clone it, "
             "pip install -e . there, and repeat the command"
         )
-    source = provenance(sys.argv[1:])
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, _status("measuring optimizer steps"):
-        output = Path(folder, "figures.json")
+    print("measuring optimizer steps", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        log, output = Path(folder, "log"), Path(folder, "figures.json")
         worker = ("-m", "benchmarks.step", json.dumps(dataclasses.asdict(spec)), str(output))
-        run_logged(
-            torchrun(spec.ranks, *worker), Path(folder, "log"), env=environment(spec.ranks), what="the measurement"
-        )
+        run_logged(torchrun(spec.ranks, *worker), log, env=environment(spec.ranks), what="the measurement")
         figures = json.loads(output.read_text("utf-8"))
-    return {"bench": "step", **_with_ratios(figures), "setting": dataclasses.asdict(spec), **source}
+    return {**_with_ratios(figures), "setting": dataclasses.asdict(spec)}
 
 
 def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
@@ -212,18 +209,6 @@ def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
         ratios["owner_over_floor"] = medians["owner"] / figures["floor_ms"]["total"]
         ratios |= {f"{other}_over_owner": medians[other] / medians["owner"] for other in medians if other != "owner"}
     return {**figures, "ratios": ratios}
-
-
-def _run_train(args: argparse.Namespace) -> dict[str, Any]:
-    from megatron_muon.bench.train import measure
-
-    if args.warmup >= args.steps:
-        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
-    source = provenance(sys.argv[1:])
-    with _status("training") as status:
-        progress = status.update if status is not None else lambda text: print(text, file=sys.stderr)
-        figures = measure(args, progress)
-    return {"bench": "train", **figures, **source}
 
 
 def show(results: Mapping[str, Any]) -> None:
@@ -243,34 +228,28 @@ def show(results: Mapping[str, Any]) -> None:
 
 def step_tables(results: Mapping[str, Any]) -> list[Table]:
     """The methods' figures, then where their time goes, from the JSON of `bench step`."""
-    methods, floor, rates = results["methods"], results["floor_ms"], results["rates"]
-    spec = results["setting"]
-    title = (
-        f"Optimizer step, H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, {spec['ns_dtype']}"
-    )
-    figures = _table(title, "method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB")
+    methods, floor, rates, spec = (results[name] for name in ("methods", "floor_ms", "rates", "setting"))
+    rows = []
     for method, values in methods.items():
-        figures.add_row(
-            method,
-            f"{values['median_ms']:,.1f}",
-            f"{values['min_ms']:,.1f}",
-            f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else "",
-            f"{values['exchange_bytes_per_rank'] / 1e6:,.2f}",
-            f"{values['peak_extra_bytes'] / 1e6:,.2f}",
+        over_floor = f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else ""
+        times = _ms(values["median_ms"]), _ms(values["min_ms"])
+        rows.append(
+            (method, *times, over_floor, *map(_mb, (values["exchange_bytes_per_rank"], values["peak_extra_bytes"])))
         )
-    figures.add_row("floor", f"{floor['total']:,.1f}", "", "1.00", "", "")
-    figures.caption = (
-        f"floor: Newton-Schulz {floor['ns']:,.1f} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
-        f"+ exchange {floor['exchange']:,.1f} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
+    rows.append(("floor", _ms(floor["total"]), "", "1.00", "", ""))
+    caption = (
+        f"floor: Newton-Schulz {_ms(floor['ns'])} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
+        f"+ exchange {_ms(floor['exchange'])} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
     )
-    of_peers = [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]
-    if of_peers:
-        figures.caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
-
-    phases = _table("Phases in ms, mean over ranks, from steps of their own", "phase", *methods)
-    for phase in dict.fromkeys(phase for values in methods.values() for phase in values["phases_ms"]):
-        cells = [values["phases_ms"].get(phase) for values in methods.values()]
-        phases.add_row(phase, *("" if cell is None else f"{cell:,.1f}" for cell in cells))
+    if of_peers := [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]:
+        caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
+    size = f"H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, {spec['ns_dtype']}"
+    columns = ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB")
+    figures = _table(f"Optimizer step, {size}", columns, rows, caption)
+    spent = [values["phases_ms"] for values in methods.values()]
+    names = dict.fromkeys(phase for phases in spent for phase in phases)
+    rows = [(name, *(_ms(phases[name]) if name in phases else "" for phases in spent)) for name in names]
+    phases = _table("Phases in ms, mean over ranks, from steps of their own", ("phase", *methods), rows)
     offloaded = {method: values for method, values in methods.items() if "momentum_bytes" in values}
     return [figures, phases, *([_offload_table(results, offloaded)] if offloaded else [])]
 
@@ -278,54 +257,58 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
 def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> Table:
     """Where momentum lies, of the fullest rank, and what the disk can do."""
     places = {"device": "device", "host": "host", "disk": "disk", "staging": "of these, staging"}
-    title = f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank"
-    table = _table(title, "method", *places.values(), "/ owner")
-    for method, values in offloaded.items():
-        ratio = results["ratios"].get(f"{method}_over_owner")
-        cells = [f"{values['momentum_bytes'][place] / 1e6:,.2f}" for place in places]
-        table.add_row(method, *cells, "" if ratio is None else f"{ratio:.2f}")
+    caption = None
     if (disk := results.get("disk")) is not None:
         how = "direct I/O" if disk["direct_io"] else "through the page cache"
-        table.caption = (
+        caption = (
             f"disk, all ranks at once, {how}: reads {disk['read_gb_per_s']:.2f} GB/s, writes "
             f"{disk['write_gb_per_s']:.2f} GB/s"
         )
         if "transfer_ms" in disk:
-            table.caption += f"; momentum there and back: {disk['transfer_ms']:,.0f} ms"
-    return table
+            caption += f"; momentum there and back: {disk['transfer_ms']:,.0f} ms"
+    rows = []
+    for method, values in offloaded.items():
+        ratio = results["ratios"].get(f"{method}_over_owner")
+        cells = [_mb(values["momentum_bytes"][place]) for place in places]
+        rows.append((method, *cells, "" if ratio is None else f"{ratio:.2f}"))
+    title = f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank"
+    return _table(title, ("method", *places.values(), "/ owner"), rows, caption)
 
 
 def train_table(results: Mapping[str, Any]) -> Table:
     """Muon against Adam, from the JSON of `bench train`."""
-    table = _table(
-        f"Training step, {results['tokens_per_step']:,} tokens", "optimizer", "median ms", "by run", "state MB"
-    )
-    for name in ("muon", "adam"):
+    rows = []
+    for name in OPTIMIZERS:
         runs = " ".join(f"{one[name]:,.0f}" for one in results["rounds_ms"])
         state = results["optimizer_state_bytes"][name] / 1e6
-        table.add_row(name, f"{results[f'{name}_step_ms']:,.1f}", runs, f"{state:,.1f}")
-    table.caption = f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes"
-    return table
+        rows.append((name, f"{results[f'{name}_step_ms']:,.1f}", runs, f"{state:,.1f}"))
+    return _table(
+        f"Training step, {results['tokens_per_step']:,} tokens",
+        ("optimizer", "median ms", "by run", "state MB"),
+        rows,
+        f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes",
+    )
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
-    """An empty table of numbers beside a column of names."""
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:
+    """Numbers beside a column of names."""
     from rich.table import Table
 
-    table = Table(title=title)
-    table.add_column(first, no_wrap=True)
-    for column in columns:
+    table = Table(columns[0], title=title, caption=caption)
+    for column in columns[1:]:
         table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    table.columns[0].no_wrap = True
     return table
 
 
-def _status(text: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal, nothing elsewhere."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.1f}"
 
-    return Console(stderr=True).status(text)
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.2f}"
 
 
 def _buffer_mb(text: str) -> float:

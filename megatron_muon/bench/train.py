@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,21 +40,23 @@ class TrainRun:
     muon_parameters: int | None
 
 
-def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Any]:
-    """The figures of `bench train`, from the command line; `progress` is told what is being done.
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of `bench train`, from the command line.
 
     Raises:
-        UserError: the config cannot be read.
+        UserError: the config cannot be read, or the warm-up is as long as a run.
         RunFailedError: a run failed.
     """
     from megatron_muon.megatron.flags.config_file import load_config
 
+    if args.warmup >= args.steps:
+        raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
     in_config = [flag for flag, _ in load_config(args.config).flags]
     runs: dict[str, list[TrainRun]] = {optimizer: [] for optimizer in OPTIMIZERS}
     for number in range(args.rounds):
         for optimizer in OPTIMIZERS:
             what = f"the {optimizer} run of round {number + 1} of {args.rounds}"
-            progress(f"training: {what}")
+            print(f"training: {what}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 tensorboard, log = Path(folder, "tensorboard"), Path(folder, "log")
                 flags = (*args.flags, *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard))

@@ -42,23 +42,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--offload-dir, whose files of momentum lie there."
     )
     parser.epilog = EXAMPLES
-    parser.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR",
         help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
-        "folders",
-    )
-    parser.add_argument(
-        "--offload-dir",
-        type=Path,
-        metavar="DIR",
-        help="a run's --muon-offload-dir: each momentum file there, and whether a run still uses it",
-    )
-    parser.add_argument(
-        "--remove", action="store_true", help="with --offload-dir: delete momentum files that no run uses"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+        "folders")  # fmt: skip
+    add("--offload-dir", type=Path, metavar="DIR",
+        help="a run's --muon-offload-dir: each momentum file there, and whether a run still uses it")  # fmt: skip
+    add("--remove", action="store_true", help="with --offload-dir: delete momentum files that no run uses")
+    add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,13 +128,11 @@ def _collectives() -> Finding:
 
 def _show(findings: list[Finding]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
     for finding in findings:
         table.add_row(Text(finding.state, style=_COLOURS[finding.state]), finding.about, Text(finding.text))
     Console().print(table)

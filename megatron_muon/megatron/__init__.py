@@ -1,7 +1,10 @@
 """Muon in Megatron: flags, patches, the model, checkpoints, and the optimizer chain that the training loop drives."""
 
-STATUS_FILE = "MEGATRON_MUON_STATUS_FILE"
-"""Environment variable: where the first rank of a node leaves its exit status. torchrun's own is 1 for any other."""
+STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
+"""Environment variable: where each rank leaves N.json as it ends, N being its number on this machine: its exit `status`
+(torchrun's own is 1 for any failure), `error`, a line that says why, or null, and the `time` of that."""
 
 FACTS = "facts.json"
-"""What a run's first rank writes beside its events, for tools: see `patches.progress`."""
+"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model; `muon_parameters` and
+`plan`, its digest, of a Muon; `state_bytes` of all ranks together, by kind; `diverged_at`, the iteration at which
+Megatron ended the run for a number that is not finite."""

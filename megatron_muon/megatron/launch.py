@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,7 +25,7 @@ from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
 from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.megatron import STATUS_FILE as STATUS_FILE
+from megatron_muon.megatron import STATUS_FOLDER as STATUS_FOLDER
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
@@ -192,7 +194,7 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     is_first = int(os.environ.get("RANK", "0")) == 0
-    status = 1
+    status, error, failed_at = 1, None, time.time()
     try:
         if {"--help", "-h"} & set(argv):
             _help(is_first)
@@ -208,17 +210,22 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
                     held.enter_context(lock.held(wait_s=files.SECONDS_FOR_A_DEAD_MACHINE))
                 _train()
         status = 0
-    except (UserError, SaveError, OffloadError) as error:
+    except (UserError, SaveError, OffloadError) as failure:
+        status = 2 if isinstance(failure, UserError) else 1
+        error, failed_at = str(failure), time.time()
         _tell(error)
-        status = 2 if isinstance(error, UserError) else 1
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status or not _ended_by_signal():
             raise
         status = exit_codes.TEMPFAIL
+    except BaseException as failure:
+        error, failed_at = "".join(traceback.format_exception_only(failure)), time.time()
+        raise
     finally:
-        if (file := os.environ.get(STATUS_FILE)) and int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            Path(file).write_text(f"{status}\n", "utf-8")
+        if folder := os.environ.get(STATUS_FOLDER):
+            found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at}
+            Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(found), "utf-8")
     return status
 
 
@@ -275,7 +282,7 @@ def _ended_by_signal() -> bool:
     return get_args().exit_signal_handler and getattr(get_signal_handler(), "any_received", False)
 
 
-def _tell(error: Exception) -> None:
+def _tell(error: str) -> None:
     """Print a user's mistake, or a failed save, once per node.
 
     All ranks find most mistakes, and torchrun ends the others as soon as one has ended. One that waits for that in vain
@@ -283,7 +290,7 @@ def _tell(error: Exception) -> None:
     """
     if int(os.environ.get("LOCAL_RANK", "0")) > 0:
         time.sleep(_SECONDS_FOR_FIRST_RANK)
-    for line in str(error).splitlines():
+    for line in error.splitlines():
         print(f"pretrain_gpt.py: error: {line}", file=sys.stderr, flush=True)
 
 

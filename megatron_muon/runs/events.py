@@ -1,7 +1,7 @@
 """Reads what Megatron's training loop writes to TensorBoard. Needs neither torch nor megatron-core.
 
-A directory may hold several event files, one for each start of the training. A later start takes over from
-its first iteration on: what an earlier one wrote beyond that belongs to a history that was abandoned.
+Each start of a training writes a file. A later start takes over from its first iteration on: what an earlier one wrote
+beyond that belongs to a history that was abandoned.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from megatron_muon.errors import UserError
 
@@ -25,7 +25,7 @@ _TEXT_SUFFIX = "/text_summary"  # torch's SummaryWriter.add_text appends it to t
 
 @dataclass(frozen=True)
 class Point:
-    """One scalar: the iteration, the value, and the wall time in seconds since the epoch."""
+    """One scalar; the wall time is in seconds since the epoch."""
 
     step: int
     value: float
@@ -39,16 +39,15 @@ class RunEvents:
     Attributes:
         scalars: points by tag, in the order written. Tags "... vs samples" count samples, not iterations; those of
             abandoned iterations are among them.
-        args: Megatron's arguments as strings, by their name in its namespace (`seq_length`).
+        args: Megatron's arguments as strings, by name (`seq_length`).
         samples: samples consumed, all starts together, by logged iteration.
-        starts: of each start, when its training loop began and when it logged the last loss that no later start took
-            back, in seconds since the epoch.
+        starts: when the training loop of each began, and when it logged the last loss that no later start took back.
     """
 
     scalars: dict[str, list[Point]] = field(default_factory=dict)
     args: dict[str, str] = field(default_factory=dict)
     samples: dict[int, int] = field(default_factory=dict)
-    starts: tuple[tuple[float, float], ...] = ()
+    starts: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def train_seconds(self) -> float:
@@ -80,10 +79,8 @@ def validations(events: RunEvents) -> dict[str, list[Point]]:
     found = {}
     for tag, points in sorted(events.scalars.items()):
         if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
-            first: dict[int, Point] = {}
-            for point in points:
-                first.setdefault(point.step, point)
-            found[tag.removeprefix(prefix).removeprefix("-")] = list(first.values())
+            firsts = {point.step: point for point in reversed(points)}
+            found[tag.removeprefix(prefix).removeprefix("-")] = [firsts[step] for step in sorted(firsts)]
     return found
 
 
@@ -103,31 +100,28 @@ def read_events(directory: Path) -> RunEvents:
     files = sorted(directory.glob("events.out.tfevents.*"))
     if not files:
         raise UserError(f"no event file in {str(directory)!r}; did the training start, on the last rank?")
+    events = RunEvents()
+    scalars, samples = events.scalars, events.samples
     starts = sorted((start for file in files if (start := _read_start(file))), key=lambda start: start.began)
-    scalars: dict[str, list[Point]] = {}
-    args: dict[str, str] = {}
-    samples: dict[int, int] = {}
     for start in starts:
-        samples = {step: count for step, count in samples.items() if step <= start.step}
+        for step in [step for step in samples if step > start.step]:
+            del samples[step]
         for tag, points in scalars.items():
             if not tag.endswith(" vs samples"):
                 scalars[tag] = [point for point in points if point.step <= start.step]
         for tag, points in start.scalars.items():
             scalars.setdefault(tag, []).extend(points)
-        args |= start.args
+        events.args.update(start.args)
         written = zip(start.scalars.get(LOSS_TAG, []), start.scalars.get(f"{LOSS_TAG} vs samples", []), strict=False)
-        samples |= {loss.step: count.step for loss, count in written}
-    times = [point.wall_time for point in scalars.get(LOSS_TAG, [])]
-    began = [start.began for start in starts]
-    lasts = [
-        max((time for time in times if first <= time < following), default=first)
-        for first, following in itertools.pairwise([*began, math.inf])
-    ]
-    return RunEvents(scalars, args, samples, tuple(zip(began, lasts, strict=True)))
+        samples.update((loss.step, count.step) for loss, count in written)
+    times = [point.wall_time for point in events.points(LOSS_TAG)]
+    for first, following in itertools.pairwise([*(start.began for start in starts), math.inf]):
+        last = max((time for time in times if first <= time < following), default=first)
+        events.starts.append((first, last))
+    return events
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     """An event file: when Megatron wrote its arguments, just before the loop, and the iteration it continued from."""
 
     began: float
@@ -137,23 +131,20 @@ class _Start:
 
 
 def _read_start(file: Path) -> _Start | None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
 
-    events: Any = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    tags = events.Tags()
-    scalars = {
-        tag: [Point(event.step, event.value, event.wall_time) for event in events.Scalars(tag)]
-        for tag in tags["scalars"]
-    }
-    texts = {tag: events.Tensors(tag) for tag in tags["tensors"]}
-    times = [found[0].wall_time for found in (texts or scalars).values()]
-    if not times:
+    scalars: dict[str, list[Point]] = {}
+    args: dict[str, str] = {}
+    began: list[tuple[float, int]] = []
+    for event in LegacyEventFileLoader(str(file)).Load():
+        for value in event.summary.value:
+            if value.HasField("simple_value"):
+                scalars.setdefault(value.tag, []).append(Point(event.step, value.simple_value, event.wall_time))
+            elif value.tag.endswith(_TEXT_SUFFIX):
+                args[value.tag.removesuffix(_TEXT_SUFFIX)] = value.tensor.string_val[0].decode("utf-8", "replace")
+                began.append((event.wall_time, event.step))
+    began = began or [(points[0].wall_time, points[0].step - 1) for points in scalars.values()]
+    if not began:
         return None
-    steps = [found[0].step for found in texts.values()] or [point.step - 1 for point in scalars.get(LOSS_TAG, [])]
-    args = {
-        tag.removesuffix(_TEXT_SUFFIX): found[-1].tensor_proto.string_val[0].decode("utf-8", "replace")
-        for tag, found in texts.items()
-        if tag.endswith(_TEXT_SUFFIX)
-    }
-    return _Start(min(times), min(steps, default=0), scalars, args)
+    times, steps = zip(*began, strict=True)
+    return _Start(min(times), min(steps), scalars, args)

@@ -2,11 +2,10 @@
 
     python -m megatron_muon.runs.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
 
-It is torchrun, started by scripts/slurm/pretrain.sbatch once on each node, but for four things. SIGTERM is handed to
-the workers and waited for, however long they take; torchrun would kill them after 30 seconds. The exit status is the
-workers' own, where torchrun's is 1 whatever happened: 75 says that a signal ended the run after it had written a
-checkpoint. `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a checkpoint. And the
-first node of the job holds the rendezvous, whatever the others make of its name.
+scripts/slurm/pretrain.sbatch starts it once on each node. It is torchrun but for four things: SIGTERM is handed to the
+workers and waited for, where torchrun would kill them after 30 seconds; the exit status is the workers' own, where
+torchrun's is 1 whatever happened; `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a
+checkpoint; the first node of the job holds the rendezvous, whatever the others make of its name.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _asked_to_end = False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the workers of this node; their exit status, see `status`."""
+    """Runs the workers of this node; their exit status, see `status`."""
     signal.signal(signal.SIGTERM, _hand_on)  # first of all: what follows takes seconds
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
@@ -72,15 +71,10 @@ def names_own_step(typed: Collection[str]) -> bool:
 
 
 def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
-    """The flags of a run that can be ended by SIGTERM and started again.
+    """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end and SLURM has put back `restarts` times.
 
-    Args:
-        flags: those of pretrain_gpt.py, `--config` among them.
-        restarts: how often SLURM has put the job back into the queue.
-
-    Returns:
-        These, with `--exit-signal-handler`. Where the folder of `--save` holds a checkpoint, the run goes on from
-        there: with `--load`, and without `FIRST_START_ONLY`.
+    `--exit-signal-handler` is added. Where the folder of `--save` holds a checkpoint, the run goes on from there: with
+    `--load`, and without `FIRST_START_ONLY`.
 
     Raises:
         UserError: no `--save`, or a configuration that cannot be read.
@@ -99,12 +93,10 @@ def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
     if found is None:
         print(f"node: no checkpoint in {save} yet: a first start", flush=True)
         return [*start, *rest, "--exit-signal-handler"]
-    left_out = list(FIRST_START_ONLY)
-    if restarts == 0 and names_own_step(typed):
-        left_out.remove("--ckpt-step")
-        print(f"node: going on from {save}, the iteration of --ckpt-step", flush=True)
-    else:
-        print(f"node: going on from {save}, iteration {found}", flush=True)
+    is_own_step = restarts == 0 and names_own_step(typed)
+    left_out = [flag for flag in FIRST_START_ONLY if not (flag == "--ckpt-step" and is_own_step)]
+    where = "the iteration of --ckpt-step" if is_own_step else f"iteration {found}"
+    print(f"node: going on from {save}, {where}", flush=True)
     unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
     return [*start, *_split(rest, *left_out)[1], *unset, "--load", save, "--exit-signal-handler"]
 
@@ -118,12 +110,7 @@ def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[s
 
 
 def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
-    """Set torchrun's options from what SLURM says of this node.
-
-    Args:
-        args: torchrun's options, changed here.
-        environ: of a task that srun started: SLURM_NODEID, SLURMD_NODENAME.
-    """
+    """Sets torchrun's options `args` from what SLURM says of this node: SLURM_NODEID, SLURMD_NODENAME."""
     args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
     if args.nproc_per_node == "auto":  # torchrun's own would start a rank for each core of a machine without GPUs
         import torch
@@ -133,28 +120,17 @@ def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
         # By itself torchrun compares names, and those of SLURM, of DNS and of the machine need not agree.
         is_host = f"is_host={environ['SLURM_NODEID'] == '0'}"
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, is_host)))
-    name = environ.get("SLURMD_NODENAME")
-    if args.local_addr is None and name and _resolves(name):
-        args.local_addr = name
-
-
-def _resolves(name: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(name, None))
-    except OSError:
-        return False
+    if args.local_addr is None and (name := environ.get("SLURMD_NODENAME")):
+        with contextlib.suppress(OSError):  # a name that does not resolve
+            socket.getaddrinfo(name, None)
+            args.local_addr = name
 
 
 def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
-    """The exit status of a node whose workers failed.
+    """The exit status of a node whose workers failed; `asked_to_end` once SIGTERM has come.
 
-    Args:
-        error: who had ended, and how, when torchrun saw the first end.
-        asked_to_end: SIGTERM has come.
-
-    Returns:
-        75 where a worker says so, or where SIGTERM met workers before training had begun; else the worker's own if they
-        agree on one, else 1.
+    It is 75 where a worker says so, or where SIGTERM met workers before training had begun; else the worker's own if
+    they agree on one, else 1.
     """
     codes = {failure.exitcode for failure in error.failures.values()}
     if exit_codes.TEMPFAIL in codes:

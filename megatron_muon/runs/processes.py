@@ -1,24 +1,23 @@
-"""Starts torchrun and its ranks, shows and keeps what they print, and leaves none of them behind, whatever happens.
-
-Used by everything that trains or measures. Needs neither torch nor megatron-core: the command line uses it before
-anything heavy is imported.
+"""Starts torchrun and its ranks, shows and keeps what they print, and leaves none of them behind. No torch.
 
 Signals: the ranks live in sessions of their own, so Ctrl-C reaches this process alone. It asks torchrun to end
 (SIGTERM), torchrun asks the ranks, which with --exit-signal-handler finish their step and write a checkpoint first.
 What has not ended in time is killed, and so is all at once when a second signal comes. Processes are found by their
-parents and by a mark in their environment, so that ranks whose torchrun was killed are found too; both need /proc.
+parents and by a mark in their environment, so that ranks whose torchrun was killed are found too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -41,12 +40,7 @@ _MARK = "MEGATRON_MUON_LAUNCH"
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch ended.
-
-    Attributes:
-        status: exit status of the command; 128 + n where signal n ended it.
-        signal: the signal that this process got and passed on, if any.
-    """
+    """How a launch ended: its exit status, 128 + n after signal n, and the signal that this process got, if any."""
 
     status: int
     signal: int | None = None
@@ -57,16 +51,17 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of the ranks: this package importable, gloo on the loopback, the cores shared evenly.
+def python_path() -> dict[str, str]:
+    """The variable that makes this package importable."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
 
-    Args:
-        ranks: processes on this machine.
-        nodes: machines; gloo stays on the loopback only where there is one.
-        settings: ENV_VARS of an experiment file; what is set already wins over them.
+
+def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment of `ranks` processes on this machine: the cores shared evenly, gloo of one node on the loopback.
+
+    `settings` are ENV_VARS of an experiment file; what is set already wins over them.
     """
-    env = {**(settings or {}), **os.environ}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    env = {**(settings or {}), **os.environ, **python_path()}
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     if sys.platform == "linux" and nodes == 1:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -75,14 +70,7 @@ def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | Non
 
 @dataclass(frozen=True)
 class Nodes:
-    """The machines of a run, in torchrun's words.
-
-    Attributes:
-        count: --nnodes.
-        rank: --node-rank, this machine's.
-        endpoint: --rdzv-endpoint, HOST:PORT of one of them; of a single machine a free port.
-        run_id: --rdzv-id, the same on all of them.
-    """
+    """The machines of a run: torchrun's --nnodes, --node-rank (this machine's), --rdzv-endpoint and --rdzv-id."""
 
     count: int = 1
     rank: int = 0
@@ -93,7 +81,7 @@ class Nodes:
 THIS_MACHINE = Nodes()
 
 
-def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE, more: Sequence[str] = ()) -> list[str]:
+def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE) -> list[str]:
     """The command that runs `program`, a script or `-m MODULE` with its arguments, on `ranks` processes per machine."""
     meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", nodes.endpoint]
     if nodes.count == 1:
@@ -101,17 +89,15 @@ def torchrun(ranks: int, *program: str, nodes: Nodes = THIS_MACHINE, more: Seque
     else:
         meet = ["--node-rank", str(nodes.rank), *meet, "--rdzv-id", nodes.run_id]
     size = ("--nnodes", str(nodes.count), "--nproc-per-node", str(ranks))
-    return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *more, *program]
+    return [sys.executable, "-m", "torch.distributed.run", *size, *meet, *program]
 
 
 def pretrain_program() -> tuple[str, ...]:
     """What torchrun runs to train: pretrain_gpt.py of a checkout, the same as a module of an installed package."""
-    script = ROOT / "pretrain_gpt.py"
-    if script.is_file():
-        with contextlib.suppress(ValueError):
-            return (str(script.relative_to(Path.cwd())),)
-        return (str(script),)
-    return ("-m", "megatron_muon.pretrain_gpt")
+    script, here = ROOT / "pretrain_gpt.py", Path.cwd()
+    if not script.is_file():
+        return ("-m", "megatron_muon.pretrain_gpt")
+    return (str(script.relative_to(here) if script.is_relative_to(here) else script),)
 
 
 def watch(
@@ -128,100 +114,82 @@ def watch(
     """Runs a command to its end; SIGINT, SIGTERM and SIGHUP end it, and none of its processes outlives the call.
 
     Args:
-        command: what to run.
-        log: where stdout and stderr go.
-        env: its environment.
+        command: what to run, in the environment `env`.
+        log: where stdout and stderr go; `append` keeps what it holds.
         on_line: gets every line without its end, but for torchrun's own traceback after a signal.
-        append: keep what the log holds.
         keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
         stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
     """
-    mark = uuid.uuid4().hex
-    process: subprocess.Popen[bytes] | None = None
+    mark, deadline = uuid.uuid4().hex, math.inf
     got: list[int] = []
-    done = threading.Event()
-    killer = threading.Timer(grace_s, lambda: kill())
-    killer.daemon = True
-
-    def kill() -> None:
-        assert process is not None
-        below = descendants(process.pid) if process.poll() is None else []
-        for one in {*below, *_marked(mark)}:
-            with contextlib.suppress(psutil.Error):
-                one.kill()
-
-    def ask_to_end() -> None:
-        assert process is not None
-        process.terminate()  # torchrun passes it on to the ranks
-        if not killer.is_alive():
-            killer.start()
-
-    def pass_on(number: int, _: FrameType | None = None) -> None:
-        got.append(number)
-        if process is not None:
-            ask_to_end() if len(got) == 1 else kill()
-
-    def pass_on_stop(stop: threading.Event) -> None:
-        while not done.is_set():
-            if stop.wait(0.2):
-                pass_on(signal.SIGINT)
-                return
-
-    with signals_handled(pass_on), log.open("ab" if append else "wb", buffering=0) as output:
+    with (
+        signals_handled(lambda number, _: got.append(number)),
+        log.open("ab" if append else "wb", buffering=0) as output,
+    ):
+        process = subprocess.Popen(
+            command,
+            env={**env, _MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=keeps,
+        )
+        reader = threading.Thread(target=_copy_lines, args=(process.stdout, output, on_line), daemon=True)
+        reader.start()
         try:
-            process = subprocess.Popen(
-                command,
-                env={**env, _MARK: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=keeps,
-            )
-            if got:  # it came while the process was being started
-                ask_to_end()
-            reader = threading.Thread(target=_copy_lines, args=(process.stdout, output, on_line), daemon=True)
-            reader.start()
-            if stop is not None:
-                threading.Thread(target=pass_on_stop, args=(stop,), daemon=True).start()
-            status = process.wait()
-            kill()  # what it left behind
-            reader.join(timeout=SECONDS_TO_END)
+            while process.poll() is None:
+                if stop is not None and stop.is_set() and not got:
+                    got.append(signal.SIGINT)
+                if got and deadline == math.inf:
+                    process.terminate()  # torchrun passes it on to the ranks
+                    deadline = time.monotonic() + grace_s
+                if len(got) > 1 or time.monotonic() > deadline:
+                    _kill(process, mark)
+                time.sleep(0.05)
         finally:
-            done.set()
-            killer.cancel()
-            if process is not None:
-                kill()
+            _kill(process, mark)  # what it left behind
+            reader.join(timeout=SECONDS_TO_END)
+    status = process.returncode
     return Ended(status if status >= 0 else 128 - status, got[0] if got else None)
 
 
+def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
+    """Kills a launch: what lies below its process, and what bears the mark, whoever is its parent by now."""
+    marked = [one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get(_MARK) == mark]
+    for one in {*(descendants(process.pid) if process.poll() is None else ()), *marked}:
+        with contextlib.suppress(psutil.Error):
+            one.kill()
+
+
 def _copy_lines(stream: IO[bytes], log: IO[bytes], on_line: Callable[[str], object] | None) -> None:
-    tell = on_line and _without_traceback_of_signals(on_line)
-    for line in stream:
-        with contextlib.suppress(ValueError):  # closed: what comes after the end of all processes
-            log.write(line)
-        if tell is not None:
-            try:
-                tell(line.decode("utf-8", "replace").removesuffix("\n"))
-            except OSError:  # whoever read along has read enough; the log goes on
-                tell = None
+    def logged() -> Iterator[str]:
+        for line in stream:
+            with contextlib.suppress(ValueError):  # closed: what comes after the end of all processes
+                log.write(line)
+            yield line.decode("utf-8", "replace").removesuffix("\n")
+
+    for line in _without_traceback_of_signals(logged()):
+        try:
+            if on_line is not None:
+                on_line(line)
+        except OSError:  # whoever read along has read enough; the log goes on
+            on_line = None
 
 
-def _without_traceback_of_signals(show: Callable[[str], object]) -> Callable[[str], None]:
-    """`show`, but for the traceback with which torchrun ends after a signal; the log keeps it."""
+def _without_traceback_of_signals(lines: Iterable[str]) -> Iterator[str]:
+    """Leaves out the traceback with which torchrun ends after a signal."""
     held: list[str] = []
-
-    def line(text: str) -> None:
-        held.append(text)
-        if not held[0].startswith("Traceback (most recent call last)"):
-            show(held.pop())
-        elif text and not text.startswith((" ", "Traceback")):  # the exception: the last line
-            for each in held if ".SignalException: " not in text else ():
-                show(each)
-            held.clear()
-
-    return line
+    for line in lines:
+        held.append(line)
+        if held[0].startswith("Traceback (most recent call last)"):
+            if not line or line.startswith((" ", "Traceback")):
+                continue  # up to the exception, the last line
+            if ".SignalException: " in line:
+                held.clear()
+        yield from held
+        held.clear()
 
 
 @contextlib.contextmanager
@@ -255,13 +223,7 @@ def sigterm_unwinds() -> contextlib.AbstractContextManager[None]:
 
 
 def run_logged(command: Sequence[str], log: Path, *, env: Mapping[str, str], what: str) -> None:
-    """Run a command to its end with all output in `log`; none of its processes outlives the call.
-
-    Args:
-        command: what to run.
-        log: where stdout and stderr go.
-        env: its environment.
-        what: the run's name in the error message.
+    """Runs a command, `what` in messages, to its end with all output in `log`; see `watch`.
 
     Raises:
         RunFailedError: it ended with another status than 0; the end of its output has been printed.
@@ -285,13 +247,3 @@ def descendants(pid: int) -> list[psutil.Process]:
         return list(psutil.Process(pid).children(recursive=True))
     except psutil.Error:
         return []
-
-
-def _marked(mark: str) -> list[psutil.Process]:
-    """Processes of a launch, by the mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(_MARK) == mark:
-                found.append(process)
-    return found

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import shlex
 import subprocess
-from collections.abc import Sequence
+import sys
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,23 +17,12 @@ from typing import Any
 from megatron_muon.runs.processes import ROOT, cores
 from megatron_muon.version import __version__
 
-_PACKAGES = (
-    "megatron-core",
-    "torch",
-    "emerging-optimizers",
-    "transformer-engine",
-    "deepspeed",
-    "muon-fsdp2",
-)
+_PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
 
 
-def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """Where figures come from: `origin`, `command`, `time`.
-
-    Args:
-        argv: the command line without the program's name.
-    """
-    command = shlex.join(("megatron-muon", *argv))
+def provenance() -> dict[str, Any]:
+    """Where figures come from: `origin`, `command`, `time`."""
+    command = shlex.join(("megatron-muon", *sys.argv[1:]))
     return {**origin(), "command": command, "time": datetime.now(UTC).isoformat(timespec="seconds")}
 
 
@@ -51,30 +41,22 @@ def origin() -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    commit = _described(ROOT if (ROOT / "pretrain_gpt.py").is_file() else Path.cwd())
-    dirty = None if commit is None else commit.endswith("-dirty")
+    folder = ROOT if (ROOT / "pretrain_gpt.py").is_file() else Path.cwd()
+    describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"]
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=True).stdout.strip() or None
     return {
         "machine": machine,
         "versions": versions,
         "commit": commit and commit.removesuffix("-dirty"),
-        "dirty": dirty,
+        "dirty": commit and commit.endswith("-dirty"),
     }
-
-
-def _described(folder: Path) -> str | None:
-    try:
-        described = subprocess.run(
-            ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"],
-            capture_output=True, text=True, timeout=10, check=True,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return described.stdout.strip() or None
 
 
 def _processor() -> str:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text("utf-8", "replace"), re.MULTILINE)
+        if found:
+            return found[1].strip()
     return platform.processor() or platform.machine()

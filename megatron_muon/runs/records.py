@@ -1,15 +1,14 @@
 """What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
 
-The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from Megatron's
-events; from `facts.json` beside them, which the training writes; and, of what Megatron only prints, from the log. A run
-without a summary, such as an array task's, has what its events say. Needs neither torch nor megatron-core.
+The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from the run's
+events and from `facts.json` beside them, which the training writes. A run without a summary, such as an array task's,
+has what its events say. Needs neither torch nor megatron-core.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,6 @@ LAST_STEPS = 10
 ONLY_SET = "validation"
 """The name of a run's validation set where it has one; several have names of their own."""
 
-_PEAK = re.compile(r"\[Rank \d+\].*?memory \(MB\).*?max allocated: ([\d.]+)")
-
 
 @dataclass(frozen=True)
 class LossPoint:
@@ -44,30 +41,120 @@ class LossPoint:
     loss: float
 
 
-@dataclass(frozen=True, eq=False)
 class Record:
-    """A run. None stands for what its folder does not tell; a loss may be NaN.
+    """A run. None stands for what its folder does not tell; a loss may be NaN; times are medians after the warm-up.
 
     Attributes:
         folder: its folder.
         places: where its events and checkpoints lie now.
-        run: contents of run.json; empty where there is none, as the following.
-        summary: contents of summary.json.
-        facts: contents of facts.json.
-        events: Megatron's events.
+        run, summary, facts: contents of run.json, summary.json and facts.json; empty where there is none.
+        args: Megatron's arguments as strings, by name.
+        iterations: the last that was logged.
+        tokens: trained on, all starts together.
+        train_seconds: in Megatron's training loop, all starts together, validation included.
+        train: training losses that were logged.
+        loss_last: mean of the last `LAST_STEPS` of them, or of all where there are fewer.
+        validation: validation losses; the mean of the sets where there are several.
+        validation_by_set: the last validation loss by name of the set.
+        validation_best: where the validation loss was lowest.
+        diverged_at: first iteration whose loss, or a gradient that Megatron ended the run for, is not a finite number.
+        outcome: that of summary.json; else "finished" or "unfinished", by the iterations.
+        skipped_iterations: steps skipped for non-finite gradients.
+        step_ms, optimizer_ms: of an iteration, and of the optimizer's step in it.
+        optimizer_share: of an iteration, 0 to 1.
+        tokens_per_second: of all ranks together.
+        phases_ms: of the measured steps of Muon, by phase; empty without them.
+        state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
+        peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
-    folder: Path
-    places: run_folder.RunFolder
-    run: Mapping[str, Any]
-    summary: Mapping[str, Any]
-    facts: Mapping[str, Any]
-    events: RunEvents
+    def __init__(
+        self,
+        folder: Path,
+        places: run_folder.RunFolder,
+        run: Mapping[str, Any],
+        summary: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        events: RunEvents,
+    ) -> None:
+        self.folder, self.places, self.events = folder, places, events
+        self.run, self.summary, self.facts = run, summary, facts
+        self.args: Mapping[str, str] = events.args
+        self.optimizer: str = self.args.get("optimizer") or summary.get("optimizer") or "unknown"
+        self.seed = self.whole_number("seed")
+        self.state_bytes: dict[str, int] = facts.get("state_bytes", {})
+        self.all_state_bytes = sum(self.state_bytes.values()) or None
+        self.peak_bytes = max((round(one.value) for one in events.points("mem-max-allocated-bytes")), default=None)
+        self._read_losses()
+        self._read_times()
 
-    @property
-    def args(self) -> Mapping[str, str]:
-        """Megatron's arguments as strings, by name."""
-        return self.events.args
+    def _read_losses(self) -> None:
+        self.train = self._losses(self.events.points(LOSS_TAG))
+        self.losses = [point.loss for point in self.train]
+        self.loss_last = statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
+        self.iterations = self.train[-1].step if self.train else 0
+        self.tokens = self.train[-1].tokens if self.train else None
+        self.skipped_iterations = len(self.events.points("skipped-iterations"))
+        # The log does not tell the test set from the validation set; the validation set is evaluated first.
+        sets = validations(self.events)
+        self.validation_by_set = {name or ONLY_SET: points[-1].value for name, points in sets.items()}
+        points = sorted(itertools.chain(*sets.values()), key=lambda point: point.step)
+        by_step = [list(alike) for _, alike in itertools.groupby(points, key=lambda point: point.step)]
+        means = (statistics.fmean(point.value for point in alike) for alike in by_step)
+        self.validation = self._losses(
+            [Point(alike[-1].step, mean, alike[-1].wall_time) for alike, mean in zip(by_step, means, strict=True)]
+        )
+        self.validation_last = self.validation[-1].loss if self.validation else None
+        numbers = (point for point in self.validation if math.isfinite(point.loss))
+        self.validation_best = min(numbers, key=lambda point: point.loss, default=None)
+        logged = (point.step for point in self.train if not math.isfinite(point.loss))
+        self.diverged_at: int | None = next(logged, self.facts.get("diverged_at"))
+        asked = self.whole_number("train_iters")
+        is_finished = asked is not None and self.iterations >= asked
+        self.outcome: str = self.summary.get("outcome") or ("finished" if is_finished else "unfinished")
+
+    def _read_times(self) -> None:
+        points = self.events.points
+        self.train_seconds = self.events.train_seconds
+        iterations = points("iteration-time") or [
+            Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
+            for before, after in itertools.pairwise(points(LOSS_TAG))
+            if after.step > before.step
+        ]
+        steps, optimizer, batches = (
+            {point.step: point.value for point in found}
+            for found in (after_warmup(iterations), points("optimizer-time"), points("batch-size"))
+        )
+        timed = {step: seconds for step, seconds in steps.items() if seconds > 0}
+        length = self.whole_number("seq_length") or 0
+        self.step_ms = _median(seconds * 1e3 for seconds in steps.values())
+        self.tokens_per_second = _median(
+            batches[step] * length / seconds for step, seconds in timed.items() if length and step in batches
+        )
+        self.optimizer_ms = _median(point.value * 1e3 for point in after_warmup(points("optimizer-time")))
+        self.optimizer_share = _median(optimizer[step] / timed[step] for step in timed.keys() & optimizer.keys())
+        if self.optimizer_share is None and optimizer and steps:  # at other steps: a run shorter than its log interval
+            self.optimizer_share = statistics.median(optimizer.values()) / statistics.median(steps.values())
+        phases = {phase: after_warmup(points(f"muon/{phase}_ms")) for phase in PHASES}
+        self.phases_ms = {phase: statistics.median(one.value for one in some) for phase, some in phases.items() if some}
+
+    def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
+        samples, length = self.events.samples, self.whole_number("seq_length")
+        last = max(samples, default=0)
+
+        def tokens(step: int) -> int | None:
+            if not last or length is None:
+                return None
+            return length * samples.get(step, round(samples[last] * step / last))  # a step between two logged ones
+
+        return tuple(
+            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
+        )
+
+    def whole_number(self, name: str) -> int | None:
+        """One of Megatron's arguments as a number."""
+        text = self.args.get(name, "")
+        return int(text) if text.isdigit() else None
 
     @cached_property
     def settings(self) -> Mapping[str, str]:
@@ -77,101 +164,6 @@ class Record:
         file = self.folder / run_folder.CONFIG
         flags = load_config(file).flags if file.is_file() else ()
         return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
-
-    @property
-    def optimizer(self) -> str:
-        """Its --optimizer."""
-        return self.args.get("optimizer") or self.summary.get("optimizer") or "unknown"
-
-    @property
-    def seed(self) -> int | None:
-        """Its --seed."""
-        return self.whole_number("seed")
-
-    def whole_number(self, name: str) -> int | None:
-        """One of Megatron's arguments as a number."""
-        text = self.args.get(name, "")
-        return int(text) if text.isdigit() else None
-
-    # Losses
-
-    @cached_property
-    def train(self) -> tuple[LossPoint, ...]:
-        """Training losses that were logged."""
-        return self._losses(self.events.points(LOSS_TAG))
-
-    @cached_property
-    def validation(self) -> tuple[LossPoint, ...]:
-        """Validation losses; the mean of the sets where there are several."""
-        by_step: dict[int, list[Point]] = {}
-        for points in validations(self.events).values():
-            for point in points:
-                by_step.setdefault(point.step, []).append(point)
-        return self._losses(
-            [
-                Point(step, statistics.fmean(point.value for point in points), points[-1].wall_time)
-                for step, points in sorted(by_step.items())
-            ]
-        )
-
-    @property
-    def validation_by_set(self) -> dict[str, float]:
-        """The last validation loss by name of the set.
-
-        The log does not tell the test set from the validation set; the validation set is evaluated first.
-        """
-        return {name or ONLY_SET: points[-1].value for name, points in validations(self.events).items()}
-
-    @property
-    def losses(self) -> list[float]:
-        """Training losses in their order."""
-        return [point.loss for point in self.train]
-
-    @property
-    def loss_last(self) -> float | None:
-        """Mean training loss of the last `LAST_STEPS` logged iterations, or of all where there are fewer."""
-        return statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
-
-    @property
-    def validation_last(self) -> float | None:
-        """The last validation loss."""
-        return self.validation[-1].loss if self.validation else None
-
-    @property
-    def validation_best(self) -> LossPoint | None:
-        """Where the validation loss was lowest."""
-        numbers = (point for point in self.validation if math.isfinite(point.loss))
-        return min(numbers, key=lambda point: point.loss, default=None)
-
-    # How far, and how it ended
-
-    @property
-    def iterations(self) -> int:
-        """The last that was logged."""
-        return self.train[-1].step if self.train else 0
-
-    @property
-    def tokens(self) -> int | None:
-        """Trained on, all starts together."""
-        return self.train[-1].tokens if self.train else None
-
-    @property
-    def train_seconds(self) -> float:
-        """In Megatron's training loop, all starts together, validation included."""
-        return self.events.train_seconds
-
-    @property
-    def outcome(self) -> str:
-        """That of summary.json; else "finished" or "unfinished", by the iterations."""
-        if self.summary:
-            return str(self.summary["outcome"])
-        asked = self.whole_number("train_iters")
-        return "finished" if asked is not None and self.iterations >= asked else "unfinished"
-
-    @property
-    def diverged_at(self) -> int | None:
-        """First iteration whose logged loss is not a finite number."""
-        return next((point.step for point in self.train if not math.isfinite(point.loss)), None)
 
     @property
     def rose(self) -> bool:
@@ -192,87 +184,6 @@ class Record:
         """Whether a loss was not a number, or the loss rose."""
         return bool(self.summary["diverged"]) if self.summary else self.diverged_at is not None or self.rose
 
-    # Time
-
-    @cached_property
-    def _step_seconds(self) -> dict[int, float]:
-        """Seconds of each iteration: Megatron's figure, or else from the times at which losses were written."""
-        points = self.events.points("iteration-time") or [
-            Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
-            for before, after in itertools.pairwise(self.events.points(LOSS_TAG))
-            if after.step > before.step
-        ]
-        return _by_step(after_warmup(points))
-
-    @property
-    def step_ms(self) -> float | None:
-        """Median of an iteration after the warm-up."""
-        return _median(seconds * 1e3 for seconds in self._step_seconds.values())
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Median after the warm-up, all ranks together."""
-        length, batches = self.whole_number("seq_length") or 0, _by_step(self.events.points("batch-size"))
-        timed = ((step, seconds) for step, seconds in self._step_seconds.items() if length and seconds > 0)
-        return _median(batches[step] * length / seconds for step, seconds in timed if step in batches)
-
-    @property
-    def optimizer_ms(self) -> float | None:
-        """Median of the optimizer's step."""
-        return _median(point.value * 1e3 for point in after_warmup(self.events.points("optimizer-time")))
-
-    @property
-    def optimizer_share(self) -> float | None:
-        """Median share of an iteration that the optimizer's step took, 0 to 1."""
-        optimizer, steps = _by_step(self.events.points("optimizer-time")), self._step_seconds
-        shares = [optimizer[step] / seconds for step, seconds in steps.items() if step in optimizer and seconds > 0]
-        if not shares and optimizer and steps:  # logged at other steps: a run shorter than its log interval
-            return statistics.median(optimizer.values()) / statistics.median(steps.values())
-        return _median(shares)
-
-    @property
-    def phases_ms(self) -> dict[str, float]:
-        """Medians of the measured steps of Muon, by phase; empty without them."""
-        medians = {
-            phase: _median(point.value for point in after_warmup(self.events.points(f"muon/{phase}_ms")))
-            for phase in PHASES
-        }
-        return {phase: median for phase, median in medians.items() if median is not None}
-
-    # Memory
-
-    @property
-    def state_bytes(self) -> dict[str, int]:
-        """Optimizer state of all ranks together, wherever it lies; by kind."""
-        return dict(self.facts.get("state_bytes", {}))
-
-    @property
-    def all_state_bytes(self) -> int | None:
-        """Optimizer state of all kinds."""
-        return sum(self.state_bytes.values()) if self.state_bytes else None
-
-    @cached_property
-    def peak_bytes(self) -> int | None:
-        """The most that a rank's memory held. On a CPU a process's resident set."""
-        log = self.folder / run_folder.LOG
-        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
-        peaks = [point.value for point in self.events.points("mem-max-allocated-bytes")]
-        peaks += [float(found) * 2**20 for found in _PEAK.findall(text)]
-        return round(max(peaks)) if peaks else None
-
-    def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
-        samples, length = self.events.samples, self.whole_number("seq_length")
-        last = max(samples, default=0)
-
-        def tokens(step: int) -> int | None:
-            if not last or length is None:
-                return None
-            return length * samples.get(step, round(samples[last] * step / last))  # a step between two logged ones
-
-        return tuple(
-            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
-        )
-
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
@@ -280,15 +191,10 @@ def is_run(folder: Path) -> bool:
 
 
 def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
-    """Reads a run.
-
-    Args:
-        folder: its folder.
-        places: where its files lie, where that is known.
-        needs_steps: refuse a run that has logged no loss.
+    """Reads the run in a folder, its files in `places` where these are known.
 
     Raises:
-        UserError: the folder holds no run.
+        UserError: the folder holds no run, or with `needs_steps` one that has logged no loss.
     """
     if not (folder.is_dir() if needs_steps or places else is_run(folder)):
         raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
@@ -305,10 +211,6 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
             f"the log in {str(places.tensorboard)!r} holds no {LOSS_TAG!r}; the run ended before its first step"
         )
     return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
-
-
-def _by_step(points: Iterable[Point]) -> dict[int, float]:
-    return {point.step: point.value for point in points}
 
 
 def _median(values: Iterable[float]) -> float | None:

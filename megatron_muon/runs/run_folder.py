@@ -1,47 +1,23 @@
 """The folder of a run: where it is, what lies in it, when it may be used again. Plain files, no torch.
 
     RUN/
-      config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together. It runs
-                      alone: pretrain_gpt.py --config RUN/config.yaml, or megatron-muon train --config RUN/config.yaml
+      config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together
       run.json        what was started, where, with which software; written before the training starts
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
-      tensorboard/    Megatron's events, where the flags do not name another place, and facts.json: what the training
-                      knows of its optimizer, see `patches.progress`
-      checkpoints/    checkpoints, where the flags ask for them (--save)
+      tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
+      checkpoints/    where the flags ask for them (--save)
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
 On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
-
-run.json has these keys:
-
-    name, folder    the folder's name, and where it was when the run was started
-    command         what the user typed, one string
-    torchrun        the command that was launched, one string; without what makes it wait longer
-    directory       the working folder, which relative paths start from
-    host, machine   the host's name; {processor, cores, load_average_before, system}
-    versions        {python, torch, megatron-core, emerging-optimizers, megatron-muon, ...} of what is installed
-    commit, dirty   of the checkout that the package runs from, else of the working folder's; null where there is none
-    config_files    experiment files read, bases first
-    config_hash     sha256 of the settings, --save, --load and --tensorboard-dir left out: equal for equal experiments
-    device          "cuda" or "cpu"
-    nodes, ranks    machines; processes on each
-    settings        Megatron's arguments that one asks for first: optimizer, train_iters, train_samples, seq_length,
-                    micro_batch_size, global_batch_size, exit_signal_handler, data_parallel_sharding_strategy
-    filled_in       flags that this machine needed and nobody chose, as typed
-    tensorboard_dir, checkpoint_dir     the latter null where nothing is saved
-    started         ISO 8601, UTC; of the last start
-    starts          how often the run was started, resumes included
-    resumed_from    the checkpoint that the last start continued, or null
-
-What summary.json has is said in `run_summary`. Paths are as the user would write them from `directory`.
+docs/experiments.md lists the fields of run.json and summary.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import math
 import os
 import re
 import shutil
@@ -49,6 +25,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
@@ -67,13 +45,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where the files of a run lie.
-
-    Attributes:
-        root: the folder.
-        tensorboard: Megatron's events.
-        checkpoints: None where the run saves nothing.
-    """
+    """Where the files of a run lie; `checkpoints` is None where it saves nothing."""
 
     root: Path
     tensorboard: Path
@@ -84,11 +56,10 @@ class RunFolder:
         """The latest checkpoint that Megatron's tracker file names."""
         if self.checkpoints is None:
             return None
-        try:
-            latest = files.latest(self.checkpoints)
-        except UserError:  # a run tells so when it loads
-            return None
-        return None if latest is None else files.iteration_folder(self.checkpoints, latest)
+        with contextlib.suppress(UserError):  # a run tells so when it loads
+            if (latest := files.latest(self.checkpoints)) is not None:
+                return files.iteration_folder(self.checkpoints, latest)
+        return None
 
     @property
     def has_steps(self) -> bool:
@@ -102,15 +73,9 @@ def locate(
 ) -> tuple[RunFolder, dict[str, str]]:
     """Where a run's files go.
 
-    With `out` everything goes there that the command line does not place: a --save or --tensorboard-dir of the
-    experiment file, too. Without, the flags decide: the folder is the parent of a --tensorboard-dir named tensorboard,
-    or of a --save named checkpoints, or else `default`.
-
-    Args:
-        values: flags of the experiment file.
-        chosen: flags of the command line.
-        out: the folder, where the user gives it.
-        default: the folder where nothing says.
+    With `out` everything goes there that the command line (`chosen`) does not place: a --save or --tensorboard-dir of
+    the experiment file (`values`), too. Without, the flags decide: the folder is the parent of a --tensorboard-dir
+    named tensorboard, or of a --save named checkpoints, or else `default`.
 
     Returns:
         The folder, and the flags that have to be added.
@@ -139,22 +104,17 @@ def locate(
 def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
     """Where the files of a run lie now, as far as its run.json says."""
     tensorboard, save = (
-        Path(moved(path, run, root)) if (path := run.get(name)) else None
-        for name in ("tensorboard_dir", "checkpoint_dir")
+        Path(moved(run.get(key) or str(root / name), run, root))
+        for key, name in (("tensorboard_dir", TENSORBOARD), ("checkpoint_dir", CHECKPOINTS))
     )
-    if tensorboard is None or not tensorboard.is_dir():
-        tensorboard = root / TENSORBOARD
-    return RunFolder(root, tensorboard, save or root / CHECKPOINTS)
+    return RunFolder(root, tensorboard if tensorboard.is_dir() else root / TENSORBOARD, save)
 
 
 def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
     """Where a file or folder of a run is now that its folder may have been copied or renamed.
 
-    A copy must neither go on from the original's checkpoints nor write into them.
-
-    Returns:
-        The same place within `root` where `path`, of the run's files, was within another folder of this run; else
-        `path`.
+    A copy must neither go on from the original's checkpoints nor write into them. Returns the same place within `root`
+    where `path` was within another folder of this run; else `path`.
     """
     if "folder" not in run:  # no run.json
         return path
@@ -172,30 +132,29 @@ def name_of(config: Path) -> str:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON file of a run; empty where it is not there or not whole."""
     try:
-        read = json.loads(file.read_text("utf-8"))
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError):
         return {}
-    return read if isinstance(read, dict) else {}
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Writes a strict JSON file such that it is there whole or not at all."""
+    """Writes a JSON file such that it is there whole or not at all; numbers that are not finite are null."""
     with files.written_at_once(file) as stream:
-        json.dump(strict(content), stream, indent=2, allow_nan=False)
-        stream.write("\n")
+        stream.write(json_text(content))
 
 
-def strict(value: Any) -> Any:
-    """`value` with null for numbers that are not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
-    return [strict(item) for item in value] if isinstance(value, list | tuple) else value
+def json_text(content: Any) -> str:
+    """Indented JSON, with null for numbers that are not finite."""
+    return msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
+
+
+def strict(content: Any) -> Any:
+    """`content` as it reads back from JSON."""
+    return msgspec.json.decode(msgspec.json.encode(content))
 
 
 def lock_of(root: Path) -> Lock:
-    """The lock of a run's folder, which whoever launched the run holds to its end."""
+    """The lock that whoever launched a run in `root` holds to its end."""
     return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")
 
 
@@ -207,12 +166,9 @@ def refuse_living(folder: RunFolder) -> None:
 
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """Refuses to run where another run's results lie, unless told to go on or to start anew.
+    """Raises a UserError where another run's results lie, unless told to go on or to start anew.
 
     What a start left that made no training step and no checkpoint may be overwritten.
-
-    Raises:
-        UserError: says what is there and what to type.
     """
     if resume or overwrite:
         return
@@ -246,14 +202,12 @@ def clear(folder: RunFolder) -> None:
         raise UserError(
             f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
         )
-    own = [
-        file
-        for name in (CONFIG, RUN, LOG, SUMMARY, "train.node-*.log", "config.node-*.yaml")
-        for file in root.glob(name)
-    ]
-    own += [file for name in ("events.out.tfevents.*", FACTS) for file in folder.tensorboard.glob(name)]
-    for file in own:
-        file.unlink()
+    for name in (CONFIG, RUN, LOG, SUMMARY, "train.node-*.log", "config.node-*.yaml"):
+        for file in root.glob(name):
+            file.unlink()
+    for name in ("events.out.tfevents.*", FACTS):
+        for file in folder.tensorboard.glob(name):
+            file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():
         shutil.rmtree(folder.checkpoints)
 

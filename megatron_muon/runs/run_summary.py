@@ -1,47 +1,14 @@
-"""What summary.json of a run's folder says: the figures of `Record`, and what only the log tells.
-
-    outcome           finished, stopped (by a signal, after a checkpoint: start it again), interrupted (Ctrl-C), killed
-                      (by another signal, nothing saved), refused (a user's mistake) or failed
-    status            exit status, see docs/experiments.md
-    error             of a run that was refused, failed or killed: the line that says why, where there is one; else null
-    go_on             the command that goes on from the last checkpoint, or starts again where there is none; null where
-                      the run has finished, met a loss that is not a number, or was refused before its first step
-    diverged          whether the loss stopped being a number, or ended above where it began by more than noise
-    diverged_at       first iteration whose loss is not a number; null where it ended too high, or did not diverge
-    diverged_why      in words, or null
-    started, ended    ISO 8601, UTC; of the last start
-    seconds           from `started` to `ended`
-    train_seconds     in Megatron's training loop, all starts together; null where nothing was logged, as all below
-    iterations        last iteration that was logged; 0 where there is none
-    train_iters       iterations asked for; null where --train-samples asks for samples
-    tokens            trained on, all starts together: samples times sequence length
-    loss_first        training loss of the first logged iteration
-    loss_last         mean training loss of the last 10 logged iterations, or of all where there are fewer
-    validation_loss   last validation loss by name of the set, "validation" where there is one
-    validation_iteration    where that is from
-    skipped_iterations      steps skipped for non-finite gradients, of those logged
-    step_ms           median time of an iteration after the first 10, or of all where there are fewer
-    tokens_per_second median after the first 10 iterations, all ranks together
-    optimizer_share   of an iteration, 0 to 1; where timers are logged
-    parameters        of the model, as Megatron counts them on a model-parallel rank
-    muon_parameters   those that Muon takes; null in a run without Muon
-    world_size        ranks of all nodes
-    checkpoint        latest checkpoint, or null
-    name, optimizer, command, torchrun, config_hash, tensorboard_dir     as in run.json
-
-A number that is not finite is null: the file is strict JSON.
-"""
+"""How a run ended: the contents of summary.json, whose fields docs/experiments.md lists, and a line of words."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megatron_muon import exit_codes
-from megatron_muon.runs.records import Record, read_record
+from megatron_muon.runs.records import read_record
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.runs.summary import validation_label
 
@@ -50,101 +17,76 @@ _OUTCOMES = {
     exit_codes.USAGE: "refused",
     exit_codes.TEMPFAIL: "stopped",
     exit_codes.INTERRUPTED: "interrupted",
-    129: "killed",
-    137: "killed",
-    143: "killed",
+    **dict.fromkeys((129, 137, 143), "killed"),
 }
-
-_PARAMETERS = re.compile(r"number of parameters on \(.*?\) model parallel rank \(.*?\): (\d+)")
-_NOT_FINITE = re.compile(r"Unexpected result (?:nan|-?inf)\b")
-_ERRORS = (
-    re.compile(r"^pretrain_gpt\.py: error: (.+)$", re.MULTILINE),
-    re.compile(r"^\[rank\d+\]: ((?:\w+\.)*\w+(?:Error|Exception)\b.*)$", re.MULTILINE),
-)
-"""What a rank prints of a user's mistake, and the last line of a traceback."""
 
 _KILLED = re.compile(
     r"^ +rank +: (\d+) .*\n +exitcode +: -\d+ .*\n.*\n +traceback : Signal \d+ \((\w+)\)", re.MULTILINE
 )
-"""A rank in torchrun's report that a signal ended."""
-
-_ITERATION = re.compile(r"iteration +(\d+)/ *\d+ \|.*?number of skipped iterations: +(\d+)")
+"""A rank that a signal ended, in torchrun's report: such a rank cannot tell by itself."""
 
 
-def summary_of(
-    folder: RunFolder, *, status: int, log: Path, run: Mapping[str, Any], began_at: int = 0
-) -> dict[str, Any]:
-    """The contents of summary.json but for its times.
+def error_of(ranks: Iterable[Mapping[str, Any]], output: str) -> str | None:
+    """The line that says why a run failed.
 
     Args:
-        folder: the run's.
-        status: exit status.
-        log: the output of all starts.
-        run: contents of run.json.
-        began_at: where the last start's output begins in `log`, in bytes.
+        ranks: what each left of its end, see `megatron.STATUS_FOLDER`.
+        output: what the run printed.
+
+    Returns:
+        The error of the rank that failed first; else which rank a signal ended.
     """
-    settings = run["settings"]
-    output = log.read_bytes() if log.exists() else b""
-    text, latest = (piece.decode("utf-8", "replace") for piece in (output, output[began_at:]))
-    outcome = _OUTCOMES.get(status, "failed")
-    record = read_record(folder.root, places=folder)
-    divergence = _divergence(record, latest)
-    skipped = {int(number): int(count) for number, count in _ITERATION.findall(text)}
-    # Which machine has the first rank, which tells these, is for torchrun to say.
-    everywhere = [text, *(file.read_text("utf-8", errors="replace") for file in folder.root.glob("train.node-*.log"))]
-    parameters = _PARAMETERS.findall("\n".join(everywhere))
-    return {
-        "name": run["name"],
-        "outcome": outcome,
-        "status": status,
-        "error": _error(latest) if outcome in ("refused", "failed", "killed") else None,
-        "go_on": _go_on(record, outcome, divergence),
-        "iterations": record.iterations,
-        "train_iters": settings.get("train_iters"),
-        "tokens": record.tokens,
-        "train_seconds": record.train_seconds if record.train else None,
-        "loss_first": record.losses[0] if record.train else None,
-        "loss_last": record.loss_last,
-        **divergence,
-        "validation_loss": record.validation_by_set if record.train else None,
-        "validation_iteration": record.validation[-1].step if record.validation else None,
-        "skipped_iterations": sum(skipped.values()),
-        **{name: getattr(record, name) for name in ("step_ms", "tokens_per_second", "optimizer_share")},
-        "parameters": int(parameters[-1]) if parameters else None,
-        "muon_parameters": record.facts.get("muon_parameters"),
-        "world_size": run["nodes"] * run["ranks"],
-        "checkpoint": str(folder.checkpoint) if folder.checkpoint else None,
-        **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
-        "optimizer": settings.get("optimizer"),
-    }
-
-
-def _error(text: str) -> str | None:
-    """The first line of the output that says why a run failed; else which rank a signal ended."""
-    if said := next((match[1] for pattern in _ERRORS if (match := pattern.search(text))), None):
-        return said
-    if killed := _KILLED.search(text):
+    if told := [rank for rank in ranks if rank.get("error")]:
+        return str(min(told, key=lambda rank: rank["time"])["error"])
+    if killed := _KILLED.search(output):
         why = "; where nobody sent it, the host's memory was full: see dmesg" if killed[2] == "SIGKILL" else ""
         return f"rank {killed[1]} was ended by {killed[2]}{why}"
     return None
 
 
-def _go_on(record: Record, outcome: str, divergence: Mapping[str, Any]) -> str | None:
-    began = bool(record.iterations or record.places.checkpoint)
-    if outcome == "finished" or divergence["diverged_at"] or (outcome == "refused" and not began):
-        return None
-    return f"megatron-muon train --resume --out {shlex.quote(str(record.folder))}"
+def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
+    """The contents of summary.json but for its times.
 
-
-def _divergence(record: Record, text: str) -> dict[str, Any]:
+    Args:
+        folder: the run's.
+        status: exit status.
+        error: `error_of` the last start.
+        run: contents of run.json.
+    """
+    outcome = _OUTCOMES.get(status, "failed")
+    record = read_record(folder.root, places=folder)
     at, why = record.diverged_at, None
-    if at is None and _NOT_FINITE.search(text):  # Megatron ends such a step before it is logged
-        at = record.iterations + 1
     if at is not None:
         why = f"the loss or a gradient is not a number at iteration {at}"
     elif record.rose:
         why = f"the loss rose from {record.losses[0]:.3f} to {record.loss_last:.3f}"
-    return {"diverged": why is not None, "diverged_at": at, "diverged_why": why}
+    is_over = outcome == "finished" or at is not None
+    is_over |= outcome == "refused" and not (record.iterations or folder.checkpoint)
+    return {
+        "name": run["name"],
+        "outcome": outcome,
+        "status": status,
+        "error": error if outcome in ("refused", "failed", "killed") else None,
+        "go_on": None if is_over else f"megatron-muon train --resume --out {shlex.quote(str(folder.root))}",
+        "iterations": record.iterations,
+        "train_iters": run["settings"].get("train_iters"),
+        "tokens": record.tokens,
+        "train_seconds": record.train_seconds if record.train else None,
+        "loss_first": record.losses[0] if record.train else None,
+        "loss_last": record.loss_last,
+        "diverged": why is not None,
+        "diverged_at": at,
+        "diverged_why": why,
+        "validation_loss": record.validation_by_set if record.train else None,
+        "validation_iteration": record.validation[-1].step if record.validation else None,
+        "skipped_iterations": record.skipped_iterations,
+        **{name: getattr(record, name) for name in ("step_ms", "tokens_per_second", "optimizer_share")},
+        **{name: record.facts.get(name) for name in ("parameters", "muon_parameters")},
+        "world_size": run["nodes"] * run["ranks"],
+        "checkpoint": str(folder.checkpoint) if folder.checkpoint else None,
+        **{name: run[name] for name in ("command", "torchrun", "config_hash", "tensorboard_dir")},
+        "optimizer": run["settings"].get("optimizer"),
+    }
 
 
 def in_words(summary: Mapping[str, Any], *, why: bool = False) -> str:

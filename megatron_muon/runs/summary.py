@@ -1,8 +1,4 @@
-"""`megatron-muon summary`: what a run came to, on one page.
-
-All figures come from what Megatron's training loop wrote to TensorBoard. Where it wrote none (a timer that was
-not asked for, no validation) the summary says so instead of guessing.
-"""
+"""`megatron-muon summary`: what a run came to, on one page; what the training did not write is said to be missing."""
 
 from __future__ import annotations
 
@@ -12,10 +8,10 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import UserError
+from megatron_muon.command_parser import write_json
 from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import LAST_STEPS, ONLY_SET, Record, read_record
-from megatron_muon.runs.run_folder import CONFIG, RUN, write_json
+from megatron_muon.runs.run_folder import CONFIG, RUN
 
 QUICKSTART_DATA = "data/stdlib"
 """The data of configs/quickstart.yaml."""
@@ -38,33 +34,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the summary, and writes it as JSON where asked."""
     record = read_record(args.run_dir, needs_steps=True)
-    if args.json is not None:
-        try:
-            write_json(args.json, figures(record))
-        except OSError as error:
-            raise UserError(f"cannot write {str(args.json)!r}: {error.strerror}") from None
+    write_json(args.json, figures(record))
     show(record)
     return 0
 
 
 def figures(record: Record) -> dict[str, Any]:
     """The figures of a run that has logged a step. None stands for what the log does not hold; see `Record`."""
+    names = ("iterations", "loss_last", "rose", "diverged_at", "tokens_per_second", "optimizer_share", "train_seconds")
     return {
         "run_dir": str(record.folder),
         "optimizer": record.args.get("optimizer"),
         "world_size": record.whole_number("world_size"),
-        "iterations": record.iterations,
+        **{name: getattr(record, name) for name in names},
         "loss_first": record.losses[0],
-        "loss_last": record.loss_last,
         "losses_averaged": len(record.losses[-LAST_STEPS:]),
-        "rose": record.rose,
-        "diverged_at": record.diverged_at,
         "validation_loss": record.validation_by_set,
         "validation_iteration": record.validation[-1].step if record.validation else None,
-        "tokens_per_second": record.tokens_per_second,
         "step_seconds": record.step_ms / 1e3 if record.step_ms is not None else None,
-        "optimizer_share": record.optimizer_share,
-        "train_seconds": record.train_seconds,
         "tensorboard_dir": str(record.places.tensorboard),
         "checkpoint": str(record.places.checkpoint) if record.places.checkpoint else None,
         "next_commands": next_commands(record),
@@ -79,19 +66,17 @@ def validation_label(name: str) -> str:
 def show(record: Record) -> None:
     """Prints the summary; commands are never wrapped, so that they can be copied."""
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
+    columns = Column(style="bold", no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, box=None, show_header=False, padding=(0, 2, 0, 0))
     for label, value in rows(record):
         table.add_row(label, Text(value))
     console.print(Text(f"Run {record.folder}", style="bold"), soft_wrap=True)
     console.print(table)
-    console.print()
-    console.print(Text("What to try next", style="bold"))
+    console.print(Text("\nWhat to try next", style="bold"))
     for purpose, command in next_commands(record):
         console.print(Text(f"  {purpose}"))
         console.print(Text(f"    {command}", style="cyan"), soft_wrap=True)

@@ -1,12 +1,11 @@
 """Runs one experiment: settles it, writes its folder, launches torchrun, and sums up what came of it.
 
 `prepare` settles and shows nothing, `execute` runs what was prepared; the command `megatron-muon train` does one after
-the other, and so may whatever runs many. The folder's files are described in `run_folder` and `run_summary`.
+the other, and so may whatever runs many. The folder's files are described in `run_folder`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
@@ -22,7 +21,7 @@ from typing import Any
 from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import STATUS_FILE
+from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
@@ -30,86 +29,64 @@ from megatron_muon.runs.processes import Ended, environment, pretrain_program, t
 from megatron_muon.runs.provenance import origin
 from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.run_summary import summary_of
+from megatron_muon.runs.run_summary import error_of, summary_of
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """A settled run: what was asked for, and what came of that."""
+    """A settled run: what was asked for, and what came of that.
+
+    Attributes:
+        checkpoint: what the run goes on from.
+        goes_back: whether a --ckpt-step that was typed without a --load names it. One of an experiment file, or beside
+            a --load of other checkpoints, says how the first start began.
+    """
 
     request: Request
     resolved: Resolved
+    checkpoint: Path | None
+    goes_back: bool
 
     @property
     def folder(self) -> RunFolder:
         """Where its files lie."""
         return self.resolved.folder
 
-    @property
-    def is_first_node(self) -> bool:
-        """Whether this machine writes what there is once for all of them."""
-        return self.request.nodes.rank == 0
-
-    @property
-    def config_file(self) -> Path:
-        """The resolved experiment file that this machine's ranks read."""
+    def own_file(self, name: str) -> Path:
+        """A file of which every machine has its own: config.yaml, which its ranks read, and train.log."""
+        stem, suffix = name.split(".")
         rank = self.request.nodes.rank
-        return self.folder.root / (f"config.node-{rank}.yaml" if rank else run_folder.CONFIG)
-
-    @property
-    def log(self) -> Path:
-        """Where this machine's output goes."""
-        rank = self.request.nodes.rank
-        return self.folder.root / (f"train.node-{rank}.log" if rank else run_folder.LOG)
-
-    @property
-    def ckpt_step(self) -> int | None:
-        """The iteration of the run's own checkpoints that this start asks for: a --ckpt-step typed without a --load.
-
-        One of an experiment file, or beside a --load of other checkpoints, says how the first start began.
-        """
-        typed = {flag.name: flag.values for flag in self.resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
-        is_own = self.request.resume and self.folder.checkpoint and names_own_step(typed)
-        return int(typed["--ckpt-step"][0]) if is_own else None
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """What the run goes on from."""
-        if self.ckpt_step is not None and self.folder.checkpoints is not None:
-            return files.iteration_folder(self.folder.checkpoints, self.ckpt_step)
-        return self.folder.checkpoint if self.request.resume else None
+        return self.folder.root / (f"{stem}.node-{rank}.{suffix}" if rank else name)
 
     @property
     def shown_command(self) -> str:
-        """`torchrun` as a user would type it: by its name, and without what makes it wait longer."""
-        command = self.torchrun(waits=False)
+        """`torchrun` as a user would type it."""
+        command = self.torchrun
         return shlex.join(["torchrun", *command[command.index("torch.distributed.run") + 1 :]])
 
-    def torchrun(self, *, waits: bool = True) -> list[str]:
-        """The command that runs it.
-
-        Args:
-            waits: with the flag that gives ranks the request's `grace_s` seconds to save.
-        """
-        wait = ("--shutdown-timeout", str(self.request.grace_s)) if waits and self.resolved.can_wait else ()
-        program = [*pretrain_program(), "--config", str(self.config_file)]
+    @property
+    def torchrun(self) -> list[str]:
+        """The command that runs it."""
+        program = [*pretrain_program(), "--config", str(self.own_file(run_folder.CONFIG))]
         if self.checkpoint is not None:
             left_out = {flag.name for flag in self.resolved.flags} & set(FIRST_START_ONLY)
-            left_out -= {"--ckpt-step"} if self.ckpt_step is not None else set()
+            left_out -= {"--ckpt-step"} if self.goes_back else set()
             program += ["--load", str(self.folder.checkpoints)]
             program += [token for flag in sorted(left_out) for token in (UNSET_FLAG, flag)]
-        return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes, more=wait)
+        return torchrun(self.resolved.ranks, *program, nodes=self.request.nodes)
+
+    @property
+    def settings_lines(self) -> list[str]:
+        """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
+        flags = (*self.resolved.flags, *self.resolved.filled_in)
+        rows = [(flag.name, shlex.join(flag.values) if flag.values else "true", flag.source) for flag in flags]
+        widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 44), (1, 40))]
+        return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
-
-    Attributes:
-        status: exit status, see docs/experiments.md.
-        summary: contents of summary.json; empty on other machines than the first.
-        started: whether anything was started: False where the run was finished before.
-    """
+    """How a run ended: exit status, summary.json (empty on other machines than the first), whether it was started."""
 
     status: int
     summary: Mapping[str, Any]
@@ -130,18 +107,20 @@ def prepare(request: Request, resolved: Resolved | UserError | None = None) -> E
         (resolved,) = resolve_each([request])
     if isinstance(resolved, UserError):
         raise resolved
-    experiment = Experiment(request, resolved)
     if nodes.count > 1 and request.out is None and resolved.folder.root == Path(request.default_out):
         raise UserError("several nodes need one folder that all of them see; name it with --out DIR")
-    if experiment.ckpt_step is not None and experiment.checkpoint is not None and not experiment.checkpoint.is_dir():
-        held = ", ".join(map(str, files.iterations(experiment.checkpoint.parent)))
-        raise UserError(
-            f"--ckpt-step {experiment.ckpt_step}: {experiment.checkpoint.parent} has no checkpoint of that iteration; "
-            f"it has {held or 'none'}"
-        )
+    checkpoint = resolved.folder.checkpoint if request.resume else None
+    typed = {flag.name: flag.values for flag in resolved.flags if flag.source in (FROM_SET, FROM_LINE)}
+    goes_back = checkpoint is not None and names_own_step(typed)
+    if checkpoint is not None and goes_back:
+        step, saves = int(typed["--ckpt-step"][0]), checkpoint.parent
+        checkpoint = files.iteration_folder(saves, step)
+        if not checkpoint.is_dir():
+            held = ", ".join(map(str, files.iterations(saves))) or "none"
+            raise UserError(f"--ckpt-step {step}: {saves} has no checkpoint of that iteration; it has {held}")
     if nodes.rank == 0:
         _refuse_taken(resolved.folder, request)
-    return experiment
+    return Experiment(request, resolved, checkpoint, goes_back)
 
 
 def _refuse_taken(folder: RunFolder, request: Request) -> None:
@@ -156,77 +135,83 @@ def execute(
     stop: threading.Event | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Runs what `prepare` returned to its end and writes its folder.
+    """Runs what `prepare` returned to its end and writes its folder; `on_line` and `stop` as for `watch`.
 
-    Args:
-        experiment: what to run.
-        on_line: gets every line of the output as it comes.
-        stop: ends the run as Ctrl-C does when it is set, for runs in threads of their own.
-        env: variables for the ranks, which win over all others.
+    Variables of `env` win over all others of the ranks.
 
     Raises:
         UserError: another run is under way in the folder, or has been there since `prepare` looked.
     """
     folder, request = experiment.folder, experiment.request
-    with contextlib.ExitStack() as stack:
-        keeps = []
-        if experiment.is_first_node:
-            run_folder.refuse_living(folder)
-            lock = stack.enter_context(run_folder.lock_of(folder.root).held())
-            keeps = [] if lock is None else [lock]  # torchrun keeps it where it outlives this process
-            run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
-            if request.resume and experiment.ckpt_step is None and (done := _finished(experiment)):
-                return Outcome(0, done, started=False)
-            if request.overwrite:
-                run_folder.clear(folder)
+    if request.nodes.rank:
         folder.root.mkdir(parents=True, exist_ok=True)
+        return Outcome(_launch(experiment, _run_record(experiment), [], on_line, stop, env)[0], {})
+    run_folder.refuse_living(folder)
+    with run_folder.lock_of(folder.root).held() as lock:
+        run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
+        if request.resume and not experiment.goes_back and (done := _finished(experiment)):
+            return Outcome(0, done, started=False)
+        if request.overwrite:
+            run_folder.clear(folder)
         run = _run_record(experiment)
-        experiment.config_file.write_text(_config_text(experiment, run), "utf-8")
-        if experiment.is_first_node:
-            (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
-            run_folder.write_json(folder.root / run_folder.RUN, run)
-        append = experiment.checkpoint is not None
-        began_at = experiment.log.stat().st_size if append and experiment.log.exists() else 0
-        status_file = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="train-")), "status")
-        of_ranks = environment(experiment.resolved.ranks, nodes=request.nodes.count, settings=experiment.resolved.env)
-        ended = watch(
-            experiment.torchrun(),
-            experiment.log,
-            env={**of_ranks, **(env or {}), STATUS_FILE: str(status_file)},
-            on_line=on_line,
-            append=append,
-            keeps=keeps,
-            grace_s=request.grace_s,
-            stop=stop,
-        )
-        status = _exit_status(ended, status_file)
-        if not experiment.is_first_node:
-            return Outcome(status, {})
+        (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
+        run_folder.write_json(folder.root / run_folder.RUN, run)
+        keeps = [] if lock is None else [lock]  # torchrun keeps it where it outlives this process
+        status, error = _launch(experiment, run, keeps, on_line, stop, env)
         now = datetime.now(UTC)
-        summary = run_folder.strict(
-            {
-                **summary_of(folder, status=status, log=experiment.log, run=run, began_at=began_at),
-                "started": run["started"],
-                "ended": now.isoformat(timespec="seconds"),
-                "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
-            }
-        )
+        times = {
+            "started": run["started"],
+            "ended": now.isoformat(timespec="seconds"),
+            "seconds": round((now - datetime.fromisoformat(run["started"])).total_seconds(), 1),
+        }
+        summary = run_folder.strict({**summary_of(folder, status=status, error=error, run=run), **times})
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
         return Outcome(status, summary)
 
 
-def _exit_status(ended: Ended, of_rank: Path) -> int:
-    """The run's status: what a rank left in a file counts for more than torchrun's, which is 1 for anything but 0."""
-    rank = None
-    with contextlib.suppress(OSError, ValueError):
-        rank = int(of_rank.read_text("utf-8"))
+def _launch(
+    experiment: Experiment,
+    run: Mapping[str, Any],
+    keeps: list[int],
+    on_line: Callable[[str], object] | None,
+    stop: threading.Event | None,
+    env: Mapping[str, str] | None,
+) -> tuple[int, str | None]:
+    """The exit status of this machine's ranks, and the line that says why they failed."""
+    resolved, log = experiment.resolved, experiment.own_file(run_folder.LOG)
+    heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
+    text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
+    experiment.own_file(run_folder.CONFIG).write_text(text, "utf-8")
+    append = experiment.checkpoint is not None
+    began_at = log.stat().st_size if append and log.exists() else 0
+    with tempfile.TemporaryDirectory(prefix="train-") as ends:
+        ended = watch(
+            experiment.torchrun,
+            log,
+            env={
+                **environment(resolved.ranks, nodes=experiment.request.nodes.count, settings=resolved.env),
+                **(env or {}),
+                STATUS_FOLDER: ends,
+                "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(experiment.request.grace_s),  # seconds to save, else 30
+            },
+            on_line=on_line,
+            append=append,
+            keeps=keeps,
+            grace_s=experiment.request.grace_s,
+            stop=stop,
+        )
+        ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
+    output = log.read_bytes()[began_at:].decode("utf-8", "replace")
+    return _exit_status(ended, ranks.get("0", {}).get("status")), error_of(ranks.values(), output)
+
+
+def _exit_status(ended: Ended, rank: int | None) -> int:
+    """The run's status: what its first rank left counts for more than torchrun's, which is 1 for anything but 0."""
     if ended.signal == signal.SIGINT:
-        return 128 + signal.SIGINT
+        return exit_codes.INTERRUPTED
     if ended.signal is not None:
         return rank if rank == exit_codes.TEMPFAIL else 128 + ended.signal
-    if ended.status == 0:
-        return 0
-    return rank or ended.status
+    return 0 if ended.status == 0 else rank or ended.status
 
 
 def _finished(experiment: Experiment) -> dict[str, Any] | None:
@@ -262,16 +247,3 @@ def _run_record(experiment: Experiment) -> dict[str, Any]:
         "starts": before.get("starts", 0) + 1,
         "resumed_from": str(experiment.checkpoint) if experiment.checkpoint else None,
     }
-
-
-def _config_text(experiment: Experiment, run: Mapping[str, Any]) -> str:
-    heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
-    return run_folder.config_text(experiment.resolved.flag_values, experiment.resolved.env, heading=heading)
-
-
-def settings_lines(experiment: Experiment) -> list[str]:
-    """The effective settings as lines: flag, value, where it comes from; what is filled in comes last."""
-    flags = (*experiment.resolved.flags, *experiment.resolved.filled_in)
-    rows = [(flag.name, shlex.join(flag.values) if flag.values else "true", flag.source) for flag in flags]
-    widths = [min(max(len(row[column]) for row in rows), limit) for column, limit in ((0, 44), (1, 40))]
-    return [f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows]

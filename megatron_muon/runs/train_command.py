@@ -1,8 +1,4 @@
-"""`megatron-muon train`: one experiment, from its YAML file to the summary in its folder.
-
-This module has the arguments and what is shown; `train` does the work, `run_folder` and `run_summary` say what it
-leaves behind.
-"""
+"""`megatron-muon train`: the arguments, and what is shown; `train` does the work."""
 
 from __future__ import annotations
 
@@ -82,7 +78,7 @@ def configure(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
     from megatron_muon.runs.run_summary import in_words
-    from megatron_muon.runs.train import execute, prepare, settings_lines
+    from megatron_muon.runs.train import execute, prepare
 
     request = request_of(args)
     with sigterm_unwinds():
@@ -90,8 +86,8 @@ def run(args: argparse.Namespace) -> int:
     for note in experiment.resolved.notes:
         print(f"megatron-muon: {note}")
     if not args.quiet:
-        print(f"\nsettings of {args.config or experiment.config_file}")
-        print("\n".join(settings_lines(experiment)))
+        print(f"\nsettings of {args.config or experiment.own_file(run_folder.CONFIG)}")
+        print("\n".join(experiment.settings_lines))
     root = experiment.folder.root
     print(f"\nrun folder  {root}")
     if experiment.checkpoint is not None:
@@ -102,15 +98,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     outcome = execute(experiment, on_line=functools.partial(print, flush=True))
+    summary, file = outcome.summary, root / run_folder.SUMMARY
     if not outcome.started:
-        print(f"finished before: {outcome.summary['iterations']} iterations; see {root / run_folder.SUMMARY}")
-    elif outcome.summary:
-        print(f"\n{in_words(outcome.summary)}; see {root / run_folder.SUMMARY}")
-        if outcome.summary["error"]:
-            print(f"why: {outcome.summary['error']}")
-        if outcome.summary["go_on"]:
-            what = "to go on" if outcome.summary["checkpoint"] else "nothing was saved; to start again"
-            print(f"{what}: {outcome.summary['go_on']}")
+        print(f"finished before: {summary['iterations']} iterations; see {file}")
+    elif summary:
+        print(f"\n{in_words(summary)}; see {file}")
+        if summary["error"]:
+            print(f"why: {summary['error']}")
+        if summary["go_on"]:
+            print(f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}: {summary['go_on']}")
     return outcome.status
 
 
@@ -129,14 +125,15 @@ def request_of(args: argparse.Namespace) -> Request:
         if not (args.resume and args.out):
             raise UserError("no experiment: give --config FILE, or --resume --out DIR to go on with a run")
         config = args.out / run_folder.CONFIG
-    if args.nproc is None and args.resume and args.out:
-        args.nproc = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
+    ranks = args.nproc
+    if ranks is None and args.resume and args.out:
+        ranks = run_folder.read_json(args.out / run_folder.RUN).get("ranks")
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
     return Request(
         config=str(config),
         sets=tuple(assignment(text) for text in args.sets),
         flags=tuple(args.flags),
-        ranks=args.nproc,
+        ranks=ranks,
         nodes=_nodes(args),
         out=str(args.out) if args.out else None,
         keeps_places=args.config is None,
@@ -150,18 +147,19 @@ def request_of(args: argparse.Namespace) -> Request:
 
 
 def _nodes(args: argparse.Namespace) -> Nodes:
-    if args.nnodes == 1:
-        if args.node_rank or args.rdzv_endpoint:
+    count, rank, endpoint = args.nnodes, args.node_rank, args.rdzv_endpoint
+    if count == 1:
+        if rank or endpoint:
             raise UserError("--node-rank and --rdzv-endpoint are for several machines; give --nnodes N too")
         return THIS_MACHINE
-    if args.node_rank is None or args.rdzv_endpoint is None:
+    if rank is None or endpoint is None:
         raise UserError(
-            f"--nnodes {args.nnodes} needs --node-rank R (0 to {args.nnodes - 1}) and --rdzv-endpoint HOST:PORT, one "
-            "of the machines and a free port on it"
+            f"--nnodes {count} needs --node-rank R (0 to {count - 1}) and --rdzv-endpoint HOST:PORT, one of the "
+            "machines and a free port on it"
         )
-    if not 0 <= args.node_rank < args.nnodes:
-        raise UserError(f"--node-rank {args.node_rank} is out of range; choose 0 to {args.nnodes - 1}")
-    return Nodes(args.nnodes, args.node_rank, args.rdzv_endpoint, args.rdzv_id)
+    if not 0 <= rank < count:
+        raise UserError(f"--node-rank {rank} is out of range; choose 0 to {count - 1}")
+    return Nodes(count, rank, endpoint, args.rdzv_id)
 
 
 def assignment(text: str) -> tuple[str, str]:

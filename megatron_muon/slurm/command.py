@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_muon.command_parser import CommandParser, positive
-from megatron_muon.errors import Reasons, RunFailedError, UserError
+from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.runs.processes import ROOT, Nodes
 
 SCRIPT = Path("scripts/slurm/pretrain.sbatch")
@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.at_once is not None and args.array is None:
         raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
+    args.ranks = args.gpus_per_node or args.nproc_per_node  # on each node; None leaves them to what the job finds
+    args.job_name = args.job_name or args.config.stem
     tasks = [()] if args.array is None else read_tasks(args.array)
     runs = check_flags(args, tasks)
     check_as_run(args, tasks)
@@ -104,48 +106,36 @@ def run(args: argparse.Namespace) -> int:
 def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, str]]:
     """sbatch with its options, the script and the script's arguments; the variables that the script reads."""
     options = {
-        "--nodes": args.nodes,
-        "--job-name": args.job_name or args.config.stem,
-        "--gpus-per-node": args.gpus_per_node,
-        "--time": args.time,
-        "--partition": args.partition,
-        "--account": args.account,
+        **{f"--{name.replace('_', '-')}": getattr(args, name) for name in ("nodes", "job_name", "gpus_per_node")},
+        **{f"--{name}": getattr(args, name) for name in ("time", "partition", "account")},
         "--array": args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else ""),
     }
     command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
     command += [*args.sbatch, str(ROOT / SCRIPT), str(args.config), *args.flags]
-    env = {"MUON_ROOT": str(ROOT)}
-    if not os.environ.get("VENV") and not os.environ.get("CONTAINER_IMAGE"):
-        env["VENV"] = sys.prefix
-    if ranks := _ranks(args):
-        env["NPROC_PER_NODE"] = str(ranks)
-    if args.array is not None:
-        env["ARRAY_FLAGS"] = str(args.array)
-    return command, env
+    has_python = os.environ.get("VENV") or os.environ.get("CONTAINER_IMAGE")
+    env = {
+        "MUON_ROOT": str(ROOT),
+        "VENV": None if has_python else sys.prefix,
+        "NPROC_PER_NODE": args.ranks,
+        "ARRAY_FLAGS": args.array,
+    }
+    return command, {name: str(value) for name, value in env.items() if value is not None}
 
 
 def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) -> list[tuple[str, str]]:
     """(name, value) of what a user should see; `first` are the flags of the first run."""
-    each = f"{ranks} = {args.nodes * ranks} ranks" if (ranks := _ranks(args)) else "a rank for each GPU, or one"
-    name = args.job_name or args.config.stem
+    each = f"{args.ranks} = {args.nodes * args.ranks} ranks" if args.ranks else "a rank for each GPU, or one"
     array = [] if args.array is None else [("tasks", f"{tasks}, from {args.array}")]
-    checkpoints = "of each task in a folder of its own" if array else _checkpoints(first, args.flags)
     return [
         ("config", str(args.config)),
         ("flags", shlex.join(args.flags) or "none beside the file's"),
         *array,
         ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
         ("time limit", f"{args.time or 'the partition’s'}; SIGTERM three minutes ahead"),
-        ("checkpoints", checkpoints),
+        ("checkpoints", "of each task in a folder of its own" if array else _checkpoints(first, args.flags)),
         ("python", os.environ.get("CONTAINER_IMAGE") or os.environ.get("VENV") or sys.prefix),
-        ("logs", f"{LOGS}/{name}-JOB.log, and for each node {LOGS}/{name}-JOB-NUMBER-HOST.log"),
+        ("logs", f"{LOGS}/{args.job_name}-JOB.log, and for each node {LOGS}/{args.job_name}-JOB-NUMBER-HOST.log"),
     ]
-
-
-def _ranks(args: argparse.Namespace) -> int | None:
-    """Ranks on each node; None leaves them to what the job finds."""
-    ranks: int | None = args.gpus_per_node or args.nproc_per_node
-    return ranks
 
 
 def read_tasks(file: Path) -> list[tuple[str, ...]]:
@@ -200,8 +190,8 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
             )
         if run.save_interval is None:
             raise UserError(f"--save {run.save} needs --save-interval N too; add it after --")
-        if ranks := _ranks(args):
-            arguments.check_parallelism(run, args.nodes * ranks)
+        if args.ranks:
+            arguments.check_parallelism(run, args.nodes * args.ranks)
         if (first := folders.setdefault(run.save, number)) != number:
             raise UserError(
                 f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {run.save}; "
@@ -219,20 +209,19 @@ def check_as_run(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> No
     Raises:
         UserError: what the user got wrong, all of it.
     """
-    if (ranks := _ranks(args)) is None:
+    if args.ranks is None:
         return
     from megatron_muon.runs.resolve import Request, resolve_each
 
     device = (("device", "cuda"),) if args.gpus_per_node else ()
-    every = Request(str(args.config), device, ranks=ranks, nodes=Nodes(args.nodes), writes=False)
-    reasons = Reasons()
-    requests = [replace(every, flags=(*args.flags, *flags)) for flags in tasks]
-    for number, answer in enumerate(resolve_each(requests), 1):
-        with reasons:
-            if isinstance(answer, UserError):
-                task = "" if args.array is None else f"{args.array}:{number}: "
-                raise UserError("\n".join(f"{task}{line}" for line in str(answer).splitlines()))
-    reasons.tell()
+    every = Request(str(args.config), device, ranks=args.ranks, nodes=Nodes(args.nodes), writes=False)
+    wrong: dict[str, None] = {}
+    for number, answer in enumerate(resolve_each([replace(every, flags=(*args.flags, *task)) for task in tasks]), 1):
+        if isinstance(answer, UserError):
+            task = "" if args.array is None else f"{args.array}:{number}: "
+            wrong |= dict.fromkeys(f"{task}{line}" for line in str(answer).splitlines())
+    if wrong:
+        raise UserError("\n".join(wrong))
 
 
 def _checkpoints(run: argparse.Namespace, typed: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Folders of runs as a training leaves them: events by the real SummaryWriter, log, config and summary."""
+"""Folders of runs as a training leaves them: events by the real SummaryWriter, facts, config and summary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SEQ_LENGTH, BATCH = 64, 8
 STEP_S = 0.1
 PHASES_MS = {"momentum": 1.0, "gather": 4.0, "newton_schulz": 20.0, "scatter": 3.0, "apply": 2.0}
 FACTS = {"muon_parameters": 1000, "state_bytes": {"momentum fp32": 5_000_000, "all else": 1_500_000}}
-PEAK = "[Rank 0] (after 1 iterations) memory (MB) | allocated: 70.0 | max allocated: 90.5 | reserved: 1.0\n"
+PEAK = 90.5 * 2**20
 
 
 def falling(fast: float) -> Callable[[float], float]:
@@ -34,6 +34,7 @@ def make_run(
     run: Mapping[str, object] | None = None,
     load: float | None = None,
     validation: bool = True,
+    skipped: int = 0,
     summary: bool = True,
 ) -> Path:
     """Write a run of `steps` steps with a validation after every few; `args` are Megatron's, `run` adds to run.json."""
@@ -49,17 +50,18 @@ def make_run(
         for step in range(1, steps + 1):
             now = began + step * STEP_S
             scalars = {"lm loss": loss(step), "batch-size": BATCH, "iteration-time": STEP_S, "optimizer-time": 0.04}
+            scalars["mem-max-allocated-bytes"] = PEAK
             if step % every == 0 and optimizer == "muon":
                 scalars |= {f"muon/{phase}_ms": value for phase, value in PHASES_MS.items()}
             if step % every == 0 and validation:
                 scalars["lm loss validation"] = loss(step) + 0.1
+            scalars |= {"skipped-iterations": 1} if step == skipped else {}
             for tag, value in scalars.items():
                 writer.add_scalar(tag, value, step, walltime=now)
             for tag in scalars.keys() & {"lm loss", "lm loss validation"}:
                 writer.add_scalar(f"{tag} vs samples", scalars[tag], step * BATCH, walltime=now)
         if validation:  # the test set, under the same tag
             writer.add_scalar("lm loss validation", 9.0, steps, walltime=now)
-    (folder / "train.log").write_text(PEAK)
     (folder / "tensorboard" / "facts.json").write_text(json.dumps(FACTS))
     given = {"--optimizer": optimizer, "--lr": lr, "--seed": str(seed), "--train-iters": str(steps), **(flags or {})}
     lines = [f"  {name}: {value}" for name, value in given.items()]

@@ -86,4 +86,4 @@ def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch):
     """The process that forks looks with NVML, to which a GPU with an old driver is as good as another."""
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     monkeypatch.setattr(resolve, "settle", lambda request: torch.cuda._nvml_based_avail())
-    assert resolve._answer_in_child(resolve.Request("x.yaml")) is False
+    assert resolve._answer_in_fork(resolve.Request("x.yaml")) is False

@@ -1,19 +1,24 @@
 """How `pretrain_gpt.py` starts: --help, and a process that no torchrun has started."""
 
-import os
-import subprocess
-import sys
+import json
+import multiprocessing
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import megatron.training
 import pytest
+import torch.distributed as dist
+from megatron.training import argument_utils, arguments
 
 from megatron_muon import exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import launch
 from megatron_muon.megatron.launch import settle_one_process
+from megatron_muon.offload import run as offload
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+PREPARED = launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, None)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--config", "absent.yaml", "--help"]])
@@ -66,77 +71,74 @@ def test_processes_of_another_launcher_do_not_train_alone(environ, fragments):
     assert environ == before
 
 
-FAILS_ALONE = """
-import sys, time
-from types import SimpleNamespace
-from pathlib import Path
-import megatron.training
-import megatron.training.argument_utils as utils
-import megatron.training.arguments as arguments
-import torch.distributed as dist
-from megatron_muon.megatron import launch
-from megatron_muon.offload import run as offload
+@pytest.fixture
+def ended(tmp_path, monkeypatch):
+    """Runs a rank whose training raises something, in a fork of this process; its status, once it has ended."""
+    is_initialized = [True]
 
-def fails(*_):
-    raise {raised}
+    def run(raised, *, alone, signal=False):
+        def fails(*_):
+            raise raised
 
-launch.prepare = lambda *_, **__: launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, None)
-arguments.parse_and_validate_args = lambda **_: None
-utils.gpt_config_from_args = utils.pretrain_cfg_container_from_args = lambda *_: None
-megatron.training.pretrain = fails
-offload.close_runs = lambda: print("closed")
-initialized = [True]
-dist.is_initialized = lambda: initialized[0]
+        def destroy():  # as NCCL does while the others are in a collective
+            print("destroying", flush=True)
+            if alone:
+                time.sleep(60)
+            is_initialized[0] = False
 
-def destroy():  # as NCCL does while the others are in a collective
-    print("destroying", flush=True)
-    if {alone}:
-        time.sleep(60)
-    initialized[0] = False
+        with monkeypatch.context() as patched:
+            patched.setattr(launch, "prepare", lambda *_, **__: PREPARED)
+            patched.setattr(launch, "_ended_by_signal", lambda: signal)
+            patched.setattr(arguments, "parse_and_validate_args", lambda **_: None)
+            for name in ("gpt_config_from_args", "pretrain_cfg_container_from_args"):
+                patched.setattr(argument_utils, name, lambda *_: None)
+            patched.setattr(megatron.training, "pretrain", fails)
+            patched.setattr(offload, "close_runs", lambda: print("closed", flush=True))
+            patched.setattr(dist, "is_initialized", lambda: is_initialized[0])
+            patched.setattr(dist, "destroy_process_group", destroy)
+            for name, value in {**TORCHRUN, launch.STATUS_FOLDER: str(tmp_path)}.items():
+                patched.setenv(name, value)
+            rank = multiprocessing.get_context("fork").Process(target=launch.run, kwargs={"root": tmp_path})
+            patched.setattr(launch, "_SECONDS_FOR_FIRST_RANK", 0)
+            rank.start()
+        rank.join(timeout=30)
+        return rank.exitcode
 
-dist.destroy_process_group = destroy
-launch._ended_by_signal = lambda: {signal}
-launch.run(root=Path())
-"""
+    return run
 
 
 @pytest.mark.parametrize(
-    ("raised", "status", "shown"),
+    ("raised", "status", "shown", "error"),
     [
-        ("RuntimeError('a rank by itself')", 1, "RuntimeError: a rank by itself"),
-        ("launch.UserError('a wrong flag')", 2, "error: a wrong flag"),
+        (RuntimeError("a rank by itself\nand more"), 1, "RuntimeError: a rank by itself\nand more", None),
+        (
+            UserError("a wrong flag\nand another"),
+            2,
+            "error: a wrong flag\npretrain_gpt.py: error: and another",
+            "a wrong flag",
+        ),
     ],
 )
-def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, raised, status, shown):
+def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, capfd, ended, raised, status, shown, error):
     """It destroyed the process group first: with NCCL a wait for the others until the watchdog."""
-    file = tmp_path / "status"
-    script = FAILS_ALONE.format(raised=raised, alone=True, signal=False)
-    environ = {**os.environ, **TORCHRUN, "LOCAL_RANK": "0", launch.STATUS_FILE: str(file)}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=55, check=False
-    )
-    assert done.returncode == status, done.stderr
-    assert shown in done.stderr
-    assert done.stdout == "closed\n"
-    assert file.read_text() == f"{status}\n"
+    assert ended(raised, alone=True) == status
+    out, err = capfd.readouterr()
+    assert shown in err
+    assert out == "closed\n"
+    told = json.loads((tmp_path / "1.json").read_text())
+    assert (told["status"], told["error"]) == (status, error or shown.splitlines()[0])
 
 
-def test_ranks_that_a_signal_ends_together_leave_their_group_as_before():
-    status = exit_codes.TEMPFAIL
-    script = FAILS_ALONE.format(raised="SystemExit(0)", alone=False, signal=True)
-    environ = {**os.environ, **TORCHRUN, "LOCAL_RANK": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=55, check=False
-    )
-    assert done.returncode == status, done.stderr
-    assert done.stdout == "closed\ndestroying\n"
+def test_ranks_that_a_signal_ends_together_leave_their_group_as_before(tmp_path, capfd, ended):
+    assert ended(SystemExit(0), alone=False, signal=True) == exit_codes.TEMPFAIL
+    assert capfd.readouterr().out == "closed\ndestroying\n"
+    told = json.loads((tmp_path / "1.json").read_text())
+    assert (told["status"], told["error"]) == (exit_codes.TEMPFAIL, None)
 
 
 def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
     """A caller that made the process group itself has set RANK for it, and no rendezvous."""
-    monkeypatch.setattr(
-        launch, "prepare", lambda *_, **__: launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, None)
-    )
+    monkeypatch.setattr(launch, "prepare", lambda *_, **__: PREPARED)
     monkeypatch.setattr(launch, "_has_group", lambda: True)
     monkeypatch.setattr(launch, "_train", lambda: None)
     monkeypatch.setenv("RANK", "0")

@@ -1,6 +1,11 @@
 """What a run shows beside Megatron's log."""
 
-from megatron_muon.megatron.patches.progress import muon_rate, progress_line
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_muon.megatron.patches.progress import Progress, muon_rate, progress_line
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
 
@@ -14,3 +19,23 @@ def test_muons_rate_is_shown_where_megatron_does_not_log_it():
     line = progress_line(tokens_per_s=1000.0, share=0.1, seconds_left=60.0, muon_rate=0.02)
     assert line.endswith("of the step, Muon's learning rate 2.000000E-02, 0:01:00 left")
     assert "learning rate" not in progress_line(tokens_per_s=1000.0, share=0.1, seconds_left=60.0)
+
+
+def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeypatch):
+    """Megatron ends it before it is logged; what told of it was a line of the rerun state machine in the log."""
+    monkeypatch.setattr(
+        "megatron_muon.megatron.patches.progress.get_args", lambda: SimpleNamespace(tensorboard_dir=str(tmp_path))
+    )
+    facts = tmp_path / "facts.json"
+    progress = Progress(on_gpu=False)
+    progress.step(lambda iteration: ({}, 0, False, False, 0), iteration=5)
+    assert not facts.exists()
+    progress.step(lambda iteration: ({}, True, True, True, 16), iteration=6)
+    assert json.loads(facts.read_text()) == {"diverged_at": 7}
+
+    def rejects(iteration):
+        raise RuntimeError("Rank 1, node a, device 0, iteration 9: Unexpected result nan (message='non-finite loss')")
+
+    with pytest.raises(RuntimeError, match="Unexpected result nan"):
+        progress.step(rejects, iteration=8)  # --rerun-mode disabled
+    assert json.loads(facts.read_text()) == {"diverged_at": 9}

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_muon import cli, exit_codes
 from megatron_muon.checkpoint import files
+from megatron_muon.runs import resolve
 from megatron_muon.runs.processes import ROOT
 
 CONFIG = """\
@@ -39,6 +40,8 @@ def submit(tmp_path, monkeypatch, capsys):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     Path("run.yaml").write_text(CONFIG)
+    # As `resolve_each` does, but for the process that imports everything: this one has.
+    monkeypatch.setattr(resolve, "resolve_each", lambda requests: list(map(resolve._answer_in_fork, requests)))
 
     def run(*arguments: str, dry: bool = True) -> tuple[int, str, str]:
         line = ["submit", "--config", "run.yaml", "--nodes", "2", *(["--dry-run"] if dry else []), *arguments]

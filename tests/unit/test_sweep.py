@@ -116,7 +116,7 @@ def resolved_of(folder, *, lr="0.01", more=(), env=None, save=False, **changes):
     flags = (*flags, Flag("--tensorboard-dir", (str(folder / "tensorboard"),), FROM_FOLDER))
     where = RunFolder(folder, folder / "tensorboard", folder / "checkpoints" if save else None)
     given = {"filled_in": (), "env": env or {}, "notes": (), "device": "cpu", "ranks": 1, "gpus": 0, "settings": {}}
-    return Resolved(flags=flags, folder=where, files=(), can_wait=True, **{**given, **changes})
+    return Resolved(flags=flags, folder=where, files=(), **{**given, **changes})
 
 
 def leave(folder, *, summary=None, lr="0.01", checkpoint=False):

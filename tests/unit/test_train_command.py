@@ -1,6 +1,5 @@
-"""`megatron-muon train` without a training: where a run's files go, what --set means, what is refused and recorded."""
+"""`megatron-muon train` without a training: where a run's files go, what is refused and recorded."""
 
-import argparse
 import json
 import os
 import re
@@ -18,76 +17,11 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.runs import processes, run_folder, run_summary
 from megatron_muon.runs.processes import Ended, Nodes, torchrun
-from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved, flag_named, pairs, set_flag
+from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved
 from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
 from megatron_muon.runs.run_summary import summary_of
 from megatron_muon.runs.train import _exit_status, prepare
 from tests.unit.made_runs import make_run
-
-
-@pytest.fixture
-def actions():
-    """Flags of each kind that Megatron has."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--lr", type=float)
-    parser.add_argument("--muon-lr", type=float)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--use-checkpoint-opt_param-scheduler", action="store_true")
-    parser.add_argument("--no-rope-fusion", action="store_false", dest="rope_fusion")
-    parser.add_argument("--overlap", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--data-path", nargs="*")
-    parser.add_argument("--offset", type=int)
-    return parser._option_string_actions
-
-
-# --set
-
-
-@pytest.mark.parametrize("key", ["muon_lr", "muon-lr", "--muon-lr", "--muon_lr", "MUON_LR"])
-def test_every_spelling_of_a_key_is_the_flag(actions, key):
-    assert flag_named(key, actions) == "--muon-lr"
-    assert flag_named("use_checkpoint_opt_param_scheduler", actions) == "--use-checkpoint-opt_param-scheduler"
-
-
-def test_an_unknown_key_is_refused_with_the_nearest(actions):
-    with pytest.raises(UserError, match=r"--set muon_rl: there is no flag --muon-rl; did you mean muon-lr\?"):
-        flag_named("muon_rl", actions)
-    with pytest.raises(UserError, match=r"--set zzz: there is no flag --zzz; see pretrain_gpt.py --help"):
-        flag_named("zzz", actions)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "argv"),
-    [
-        ("lr", "0.001", ["--lr", "0.001"]),
-        ("offset", "-3", ["--offset=-3"]),
-        ("bf16", "true", ["--bf16"]),
-        ("bf16", "false", ["--unset", "--bf16"]),
-        ("lr", "null", ["--unset", "--lr"]),
-        ("offset", "null", []),  # the file has none
-        ("overlap", "false", ["--no-overlap"]),
-        ("data_path", "0.3 a 0.7 b", ["--data-path", "0.3", "a", "0.7", "b"]),
-        ("brand_new", "null", ["--unset", "--brand-new"]),  # Megatron does not know it
-    ],
-)
-def test_a_setting_is_what_would_be_typed(actions, key, value, argv):
-    assert set_flag(key, value, actions, in_file=["--lr", "--bf16", "--overlap", "--brand-new"]) == argv
-
-
-def test_a_value_for_a_bare_flag_is_refused(actions):
-    with pytest.raises(UserError, match=r"--set bf16=1: --bf16 takes no value; type bf16=true or bf16=false"):
-        set_flag("bf16", "1", actions, in_file=[])
-
-
-def test_a_command_line_is_read_back_as_pairs(actions):
-    argv = ["--lr", "1", "--bf16", "--data-path", "a", "b", "--offset=-3"]
-    assert pairs(argv, actions) == [
-        ("--lr", ("1",)),
-        ("--bf16", ()),
-        ("--data-path", ("a", "b")),
-        ("--offset", ("-3",)),
-    ]
-
 
 # The folder
 
@@ -284,54 +218,38 @@ def test_equal_experiments_have_equal_hashes():
         (Ended(1, 1), None, 129),
     ],
 )
-def test_the_status_is_the_runs(tmp_path, ended, rank, status):
-    if rank is not None:
-        (tmp_path / "status").write_text(f"{rank}\n")
-    assert _exit_status(ended, tmp_path / "status") == status
+def test_the_status_is_the_runs(ended, rank, status):
+    assert _exit_status(ended, rank) == status
 
 
-NAN_LOG = """\
- > number of parameters on (tensor, gtp_remat, pipeline) model parallel rank (0, 0, 0): 54828
- [2026-01-01 00:00:00] iteration        1/       6 | lm loss: 5.574095E+00 | number of \
-skipped iterations:   0 | number of nan iterations:   0 |
-ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 0 at iteration #3 invocation #1
-"""
-
-
-def summary_for(root, *, status, log=None, began_at=0):
-    """What `train` would write of a run of 2 x 4 ranks in `root`; `log` is its output."""
-    if log is not None:
-        (root / "train.log").write_text(log)
+def summary_for(root, *, status, error=None, **facts):
+    """What `train` would write of a run of 2 x 4 ranks in `root` that left `facts`."""
     run = dict.fromkeys(("name", "command", "torchrun", "config_hash", "tensorboard_dir"), "x")
     run |= {"settings": {"train_iters": 6, "optimizer": "adam"}, "nodes": 2, "ranks": 4}
     folder = RunFolder(root, root / "tensorboard", root / "checkpoints")
-    return summary_of(folder, status=status, log=root / "train.log", run=run, began_at=began_at)
+    if facts:
+        folder.tensorboard.mkdir(parents=True, exist_ok=True)
+        (folder.tensorboard / "facts.json").write_text(json.dumps(facts))
+    return summary_of(folder, status=status, error=error, run=run)
 
 
 def test_a_non_finite_loss_is_a_divergence(tmp_path):
     """Megatron ends such a step before it is logged: neither events nor iteration lines show it."""
-    summary = summary_for(tmp_path, status=16, log=NAN_LOG)
-    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 1)
+    summary = summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
+    assert (summary["outcome"], summary["diverged"], summary["diverged_at"]) == ("failed", True, 3)
     assert (summary["parameters"], summary["muon_parameters"], summary["world_size"]) == (54828, None, 8)
-    assert not summary_for(tmp_path, status=0, began_at=len(NAN_LOG))["diverged"]
+    assert summary["go_on"] is None
+    assert not summary_for(tmp_path, status=0, parameters=54828)["diverged"]
 
 
 def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
-    make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3)
+    make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3, skipped=2)
     summary = summary_for(tmp_path / "run", status=0)
     assert (summary["diverged"], summary["diverged_why"], summary["muon_parameters"]) == (False, None, 1000)
     assert summary["validation_loss"] == {"validation": pytest.approx(5.63)}
+    assert summary["skipped_iterations"] == 1
     assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
-
-
-TRACEBACK = """\
-[rank1]: Traceback (most recent call last):
-[rank1]:     raise wrong
-[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB
-Traceback (most recent call last):
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-"""
 
 
 KILLED = """\
@@ -349,21 +267,23 @@ Root Cause (first observed failure):
   traceback : Signal 9 (SIGKILL) received by PID 25104
 ============================================================
 """
+WRONG = {"status": 2, "error": "--lr x is wrong; type y", "time": 1.0}
+CRASHED = {"status": 1, "error": "torch.OutOfMemoryError: CUDA out of memory", "time": 2.0}
+FINE = {"status": 0, "error": None, "time": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("log", "error"),
+    ("ranks", "log", "error"),
     [
-        (TRACEBACK, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-        (f"pretrain_gpt.py: error: --lr x is wrong; type y\n{TRACEBACK}", "--lr x is wrong; type y"),
-        (KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
-        (KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
-        (KILLED + "pretrain_gpt.py: error: --lr x is wrong; type y\n", "--lr x is wrong; type y"),
-        ("nothing to be seen", None),
+        ([CRASHED, WRONG, FINE], KILLED, "--lr x is wrong; type y"),  # the first
+        ([FINE, CRASHED], "", "torch.OutOfMemoryError: CUDA out of memory"),
+        ([{}], KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
+        ([], KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
+        ([FINE], "nothing to be seen", None),
     ],
 )
-def test_the_line_that_says_why_is_found(log, error):
-    assert run_summary._error(log) == error
+def test_the_line_that_says_why_is_found(ranks, log, error):
+    assert run_summary.error_of(ranks, log) == error
 
 
 @pytest.mark.parametrize(
@@ -377,11 +297,9 @@ def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
     (root / "checkpoints").mkdir(parents=True)
     if checkpoint:
         (root / "checkpoints" / "latest_checkpointed_iteration.txt").write_text("4")
-    summary = summary_for(root, status=status, log=KILLED)
+    summary = summary_for(root, status=status, error="why")
     assert summary["go_on"] == (f"megatron-muon train --resume --out '{root}'" if goes_on else None)
-    if status in (1, 137):
-        assert summary["error"].startswith("rank 1 was ended by SIGKILL")
-    assert summary_for(root, status=16, log=NAN_LOG)["go_on"] is None
+    assert summary["error"] == ("why" if status in (1, 2, 16, 137) else None)
 
 
 # Going on
@@ -390,7 +308,7 @@ def test_the_summary_says_how_to_go_on(tmp_path, status, checkpoint, goes_on):
 def experiment_of(folder, *flags, resume=True):
     resolved = Resolved(
         flags=flags, filled_in=(), env={}, notes=(), device="cpu", ranks=1, gpus=0, folder=folder,
-        settings={"train_iters": 20}, files=(), can_wait=False,
+        settings={"train_iters": 20}, files=(),
     )  # fmt: skip
     return prepare(Request("x.yaml", default_out=str(folder.root), resume=resume), resolved)
 
@@ -401,7 +319,7 @@ def test_a_ckpt_step_of_the_file_is_for_the_first_start(taken):
     for flags in ((step,), (step, Flag("--load", ("pretrained",), "my.yaml")),
                   (replace(step, source=FROM_LINE), Flag("--load", ("pretrained",), FROM_LINE))):  # fmt: skip
         experiment = experiment_of(taken, *flags)
-        assert experiment.torchrun()[-4:] == ["--load", str(taken.checkpoints), "--unset", "--ckpt-step"]
+        assert experiment.torchrun[-4:] == ["--load", str(taken.checkpoints), "--unset", "--ckpt-step"]
         assert experiment.checkpoint == taken.checkpoints / "iter_0000007"
 
 
@@ -414,7 +332,7 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
         experiment_of(taken, step)
     (taken.checkpoints / "iter_0000003").mkdir()
     experiment = experiment_of(taken, step)
-    assert experiment.torchrun()[-2:] == ["--load", str(taken.checkpoints)]
+    assert experiment.torchrun[-2:] == ["--load", str(taken.checkpoints)]
     assert experiment.checkpoint == taken.checkpoints / "iter_0000003"
 
 
@@ -451,11 +369,11 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
 
 
 def test_several_machines_meet_where_torchrun_is_told(monkeypatch):
-    command = torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"), more=("--max-restarts", "0"))
+    command = torchrun(8, "pretrain_gpt.py", nodes=Nodes(4, 2, "node0:29500", "job7"))
     line = " ".join(command[command.index("torch.distributed.run") + 1 :])
     assert line == (
         "--nnodes 4 --nproc-per-node 8 --node-rank 2 --rdzv-backend c10d --rdzv-endpoint node0:29500 --rdzv-id job7 "
-        "--max-restarts 0 pretrain_gpt.py"
+        "pretrain_gpt.py"
     )
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert "GLOO_SOCKET_IFNAME" not in processes.environment(8, nodes=4)
@@ -468,8 +386,3 @@ def test_an_installed_package_has_its_own_script(monkeypatch, tmp_path):
     assert processes.pretrain_program() == (str(tmp_path / "pretrain_gpt.py"),)
     monkeypatch.chdir(tmp_path)
     assert processes.pretrain_program() == ("pretrain_gpt.py",)
-
-
-def test_names_of_the_folders_files_are_documented():
-    for name in (run_folder.CONFIG, run_folder.RUN, run_folder.LOG, run_folder.SUMMARY):
-        assert name in (run_folder.__doc__ or "")

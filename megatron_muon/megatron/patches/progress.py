@@ -18,6 +18,7 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
+import torch.distributed as dist
 from megatron.training import get_args, print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
@@ -69,8 +70,8 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     """Follow Megatron's iteration lines with speed and time left, and log Muon's metrics."""
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
-    patches.around(training, "train_step")(progress.steps.time)
-    patches.around(training, "training_log", takes=["loss_dict", "iteration"])(progress.follow)
+    patches.around(training, "train_step", takes=["iteration"])(progress.step)
+    patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter"])(progress.follow)
 
 
 class Progress:
@@ -79,37 +80,65 @@ class Progress:
     def __init__(self, *, on_gpu: bool) -> None:
         self.steps, self._in_optimizer = Stopwatch(on_gpu=on_gpu), Stopwatch(on_gpu=on_gpu)
         self._optimizer: Any = None
+        self._facts: dict[str, Any] = {}
         self._has_reported = False
         self._last_measured = 0
 
-    def watch(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's factory."""
-        self._optimizer = optimizer = build(*args, **kwargs)
+        self._optimizer = optimizer = build(config, model, *args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
-        if isinstance(optimizer, MuonChainedOptimizer):
-            self._has_reported = True  # its factory has
-            _write_facts(optimizer.facts)
+        self._tell(
+            parameters=sum(parameter.numel() for chunk in model for parameter in chunk.parameters()),
+            **(optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}),
+        )
         return optimizer
 
+    def step(self, train_step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        """Instead of megatron.training's step; one whose loss or gradient is not finite ends before it is logged."""
+        try:
+            result = self.steps.time(train_step, *args, iteration=iteration, **kwargs)
+        except RuntimeError as error:
+            if "Unexpected result" in str(error):  # --rerun-mode disabled: on this rank alone
+                self._tell(by_first_rank=False, diverged_at=iteration + 1)
+            raise
+        if result[3]:  # Megatron's rerun state machine is about to end all ranks
+            self._tell(diverged_at=iteration + 1)
+        return result
+
     def follow(
-        self, log: Callable[..., Any], losses: Any, totals: Any, lr: Any, iteration: int, *args: Any, **kwargs: Any
+        self,
+        log: Callable[..., Any],
+        losses: Any,
+        totals: Any,
+        learning_rate: Any,
+        iteration: int,
+        loss_scale: Any,
+        report_memory: bool,
+        skipped: int,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """Instead of megatron.training's log of an iteration."""
-        result = log(losses, totals, lr, iteration, *args, **kwargs)
-        settings, rate = get_args(), None
-        if self._optimizer is not None:
-            rate = muon_rate(self._optimizer.param_groups)
-            if not self._has_reported:  # only now has it state
-                self._has_reported = True
-                _write_facts({"state_bytes": report_state(self._optimizer)})
-        self._write(rate if iteration % settings.tensorboard_log_interval == 0 else None, iteration)
+        result = log(losses, totals, learning_rate, iteration, loss_scale, report_memory, skipped, *args, **kwargs)
+        settings, is_first = get_args(), not self._has_reported
+        if self._optimizer is not None and is_first:
+            self._has_reported = True
+            if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
+                self._tell(state_bytes=report_state(self._optimizer))
+        rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
+        values = {"skipped-iterations": 1.0} if skipped else {}
+        if rate is not None and iteration % settings.tensorboard_log_interval == 0:
+            values["muon/learning-rate"] = rate
+        if (is_first or iteration % settings.log_interval == 0) and not settings.log_memory_to_tensorboard:
+            values["mem-max-allocated-bytes"] = _peak_of_all_ranks()
+        self._write(values, iteration)
         if iteration % settings.log_interval == 0 and self.steps.calls:
             self._print(settings, rate, iteration)
         return result
 
-    def _write(self, rate: float | None, iteration: int) -> None:
-        """Log the learning rate and the metrics of a step that has been measured since, under `muon/`."""
-        values = {} if rate is None else {"muon/learning-rate": rate}
+    def _write(self, values: dict[str, float], iteration: int) -> None:
+        """Log `values`, and under `muon/` the metrics of a step that has been measured since."""
         metrics = getattr(getattr(self._optimizer, "metrics", None), "latest", None)
         if metrics is not None and metrics.step != self._last_measured:
             self._last_measured = metrics.step
@@ -120,6 +149,13 @@ class Progress:
         if values and (wandb := get_wandb_writer()) is not None:
             wandb.log(values, iteration)
 
+    def _tell(self, *, by_first_rank: bool = True, **facts: Any) -> None:
+        """Write what is known of the run beside its events: `FACTS` has the keys."""
+        self._facts |= facts
+        if (folder := get_args().tensorboard_dir) is not None and (is_first_rank() or not by_first_rank):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / FACTS).write_text(json.dumps(self._facts, indent=2) + "\n", "utf-8")
+
     def _print(self, settings: Any, rate: float | None, iteration: int) -> None:
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
@@ -129,11 +165,11 @@ class Progress:
         print_rank_last(progress_line(tokens_per_s, share, left * seconds / count, rate))
 
 
-def _write_facts(facts: Mapping[str, Any]) -> None:
-    """Write what is known of the optimizer into --tensorboard-dir, on the first rank."""
-    if (folder := get_args().tensorboard_dir) is not None and is_first_rank():
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / FACTS).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+def _peak_of_all_ranks() -> float:
+    """The most bytes that a rank's memory has held; on a CPU its resident set. Collective."""
+    peak = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.float64, device="cuda")
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return float(peak)
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:
