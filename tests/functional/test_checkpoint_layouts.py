@@ -44,9 +44,9 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
     """Runs of four steps, and those of one rank, which saved the second and the fourth: in `one-MODEL`."""
     folder = tmp_path_factory.mktemp("layouts")
     corpus = cli.make_corpus(tmp_path_factory.mktemp("corpus"))
-    batches = ("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4")
+    steps = ("--train-iters", "4")
     sizes = (*DIVISIBLE, "--make-vocab-size-divisible-by", "132")
-    training = Trainings(ranks, folder, (*cli.TINY, *corpus, *batches, *sizes, *EXACT))
+    training = Trainings(ranks, folder, (*cli.TINY, *corpus, *steps, *sizes, *EXACT), batch=4)
     one = {}
     for model, flags in MODELS.items():
         save = ("--save", f"one-{model}", "--save-interval", "2")

@@ -51,8 +51,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
 @pytest.fixture
 def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     """Six steps of twelve sequences, which 1, 2, 3 and 4 ranks can share, saved every two."""
-    batches = ("--micro-batch-size", "1", "--global-batch-size", "12", "--train-iters", "6", "--save-interval", "2")
-    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *batches))
+    steps = ("--train-iters", "6", "--save-interval", "2")
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *steps), batch=12)
 
 
 def saved(training: Trainings, name: str, iteration: int = 6) -> dict[str, Any]:
@@ -169,13 +169,17 @@ LAYOUTS = {
 }
 
 
-def test_any_layout_loads_what_any_other_saved(training: Trainings) -> None:
+SHORT_CHAIN = ("3 ranks, optim", "2 ranks, no_shard", "4 ranks")
+
+
+@pytest.mark.parametrize("chain", [SHORT_CHAIN, pytest.param(tuple(LAYOUTS), marks=pytest.mark.wide)], ids=len)
+def test_any_layout_loads_what_any_other_saved(training: Trainings, chain: tuple[str, ...]) -> None:
     """A chain of layouts, each loading what the one before saved: nothing changes by a bit. Then each can go on."""
     flags = (*EXACT, *SWIGLU)
     whole = training(*FULL, *flags, "--save", "whole").checked()
     expected = saved(training, "whole")
     before = "whole"
-    for name, (ranks, layout) in LAYOUTS.items():
+    for name, (ranks, layout) in ((name, LAYOUTS[name]) for name in chain):
         # The last iteration is done: a run that loads it saves again, since 4 does not divide 6, and ends.
         run = training(*layout, *flags, "--load", before, "--save", name, "--save-interval", "4", ranks=ranks).checked()
         assert warnings(run) == [], name
@@ -183,7 +187,7 @@ def test_any_layout_loads_what_any_other_saved(training: Trainings) -> None:
         assert differences(saved(training, name), expected) == [], name
         assert arguments(training, name).world_size == ranks
         before = name
-    for name in ("3 ranks, optim", "3 ranks, shared"):
+    for name in {"3 ranks, optim", "3 ranks, shared"}.intersection(chain):
         ranks, layout = LAYOUTS[name]
         run = training(*layout, *flags, "--load", "whole", "--ckpt-step", "2", ranks=ranks).checked()
         # The second line of a start averages over its first step too, so only the first tells a single step's loss.
@@ -370,11 +374,12 @@ def train_with_fused_adam(rank: int, world_size: int, *, argv: list[str], folder
     return train(rank, world_size, argv=argv, folder=folder)
 
 
+@pytest.mark.wide
 def test_adams_count_goes_on_between_torch_and_fused(training: Trainings, ranks: Pool) -> None:
     """The count was dropped without a word, or said to be missing: updates were up to 2.2 times too large."""
 
     def fused(*flags: str) -> cli.Run:
-        answers = ranks(2, train_with_fused_adam, argv=[*training.flags, *flags], folder=str(training.folder))
+        answers = ranks(2, train_with_fused_adam, argv=training.line(*flags), folder=str(training.folder))
         return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0).checked()
 
     flags = (*ADAM, *strategy("optim_grads_params"), *SWIGLU)

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(600)
 
 SHORT = (
     *("--device", "cpu", "--exit-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
-    *("--micro-batch-size", "1", "--global-batch-size", "48", "--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--micro-batch-size", "3", "--global-batch-size", "48", "--seq-length", "64", "--max-position-embeddings", "64"),
 )
 """Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
 what the command says."""

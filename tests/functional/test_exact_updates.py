@@ -164,7 +164,9 @@ def test_nor_do_waves_and_iterations_matter(ranks: Pool, settings: dict[str, Any
     assert_same_bits(seen)
 
 
-@pytest.mark.parametrize(("strategy", "world_size"), [("no_shard", 2), ("optim_grads_params", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), wide_but([("optim_grads_params", 3)], [("no_shard", 2), ("optim_grads_params", 3)])
+)
 def test_every_setting_means_what_the_reference_means(ranks: Pool, strategy: str, world_size: int) -> None:
     cases = {label: Case(strategy=strategy, layers=1, optimizer=settings) for label, (settings, _) in VARIANTS.items()}
     seen = ranks(world_size, run, cases=cases)[0]
@@ -231,16 +233,24 @@ BLOCKS = {
 }
 
 
+FUSED = ["gated mlp", "heads", "gated attention, heads", "latent attention", "experts", "stacked experts"]
+SHARDED_OVER_THREE = ("optim_grads_params", 3, FUSED)
+
+
 @pytest.mark.parametrize(
-    ("strategy", "world_size"),
+    ("strategy", "world_size", "labels"),
     wide_but(
-        [("optim_grads_params", 3)],
-        [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))],
+        [SHARDED_OVER_THREE],
+        [
+            SHARDED_OVER_THREE,
+            *((strategy, 2, list(BLOCKS)) for strategy in STRATEGIES),
+            *(("optim_grads_params", size, list(BLOCKS)) for size in (1, 3, 4)),
+        ],
     ),
 )
-def test_blocks_equal_the_reference(ranks: Pool, strategy: str, world_size: int) -> None:
+def test_blocks_equal_the_reference(ranks: Pool, strategy: str, world_size: int, labels: list[str]) -> None:
     """Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are cut."""
-    cases = {label: case.but(strategy=strategy, layers=1) for label, case in BLOCKS.items()}
+    cases = {label: BLOCKS[label].but(strategy=strategy, layers=1) for label in labels}
     seen = ranks(world_size, run, cases=cases, timeout_s=300)[0]
     for label, case in cases.items():
         check(seen[label], case, atol=tolerance(case))

@@ -13,6 +13,7 @@ from tests.functional import cli
 pytestmark = pytest.mark.timeout(300)
 
 
+@pytest.mark.wide
 def test_own_training_loop_learns(tmp_path: Path) -> None:
     """Uniform guesses among 64 tokens would stay at 4.16."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

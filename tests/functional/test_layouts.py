@@ -19,6 +19,7 @@ from tests.functional.test_exact_updates import assert_same_bits, check, run
 from tests.functional.wide import wide_but
 
 SHARDED = STRATEGIES[1:]
+OUTER = "optim_grads_params, outer optim"
 WHOLE = {"muon_tp_mode": "duplicated"}
 TP = Case(vocabulary=132, ffn=46, query_groups=2, layers=1, tensor=2, optimizer=WHOLE)
 HSDP = Case(layers=1, instances=2)
@@ -42,15 +43,21 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", wide_but(["hsdp tp2", "ep2 hsdp", "expert tp2"], LAYOUTS))
-def test_updates_equal_the_reference(ranks: Pool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    wide_but(
+        [("hsdp tp2", OUTER), ("ep2 hsdp", "optim_grads_params"), ("expert tp2", "optim"), ("hsdp", "optim_grads")],
+        [
+            (name, strategy)
+            for name, (_, case) in LAYOUTS.items()
+            for strategy in (*SHARDED, *((OUTER,) if case.instances > 1 else ()))
+        ],
+    ),
+)
+def test_updates_equal_the_reference(ranks: Pool, name: str, strategy: str) -> None:
     world_size, case = LAYOUTS[name]
-    cases = {strategy: case.but(strategy=strategy) for strategy in SHARDED}
-    if case.instances > 1:
-        cases["optim_grads_params, outer optim"] = case.but(outer="optim")
-    seen = ranks(world_size, run, cases=cases)[0]
-    for label in cases:
-        check(seen[label], case, atol=2e-6)
+    given = case.but(outer="optim") if strategy == OUTER else case.but(strategy=strategy)
+    check(ranks(world_size, run, cases={"": given})[0][""], case, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", wide_but(["hsdp tp2"], ["tp2 dp2", "hsdp tp2", "expert tp2"]))
@@ -124,7 +131,6 @@ STEPS = 5
 CLIPPED = {"clip_grad": 0.3, "lr": 0.02, "min_lr": 0.02, "log_num_zeros_in_grad": True, **WHOLE}
 DENSE = TP.but(tensor=1, optimizer=CLIPPED)
 EXPERTS = MOE.but(query_groups=2, vocabulary=132, optimizer=CLIPPED)
-OUTER = "optim_grads_params, outer optim"
 
 TRAINED: dict[str, tuple[Case, dict[str, Case]]] = {
     "dense": (
@@ -173,6 +179,12 @@ def curves(rank: int, world_size: int, *, cases: dict[str, Case], micro_batches:
     return seen
 
 
+TRAINED_OFTEN = [
+    ("dense", "HSDP 2 x TP 2", ["optim_grads", f"{OUTER}, overlap"]),
+    ("experts", "EP 2 x TP 2, sequence parallel", ["optim", "optim_grads_params"]),
+]
+
+
 @pytest.fixture(scope="module")
 def alone(ranks: Pool) -> dict[str, list[tuple[float, float, float]]]:
     """Losses, gradient norms and counts of zeros on one rank that holds everything; the first ones are DDP's too."""
@@ -189,14 +201,22 @@ def alone(ranks: Pool) -> dict[str, list[tuple[float, float, float]]]:
 
 
 @pytest.mark.parametrize(
-    ("model", "layout"),
+    ("model", "layout", "labels"),
     wide_but(
-        [("dense", "HSDP 2 x TP 2"), ("experts", "EP 2 x TP 2, sequence parallel")],
-        [(model, layout) for model in TRAINED for layout in TRAINED[model][1]],
+        TRAINED_OFTEN,
+        [
+            *TRAINED_OFTEN,
+            *(
+                (model, layout, list(of_all_strategies(case)))
+                for model, (_, layouts) in TRAINED.items()
+                for layout, case in layouts.items()
+            ),
+        ],
     ),
 )
-def test_training_equals_that_of_one_rank(ranks: Pool, alone: Any, model: str, layout: str) -> None:
-    cases = of_all_strategies(TRAINED[model][1][layout])
+def test_training_equals_that_of_one_rank(ranks: Pool, alone: Any, model: str, layout: str, labels: list[str]) -> None:
+    of_all = of_all_strategies(TRAINED[model][1][layout])
+    cases = {label: of_all[label] for label in labels}
     found = ranks(4, curves, cases=cases, micro_batches=3)[0]
     for label, steps in found.items():
         assert steps[0][1] == pytest.approx(alone[model][0][1], rel=1e-5), f"{label}: gradient norm"

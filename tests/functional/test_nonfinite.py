@@ -103,7 +103,7 @@ def one_bad_momentum(rank: int, world_size: int, *, case: Case, victim: str) -> 
 QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
-@pytest.mark.parametrize("victim", [QKV, "decoder.layers.0.mlp.linear_fc2.weight"])
+@pytest.mark.parametrize("victim", wide_but([QKV], [QKV, "decoder.layers.0.mlp.linear_fc2.weight"]))
 @pytest.mark.parametrize(
     "case",
     [

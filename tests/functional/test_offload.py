@@ -18,7 +18,7 @@ from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
 
-STEPS = 20
+STEPS = 10
 BUFFER_MB = 0.04  # ten pages: what a rank holds goes through in several parts
 
 LAYOUTS = {
@@ -89,7 +89,7 @@ def test_rounded_momentum_is_the_same_wherever_it_lives_and_however_it_is_cut(ra
         alone = ranks(1, train, case=case, settings=settings[:1])[0][0]
         for name, whole in alone.items():
             parts = [of_rank[0][name] for of_rank in of_ranks]
-            # The iteration's products of blocks in other batches round differently in fp32: 20 steps of that, and
+            # The iteration's products of blocks in other batches round differently in fp32: ten steps of that, and
             # where it moves a value over the edge of two stored ones, one spacing of the storage format.
             torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=2e-3, msg=f"{dtype} {name}")
 
@@ -108,8 +108,8 @@ def training_flags(tmp_path: Path, *, dtype: str = "fp32") -> dict[str, tuple[st
 @pytest.fixture
 def training(ranks: Pool, tmp_path: Path) -> Trainings:
     corpus = cli.make_corpus(tmp_path)
-    batches = ("--micro-batch-size", "1", "--global-batch-size", "4", "--train-iters", "4", "--save-interval", "2")
-    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *batches, *FULL, *SWIGLU))
+    steps = ("--train-iters", "4", "--save-interval", "2")
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *steps, *FULL, *SWIGLU), batch=4)
 
 
 def test_checkpoints_are_the_same_wherever_momentum_lives(training: Trainings, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_losses_do_not_depend_on_layout(
 
 
 def test_nor_on_overlap_and_accumulation(ranks: Pool, expected: tuple[list[float], list[float]]) -> None:
-    cases = [(BASE.but(strategy=strategy), 2) for strategy in STRATEGIES]
+    cases = [(BASE.but(strategy=strategy), 2) for strategy in ("no_shard", "optim_grads")]
     cases += [(BASE.but(strategy=strategy, overlap=True), 2) for strategy in STRATEGIES[1:]]
     check(ranks(2, losses, cases=cases)[0], expected, cases)
 

@@ -23,17 +23,25 @@ class Trainings:
         ranks: the pool.
         folder: where they run; the flags' paths are relative to it.
         flags: flags of every run, in front.
+        batch: sequences of a step where the flags do not say; each rank has its share in one micro-batch.
     """
 
     ranks: Pool
     folder: Path
     flags: tuple[str, ...]
+    batch: int | None = None
 
     def __call__(self, *flags: str, ranks: int = 2) -> Run:
         """Train with these flags too; the exit status, and what the ranks printed, one after the other."""
-        answers = self.ranks(ranks, train, argv=[*self.flags, *flags], folder=str(self.folder))
+        answers = self.ranks(ranks, train, argv=self.line(*flags, ranks=ranks), folder=str(self.folder))
         assert len({status for status, _ in answers}) == 1, "\n".join(text[-3000:] for _, text in answers)
         return Run(answers[0][0], "".join(text for _, text in answers), 0.0)
+
+    def line(self, *flags: str, ranks: int = 2) -> list[str]:
+        """The command line of a run."""
+        sizes = {"--global-batch-size": self.batch, "--micro-batch-size": self.batch and self.batch // ranks}
+        batch = [word for flag, size in sizes.items() if size for word in (flag, str(size))]
+        return [*self.flags, *batch, *flags]
 
 
 def train(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[int, str]:

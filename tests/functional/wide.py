@@ -9,7 +9,7 @@ import pytest
 
 
 def wide_but(often: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """The cases as parameters of a test, marked `wide` but for those that are made often; tuples are several."""
+    """The cases as parameters of a test, `wide` but for those that are made often; a tuple is several of them."""
     cases = list(cases)
     assert all(case in cases for case in often), [case for case in often if case not in cases]
     return [
