@@ -130,12 +130,18 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
-    ("strategy", "world_size"),
+    ("method", "strategy", "world_size"),
     wide_but(
-        [("optim_grads_params", 3)],
-        [*((strategy, 2) for strategy in STRATEGIES), *(("optim_grads_params", size) for size in (1, 3, 4))],
+        [("normuon", "optim_grads_params", 3)],
+        [
+            (method, strategy, size)
+            for method in METHODS
+            for strategy, size in (
+                *((strategy, 2) for strategy in STRATEGIES),
+                *(("optim_grads_params", size) for size in (1, 3, 4)),
+            )
+        ],
     ),
 )
 def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int, method: str) -> None:
@@ -168,15 +174,15 @@ def test_every_exchange_gives_the_same(ranks: Pool, method: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "precision"), wide_but([("adamuon", "medium")], itertools.product(METHODS, ("highest", "medium")))
+    ("method", "precision", "world_size"),
+    wide_but([("adamuon", "medium", 4)], itertools.product(METHODS, ("highest", "medium"), (2, 4))),
 )
-def test_the_number_of_ranks_changes_no_bit(ranks: Pool, method: str, precision: str) -> None:
+def test_the_number_of_ranks_changes_no_bit(ranks: Pool, method: str, precision: str, world_size: int) -> None:
     case = adaptive(method, Case(layers=1, ffn=47), muon_fp32_matmul_prec=precision)
     alone = ranks(1, run, cases={"": case})[0][""]
-    for world_size in (2, 4):
-        seen = ranks(world_size, run, cases={"": case})[0][""]
-        for one, other in zip(alone[STEPS], seen[STEPS], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one), world_size
+    seen = ranks(world_size, run, cases={"": case})[0][""]
+    for one, other in zip(alone[STEPS], seen[STEPS], strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,6 @@ def test_a_full_disk(training: Trainings) -> None:
     assert "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2" in errors[0]
     assert latest(here) == 2
     assert files.iterations(here / "ck") == [2]
-    assert training(*LARGE, *schedule).checked().iterations[0].number == 3
 
 
 def test_damaged_and_vanished(training: Trainings) -> None:
@@ -185,7 +184,7 @@ def test_damaged_and_vanished(training: Trainings) -> None:
             (here / "disk").rename(here / "unmounted")
 
     with watching(unmount):
-        run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000", cold=True)
+        run = cli.torchrun(here, *training.flags, "--save", "away", "--train-iters", "100000")
     assert run.returncode == 1
     (error,) = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
     assert "could not be written" in error

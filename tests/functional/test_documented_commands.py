@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(600)
 
 SHORT = (
     *("--device", "cpu", "--exit-interval", "2", "--eval-iters", "1", "--log-interval", "1"),
-    *("--micro-batch-size", "3", "--global-batch-size", "48", "--seq-length", "64", "--max-position-embeddings", "64"),
+    *("--micro-batch-size", "1", "--global-batch-size", "48", "--seq-length", "64", "--max-position-embeddings", "64"),
 )
 """Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
 what the command says."""
@@ -148,7 +148,7 @@ class Reader:
             end = argv.index("--") if "--" in argv else len(argv)
             argv = [*argv[:end], "--seeds", "1", "--", *argv[end + 1 :], "--device", "cpu"]
         if argv[0] == "train":
-            argv += [*(() if "--" in argv else ("--",)), *SHORT]
+            argv += [*(() if "--" in argv else ("--",)), *SHORT, *(("--micro-batch-size", "3") if self.trains else ())]
             if not self.trains and "--dry-run" not in argv:
                 argv.insert(1, "--dry-run")
             if "--nnodes" in argv and "--dry-run" not in argv:
@@ -182,7 +182,8 @@ class Reader:
         if not self.trains:
             self.settle(flags, ranks=ranks)
             return "settled"
-        run = Trainings(self.ranks, self.folder, ())(*flags, *SHORT, ranks=ranks).checked()
+        at_once = ("--micro-batch-size", str(48 // ranks))
+        run = Trainings(self.ranks, self.folder, ())(*flags, *SHORT, *at_once, ranks=ranks).checked()
         assert run.iterations, run.tail
         return "trained"
 

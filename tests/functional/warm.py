@@ -20,6 +20,7 @@ import contextlib
 import functools
 import gc
 import json
+import linecache
 import os
 import runpy
 import select
@@ -200,6 +201,9 @@ def import_everything() -> None:
     factory._get_field_docstrings = lambda _self, config: read(config)
     megatron_muon.megatron.flags.arguments.build_parser()
     torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    for module in tuple(sys.modules.values()):  # DTensor's fake tensors keep tracebacks, which quote the source
+        if str(file := getattr(module, "__file__", "")).endswith(".py"):
+            linecache.getlines(str(file))
 
 
 def run(kind: str, name: str) -> None:
