@@ -190,6 +190,13 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     )
 
 
+def forget_divergence(folder: RunFolder) -> None:
+    """Takes from the facts of an earlier start that it diverged: a new one may end before it writes its own."""
+    facts = read_json(folder.tensorboard / FACTS)
+    if facts.pop("diverged_at", None) is not None:
+        write_json(folder.tensorboard / FACTS, facts)
+
+
 def clear(folder: RunFolder) -> None:
     """Deletes what a run left in its folder: its own files, events and checkpoints.
 
