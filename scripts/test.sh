@@ -10,7 +10,7 @@ Usage: scripts/test.sh [PART...] [-- PYTEST_ARGUMENT...]
 
 PARTs (default: all of them, in this order):
   lint         ruff check, ruff format --check, mypy, and the API reference into build/api
-  unit         tests/unit: one process, seconds
+  unit         tests/unit: no ranks
   functional   tests/functional: real ranks over gloo, the real command line; minutes
 
 For example:
