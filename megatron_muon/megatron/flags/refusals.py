@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags.fields import MuonSettings, default_of
 
@@ -55,11 +56,6 @@ class MuonRun:
     def given(self, names: Iterable[str]) -> list[str]:
         """The flags among these of this package's settings that are not at their default."""
         return [flag_of(name) for name in names if getattr(self.settings, name) != default_of(name)]
-
-
-def flag_of(name: str) -> str:
-    """How the setting of this name is typed."""
-    return "--" + name.replace("_", "-")
 
 
 def check(run: MuonRun) -> None:
