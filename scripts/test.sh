@@ -16,7 +16,7 @@ PARTs (default: all of them, in this order):
 For example:
   scripts/test.sh unit
   scripts/test.sh functional -- -k reference -x
-  scripts/test.sh functional -- -m ''      every parallel layout, not only a part of them
+  scripts/test.sh functional -- -m ''      every layout and case, not only those of the usual run
 TEXT
 }
 
