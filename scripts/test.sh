@@ -10,13 +10,13 @@ Usage: scripts/test.sh [PART...] [-- PYTEST_ARGUMENT...]
 
 PARTs (default: all of them, in this order):
   lint         ruff check, ruff format --check, mypy, and the API reference into build/api
-  unit         tests/unit: one process, seconds
+  unit         tests/unit: no ranks
   functional   tests/functional: real ranks over gloo, the real command line; minutes
 
 For example:
   scripts/test.sh unit
   scripts/test.sh functional -- -k reference -x
-  scripts/test.sh functional -- -m ''      every parallel layout, not only a part of them
+  scripts/test.sh functional -- -m ''      every layout and case, not only those of the usual run
 TEXT
 }
 

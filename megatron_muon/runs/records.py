@@ -20,10 +20,10 @@ from typing import Any
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.events import LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
+from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
-"""Phases of a Muon step, as `muon/PHASE_ms` in the events, in their order."""
+"""Phases of a Muon step, as `megatron.metrics` logs them (`muon/PHASE_ms`), in their order."""
 
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
@@ -198,7 +198,7 @@ class Record:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
-    return (folder / run_folder.RUN).is_file() or any((folder / run_folder.TENSORBOARD).glob("events.out.tfevents.*"))
+    return (folder / run_folder.RUN).is_file() or any((folder / run_folder.TENSORBOARD).glob(EVENT_FILES))
 
 
 def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
