@@ -1,8 +1,8 @@
 """Records what it replaces, so that everything can be put back.
 
 `Patches` sets attributes of modules and classes, checks first that what is replaced still looks as expected, and undoes
-its work in reverse order. It knows nothing of CUDA or Megatron: what is replaced, and why, stands in `cpu/` and in
-`megatron/patches/install.py`.
+its work in reverse order. It knows nothing of CUDA or Megatron: what is replaced, and why, stands in `cpu/`,
+`megatron/patches/` and `megatron/checkpoint/`.
 """
 
 import inspect

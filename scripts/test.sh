@@ -10,13 +10,13 @@ Usage: scripts/test.sh [PART...] [-- PYTEST_ARGUMENT...]
 
 PARTs (default: all of them, in this order):
   lint         ruff check, ruff format --check, mypy, and the API reference into build/api
-  unit         tests/unit: one process, seconds
+  unit         tests/unit: no ranks
   functional   tests/functional: real ranks over gloo, the real command line; minutes
 
 For example:
   scripts/test.sh unit
   scripts/test.sh functional -- -k reference -x
-  scripts/test.sh functional -- -m ''      every parallel layout, not only a part of them
+  scripts/test.sh functional -- -m ''      every layout and case, not only those of the usual run
 TEXT
 }
 
@@ -59,12 +59,23 @@ check() {
     results+=("$(printf '%-18s %5d.%d s   %s' "$name" $((tenths / 10)) $((tenths % 10)) "$word")")
 }
 
+# What mypy, which takes one core for a minute beside the other checks, has found.
+types() {
+    local status=0
+    wait "$mypy" || status=$?
+    cat "$types_log"
+    rm "$types_log"
+    return "$status"
+}
+
 for part in "${parts[@]}"; do
     case $part in
         lint)
+            types_log=$(mktemp)
+            .venv/bin/mypy >"$types_log" 2>&1 &
+            mypy=$!
             check "ruff check" .venv/bin/ruff check .
             check "ruff format" .venv/bin/ruff format --check .
-            check "mypy" .venv/bin/mypy
             check "api reference" .venv/bin/pdoc --docformat google --output-directory build/api \
                 megatron_muon.{core,megatron,offload,checkpoint}
             ;;
@@ -75,6 +86,7 @@ for part in "${parts[@]}"; do
     esac
 done
 
+[[ -z ${mypy:-} ]] || check "mypy" types
 printf '\n=== results\n'
 printf '%s\n' "${results[@]}"
 exit "$failed"

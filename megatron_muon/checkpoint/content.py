@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.core.optimizer import MOMENT2, MOMENTUM
 
 _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."
@@ -113,8 +114,8 @@ def optimized(entries: Iterable[str]) -> set[str]:
 
 def optimizer_of(slots: frozenset[str]) -> str:
     """The optimizer that keeps such slots."""
-    if "momentum_buffer" in slots:
-        return "adaptive_muon" if "moment2_buffer" in slots else "muon"
+    if MOMENTUM in slots:
+        return "adaptive_muon" if MOMENT2 in slots else "muon"
     if "exp_avg_sq" in slots:
         return "adam"
     return "lion" if "exp_avg" in slots else "+".join(sorted(slots))
@@ -163,8 +164,8 @@ def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """
     found = set()
     for parameter, state in wanted.items():
-        moment = state.get("moment2_buffer")
-        if parameter.endswith("_w") and moment is not None and moment.shape != state["momentum_buffer"].shape:
+        moment = state.get(MOMENT2)
+        if parameter.endswith("_w") and moment is not None and moment.shape != state[MOMENTUM].shape:
             found |= {parameter, parameter[:-2] + "_v"} & wanted.keys()
     return found
 

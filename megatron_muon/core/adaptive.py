@@ -54,6 +54,10 @@ class Holding:
 class SecondMoment(ABC):
     """What a variant adds to a step of Muon, and to its state: `moment2_buffer`, fp32, of each parameter.
 
+    In a step `begin` comes first, then for each wave the `normalizer` on the ranks that orthogonalise and `scaled` on
+    those that hold rows, then `end`. One of the two multiplies updates, which are unscaled, by the matrix's factors
+    (`Holding.scales`), and advances the second moment, but for an update that is not finite.
+
     Args:
         held: the matrices.
         beta2: the second moment's exponential moving average keeps this share of the old one.
@@ -242,7 +246,7 @@ class NorMuon(SecondMoment):
 
 SECOND_MOMENTS: dict[str, type[SecondMoment]] = {"adamuon": AdaMuon, "normuon": NorMuon}
 """By the names of --adaptive-muon-moment2-method; a new one is a class here, a line here and its name in
-`flags.fields`. emerging-optimizers' "namo" needs norms of whole gradients besides."""
+`megatron.flags.fields`. emerging-optimizers' "namo" needs norms of whole gradients besides."""
 
 
 def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:

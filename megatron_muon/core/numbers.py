@@ -74,7 +74,7 @@ def check_number(name: str, value: Any, *, flag: str | None = None) -> None:
     Raises:
         UserError: a value out of its range, or none that is a number.
     """
-    flag = flag or _flag(name)
+    flag = flag or flag_of(name)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UserError(f"{flag} {value!r} is not a number; choose {RANGES[name]}")
     _require_finite(flag, value, str(RANGES[name]))
@@ -95,13 +95,13 @@ def check_numbers(values: Any) -> None:
     for name, value in given.items():
         for number in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(number, (int, float)) and name not in _INFINITE:
-                _require_finite(_flag(name), number, "a finite number")
+                _require_finite(flag_of(name), number, "a finite number")
     for lowest, peak in (("min_lr", "lr"), ("muon_min_lr", "muon_lr")):
         low, high = (_first_given(given, name) for name in (lowest, peak))
         if low and high and low[1] > high[1]:
             raise UserError(
-                f"{_flag(low[0])} {low[1]:g} is above {_flag(high[0])} {high[1]:g}; choose {_flag(lowest)} of at most "
-                f"{high[1]:g}"
+                f"{flag_of(low[0])} {low[1]:g} is above {flag_of(high[0])} {high[1]:g}; choose {flag_of(lowest)} of "
+                f"at most {high[1]:g}"
             )
 
 
@@ -119,5 +119,6 @@ def _require_finite(flag: str, value: Any, possible: str) -> None:
         raise UserError(f"{flag} {Decimal(int(value)):.1e} is too large; choose {possible}") from None
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """How the setting of this name is typed."""
     return "--" + name.replace("_", "-")

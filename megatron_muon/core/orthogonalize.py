@@ -30,8 +30,8 @@ def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
     """The power of two that divides the largest magnitude of each `(..., m, n)` block into [0.5, 1).
 
     Int32 `(..., 1, 1)`. The update must not depend on the input's magnitude: squares of small entries vanish, and the
-    eps of a normalisation shrinks the update of a matrix whose momentum is small, for instance after clipping by a tiny
-    factor. A power of two changes no bit of the mantissa.
+    eps of emerging-optimizers' normalisation shrinks the update of a matrix whose momentum is small, for instance after
+    clipping by a tiny factor. A power of two changes no bit of the mantissa.
     """
     return torch.frexp(blocks.abs().amax(dim=(-2, -1), keepdim=True).float()).exponent.clamp(-126, 126)
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
-from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.megatron.flags.fields import iteration_of
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.ranks import of_all_ranks
@@ -71,9 +71,7 @@ class MuonBuilder:
             return self._plain(settings)
         self._locate()
         self.orthogonalizer = Orthogonalizer(
-            Iteration(
-                config.muon_coefficient_type, config.muon_num_ns_steps, config.muon_fp32_matmul_prec, config.muon_ns
-            ),
+            iteration_of(config),
             scale_mode=config.muon_scale_mode,
             extra_scale_factor=config.muon_extra_scale_factor,
             scaled=not adaptive,

@@ -1,6 +1,6 @@
-"""The step contract around the chain of Muon and scalar optimizers.
+"""One step of Muon and the scalar optimizers together, as the training loop asks for it.
 
-One step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
+A step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
 gradient is not finite, step every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm,
 clipping and zero counts.
 """
@@ -44,9 +44,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def step(self) -> tuple[bool, Any, Any]:
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
-        Not `updated` are weights and momentum where a gradient was not finite. Raises an OffloadError where momentum
-        could not be read or written in an earlier step, on any rank; that step was finished on every rank, so a
-        checkpoint can be saved.
+        `updated` is False where a gradient was not finite: weights and momentum are as before. Raises an OffloadError
+        where momentum could not be read or written in an earlier step, on any rank; that step was finished on every
+        rank, so a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure

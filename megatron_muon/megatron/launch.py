@@ -25,7 +25,7 @@ from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
 from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.megatron import STATUS_FOLDER as STATUS_FOLDER
+from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable

@@ -10,7 +10,6 @@ What does not tile is refused; nothing is repaired.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import re
@@ -74,14 +73,16 @@ def read_layout(path: str | Path) -> Layout:
 def _with_value(message: str, content: bytes) -> str:
     """A message of msgspec, with the name of the matrix and the value that it is about."""
     place = re.search(r" - at `\$(.*)`$", message)
-    value, name = None, ""
-    with contextlib.suppress(ValueError, RecursionError):  # what nests too deeply has its place alone
-        value = msgspec.json.decode(content) if place else None
-    if place is None or value is None:
+    if place is None:
         return message
-    for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1]):
-        value = value[key or int(index)]
-        name = value.get("name") or name if isinstance(value, dict) else name
+    name = ""
+    try:
+        value = msgspec.json.decode(content)
+        for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1]):
+            value = value[key or int(index)]
+            name = value.get("name") or name if isinstance(value, dict) else name
+    except (ValueError, RecursionError, LookupError, TypeError):  # nested too deeply, or a key stands there twice
+        return message
     shown = textwrap.shorten(json.dumps(value), _SHOWN, placeholder=" ...")
     return f"{name}{': ' * bool(name)}{message}, found {shown}"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.runs.records import PHASES, LossPoint, Record, is_run, read_record
 
-_MUONS = ("muon", "adaptive_muon")
 _NAMES = {"adam": "AdamW", "muon": "Muon", "adaptive_muon": "AdaptiveMuon", "lion": "Lion", "sgd": "SGD"}
 _PLACES = ("seed", "save", "load", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path")
 
@@ -126,7 +126,7 @@ class Arm(Seeds[Record]):
     def rate(self) -> float | None:
         """The learning rate of the matrices: --muon-lr of a Muon that has one, else --lr."""
         args = self.runs[0].args
-        for key in ("muon_lr", "lr") if self.optimizer in _MUONS else ("lr",):
+        for key in ("muon_lr", "lr") if self.optimizer in MUONS else ("lr",):
             with contextlib.suppress(ValueError):  # "None"
                 if math.isfinite(number := float(args.get(key, ""))):
                     return number

@@ -17,6 +17,9 @@ from megatron_muon.errors import UserError
 
 LOSS_TAG = "lm loss"
 
+EVENT_FILES = "events.out.tfevents.*"
+"""The files of a TensorBoard folder."""
+
 WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""
 
@@ -97,7 +100,7 @@ def read_events(directory: Path) -> RunEvents:
     """
     if not directory.is_dir():
         raise UserError(f"no TensorBoard log at {str(directory)!r}; train with --tensorboard-dir {directory}")
-    files = sorted(directory.glob("events.out.tfevents.*"))
+    files = sorted(directory.glob(EVENT_FILES))
     if not files:
         raise UserError(f"no event file in {str(directory)!r}; did the training start, on the last rank?")
     events = RunEvents()

@@ -51,9 +51,9 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def python_path() -> dict[str, str]:
-    """The variable that makes this package importable."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable that makes this package importable, before what `env` has of it."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))}
 
 
 def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -61,7 +61,8 @@ def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | Non
 
     `settings` are ENV_VARS of an experiment file; what is set already wins over them.
     """
-    env = {**(settings or {}), **os.environ, **python_path()}
+    env = {**(settings or {}), **os.environ}
+    env |= python_path(env)
     env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     if sys.platform == "linux" and nodes == 1:
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")

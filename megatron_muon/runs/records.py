@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,16 @@ from typing import Any
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.events import LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
+from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
-"""Phases of a Muon step, as `muon/PHASE_ms` in the events, in their order."""
+"""Phases of a Muon step, as `megatron.metrics` logs them (`muon/PHASE_ms`), in their order."""
 
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""
+
+_PEAK = re.compile(r"\[Rank \d+\].*?memory \(MB\).*?max allocated: ([\d.]+)")
+"""What Megatron prints of a rank's memory, for runs whose events have it of no rank, or of the last one alone."""
 
 ONLY_SET = "validation"
 """The name of a run's validation set where it has one; several have names of their own."""
@@ -65,7 +69,6 @@ class Record:
         tokens_per_second: of all ranks together.
         phases_ms: of the measured steps of Muon, by phase; empty without them.
         state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
-        peak_bytes: the most that a rank's memory held; on a CPU a process's resident set.
     """
 
     def __init__(
@@ -84,7 +87,6 @@ class Record:
         self.seed = self.whole_number("seed")
         self.state_bytes: dict[str, int] = facts.get("state_bytes", {})
         self.all_state_bytes = sum(self.state_bytes.values()) or None
-        self.peak_bytes = max((round(one.value) for one in events.points("mem-max-allocated-bytes")), default=None)
         self._read_losses()
         self._read_times()
 
@@ -165,6 +167,15 @@ class Record:
         flags = load_config(file).flags if file.is_file() else ()
         return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
 
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """The most that a rank's memory held; on a CPU a process's resident set."""
+        log = self.folder / run_folder.LOG
+        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
+        peaks = [point.value for point in self.events.points("mem-max-allocated-bytes")]
+        peaks += [float(found) * 2**20 for found in _PEAK.findall(text)]
+        return round(max(peaks)) if peaks else None
+
     @property
     def rose(self) -> bool:
         """Whether the loss ended above where it began by more than noise.
@@ -187,7 +198,7 @@ class Record:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
-    return (folder / run_folder.RUN).is_file() or any((folder / run_folder.TENSORBOARD).glob("events.out.tfevents.*"))
+    return (folder / run_folder.RUN).is_file() or any((folder / run_folder.TENSORBOARD).glob(EVENT_FILES))
 
 
 def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:

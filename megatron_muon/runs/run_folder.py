@@ -32,7 +32,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
 from megatron_muon.megatron import FACTS
-from megatron_muon.runs.events import LOSS_TAG
+from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
 TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
@@ -65,7 +65,7 @@ class RunFolder:
     def has_steps(self) -> bool:
         """Whether a training has logged a step in the TensorBoard folder: its events begin with the arguments alone."""
         tag = LOSS_TAG.encode()
-        return any(tag in file.read_bytes() for file in self.tensorboard.glob("events.out.tfevents.*"))
+        return any(tag in file.read_bytes() for file in self.tensorboard.glob(EVENT_FILES))
 
 
 def locate(
@@ -190,6 +190,13 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     )
 
 
+def forget_divergence(folder: RunFolder) -> None:
+    """Takes from the facts of an earlier start that it diverged: a new one may end before it writes its own."""
+    facts = read_json(folder.tensorboard / FACTS)
+    if facts.pop("diverged_at", None) is not None:
+        write_json(folder.tensorboard / FACTS, facts)
+
+
 def clear(folder: RunFolder) -> None:
     """Deletes what a run left in its folder: its own files, events and checkpoints.
 
@@ -205,7 +212,7 @@ def clear(folder: RunFolder) -> None:
     for name in (CONFIG, RUN, LOG, SUMMARY, "train.node-*.log", "config.node-*.yaml"):
         for file in root.glob(name):
             file.unlink()
-    for name in ("events.out.tfevents.*", FACTS):
+    for name in (EVENT_FILES, FACTS):
         for file in folder.tensorboard.glob(name):
             file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():

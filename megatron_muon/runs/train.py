@@ -155,6 +155,7 @@ def execute(
             run_folder.clear(folder)
         run = _run_record(experiment)
         (folder.root / run_folder.SUMMARY).unlink(missing_ok=True)
+        run_folder.forget_divergence(folder)
         run_folder.write_json(folder.root / run_folder.RUN, run)
         keeps = [] if lock is None else [lock]  # torchrun keeps it where it outlives this process
         status, error = _launch(experiment, run, keeps, on_line, stop, env)

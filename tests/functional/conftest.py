@@ -12,7 +12,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.functional import warm  # noqa: E402
+from tests.functional import cli, warm  # noqa: E402
 from tests.functional.pool import Pool  # noqa: E402
 
 
@@ -38,3 +38,9 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    """The flags to train on a tiny corpus."""
+    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))

@@ -36,11 +36,6 @@ LARGE = ("--ffn-hidden-size", "8192")
 """Shards of some megabytes, so that a save takes long enough to be met in the middle, and a log is smaller."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.fixture
 def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *FLAGS))

@@ -43,11 +43,6 @@ def strategy(name: str) -> tuple[str, ...]:
 FULL = (*cli.MUON, *EXACT, *strategy("optim_grads_params"))
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.fixture
 def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     """Six steps of twelve sequences, which 1, 2, 3 and 4 ranks can share, saved every two."""

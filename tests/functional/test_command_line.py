@@ -23,11 +23,6 @@ SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
 SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def assert_learns(run: cli.Run, steps: int) -> None:
     assert [iteration.number for iteration in run.iterations] == list(range(1, steps + 1))
     for iteration in run.iterations:

@@ -40,11 +40,6 @@ LONG = ("--train-iters", "100000", "--num-workers", "1")
 FAULTY_STEP = 4
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
-    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 @pytest.fixture
 def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     (tmp_path / "momentum").mkdir()

@@ -30,11 +30,6 @@ MANY = "100000"
 """Iterations that no test waits for."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory):
-    return cli.make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
 def write_config(path: Path, *flags: str, base: str | None = None) -> None:
     """Write `flags`, as on a command line, as an experiment file."""
     lines = [f"BASE: {base}"] if base else []

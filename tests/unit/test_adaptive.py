@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from megatron_muon.core.exchange import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.megatron.flags.fields import MuonSettings
 
 SHAPES = [(9, 4), (4, 9)]
 
@@ -47,6 +49,11 @@ def adaptive(method: str) -> ShardedMuon:
 
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def test_every_second_moment_is_a_choice_of_the_flag() -> None:
+    choices = next(field.type for field in fields(MuonSettings) if field.name == "adaptive_muon_moment2_method")
+    assert get_args(choices) == tuple(SECOND_MOMENTS)
 
 
 @pytest.mark.parametrize("method", SECOND_MOMENTS)

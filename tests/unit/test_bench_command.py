@@ -205,6 +205,16 @@ def test_environment_keeps_what_the_user_set(monkeypatch):
     assert processes.environment(2)["OMP_NUM_THREADS"] == "4"
 
 
+def test_environment_finds_the_modules_that_an_experiment_names(monkeypatch):
+    """ENV_VARS may say where a dataset's or tokenizer's code lies; the user's own variable wins over it."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    assert processes.environment(1)["PYTHONPATH"] == str(processes.ROOT)
+    asked = {"PYTHONPATH": "of-the-file"}
+    assert processes.environment(1, settings=asked)["PYTHONPATH"] == f"{processes.ROOT}:of-the-file"
+    monkeypatch.setenv("PYTHONPATH", "of-the-user")
+    assert processes.environment(1, settings=asked)["PYTHONPATH"] == f"{processes.ROOT}:of-the-user"
+
+
 def test_failed_run_shows_the_end_of_its_log(tmp_path, capsys):
     command = [sys.executable, "-c", "print('first'); print('what went wrong'); raise SystemExit(3)"]
     with pytest.raises(RunFailedError, match="the run ended with status 3"):

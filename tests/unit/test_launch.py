@@ -13,7 +13,7 @@ from megatron.training import argument_utils, arguments
 
 from megatron_muon import exit_codes
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import launch
+from megatron_muon.megatron import STATUS_FOLDER, launch
 from megatron_muon.megatron.launch import settle_one_process
 from megatron_muon.offload import run as offload
 
@@ -96,7 +96,7 @@ def ended(tmp_path, monkeypatch):
             patched.setattr(offload, "close_runs", lambda: print("closed", flush=True))
             patched.setattr(dist, "is_initialized", lambda: is_initialized[0])
             patched.setattr(dist, "destroy_process_group", destroy)
-            for name, value in {**TORCHRUN, launch.STATUS_FOLDER: str(tmp_path)}.items():
+            for name, value in {**TORCHRUN, STATUS_FOLDER: str(tmp_path)}.items():
                 patched.setenv(name, value)
             rank = multiprocessing.get_context("fork").Process(target=launch.run, kwargs={"root": tmp_path})
             patched.setattr(launch, "_SECONDS_FOR_FIRST_RANK", 0)

@@ -117,6 +117,15 @@ def test_what_is_wrong_is_named(tmp_path: Path, wrong: Any, message: str) -> Non
     assert str(caught.value).startswith(f"{path}: ")
 
 
+@pytest.mark.parametrize("last", ["5", "[]"])
+def test_a_key_that_stands_there_twice_hides_no_message(tmp_path: Path, last: str) -> None:
+    """The value that does not fit is in the first, and the last is what a reader of any JSON sees."""
+    path = tmp_path / "layout.json"
+    path.write_text(f'{{"world_size": 2, "matrices": [{{"name": 5}}], "matrices": {last}}}')
+    with pytest.raises(UserError, match=re.escape("Expected `str`, got `int` - at `$.matrices[0].name`")):
+        read_layout(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -18,7 +18,6 @@ from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
 
 QUINTIC = ns.coefficients("quintic", 5)
-PRECISIONS = {torch.float32: "highest", torch.bfloat16: "medium"}
 
 # bf16 costs the standard iteration itself up to 0.01 on these matrices, against fp32.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.005}

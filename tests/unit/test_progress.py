@@ -4,6 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_muon.megatron.patches.progress import Progress, muon_rate, progress_line
 
@@ -39,3 +40,16 @@ def test_a_step_that_is_not_finite_is_told_before_the_run_ends(tmp_path, monkeyp
     with pytest.raises(RuntimeError, match="Unexpected result nan"):
         progress.step(rejects, iteration=8)  # --rerun-mode disabled
     assert json.loads(facts.read_text()) == {"diverged_at": 9}
+
+
+def test_parameters_are_counted_as_megatron_counts_them(tmp_path, monkeypatch):
+    """Megatron-FSDP's parameters are whole over tensor-parallel ranks; a rank's own part stands beside them."""
+    monkeypatch.setattr(
+        "megatron_muon.megatron.patches.progress.get_args", lambda: SimpleNamespace(tensorboard_dir=str(tmp_path))
+    )
+    chunk = torch.nn.Linear(8, 6, bias=False)
+    chunk.weight.orig_param = torch.empty(3, 8)
+    alone = torch.nn.Linear(2, 2)
+    progress = Progress(on_gpu=False)
+    progress.watch(lambda config, model: SimpleNamespace(step=None), None, [chunk, alone])
+    assert json.loads((tmp_path / "facts.json").read_text()) == {"parameters": 3 * 8 + 2 * 2 + 2}

@@ -266,3 +266,12 @@ def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):
     assert cli.main(["summary", str(tmp_path / "nowhere")]) == 2
     assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 2
     assert "megatron-muon: error: cannot write" in capsys.readouterr().err
+
+
+def test_the_peak_of_memory_is_found_in_the_log_too(tmp_path, writer_class):
+    """With --log-memory-to-tensorboard events have the last rank's; runs may have none there, and the log alone."""
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 4))
+    assert loaded(tmp_path).peak_bytes is None
+    line = "[Rank {}] (after 1 iterations) memory (MB) | allocated: 70.0 | max allocated: {} | reserved: 1.0\n"
+    (tmp_path / "train.log").write_text(line.format(0, 90.5) + line.format(1, 80.0))
+    assert loaded(tmp_path).peak_bytes == 90.5 * 2**20

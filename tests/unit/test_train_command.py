@@ -242,6 +242,17 @@ def test_a_non_finite_loss_is_a_divergence(tmp_path):
     assert not summary_for(tmp_path, status=0, parameters=54828)["diverged"]
 
 
+def test_a_divergence_is_that_of_the_last_start(tmp_path):
+    """A start that is refused before it has an optimizer leaves no facts, and may be resumed."""
+    summary_for(tmp_path, status=16, parameters=54828, diverged_at=3)
+    run_folder.forget_divergence(RunFolder(tmp_path, tmp_path / "tensorboard", None))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / files.TRACKER).write_text("2")
+    summary = summary_for(tmp_path, status=2)
+    assert (summary["outcome"], summary["diverged"], summary["parameters"]) == ("refused", False, 54828)
+    assert summary["go_on"] == f"megatron-muon train --resume --out {tmp_path}"
+
+
 def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     """In a warm-up the loss may rise; a name of the only validation set is none that a reader of JSON has to guess."""
     make_run(tmp_path / "run", lambda step: 5.5 + step / 100, steps=3, every=3, skipped=2)

@@ -7,6 +7,8 @@ The factory reads types at run time, so annotations are no strings; neither torc
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from megatron_muon.core.cost import Iteration
+
 Offload = Literal["none", "cpu", "nvme"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 OFFLOADS, DTYPES = get_args(Offload), get_args(MomentumDtype)
@@ -119,6 +121,13 @@ class MuonSettings:
     muon_momentum_dtype: MomentumDtype = "fp32"
     """how momentum is stored: bf16 takes a half and int8 a quarter of fp32's bytes, rounded stochastically;
     computed with in fp32"""
+
+
+def iteration_of(settings: Any) -> Iteration:
+    """The Newton-Schulz iteration that parsed flags or a MuonOptimizerConfig ask for, whatever the device."""
+    return Iteration(
+        settings.muon_coefficient_type, settings.muon_num_ns_steps, settings.muon_fp32_matmul_prec, settings.muon_ns
+    )
 
 
 def default_of(name: str) -> Any:

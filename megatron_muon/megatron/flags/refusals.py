@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_origin
 
-from megatron_muon.core.cost import Iteration
+from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.megatron.flags.fields import MuonSettings, default_of
+from megatron_muon.megatron.flags.fields import MuonSettings, default_of, iteration_of
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
@@ -55,11 +55,6 @@ class MuonRun:
     def given(self, names: Iterable[str]) -> list[str]:
         """The flags among these of this package's settings that are not at their default."""
         return [flag_of(name) for name in names if getattr(self.settings, name) != default_of(name)]
-
-
-def flag_of(name: str) -> str:
-    """How the setting of this name is typed."""
-    return "--" + name.replace("_", "-")
 
 
 def check(run: MuonRun) -> None:
@@ -194,10 +189,7 @@ def _heeded(run: MuonRun) -> None:
 
 
 def _proven(run: MuonRun) -> None:
-    settings = run.settings
-    Iteration(
-        settings.muon_coefficient_type, settings.muon_num_ns_steps, settings.muon_fp32_matmul_prec, settings.muon_ns
-    ).check()
+    iteration_of(run.settings).check()
 
 
 def _offload(run: MuonRun) -> None:

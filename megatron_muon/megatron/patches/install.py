@@ -17,8 +17,7 @@ import torch
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import OffloadError, SaveError
-from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
-from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
+from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
@@ -39,9 +38,9 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     show_progress(patches, on_gpu=torch.cuda.is_available())
     if muon_under_fsdp or megatron_fsdp:
         let_experts_have_biases(patches)
-        checkpoint_patches.install(patches, adam=not muon_under_fsdp)
-    checkpoint_loading.run_no_pickles(patches)
-    checkpoint_loading.explain_unreadable(patches)
+        saving.install(patches, adam=not muon_under_fsdp)
+    loading.run_no_pickles(patches)
+    loading.explain_unreadable(patches)
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:

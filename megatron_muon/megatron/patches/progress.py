@@ -89,7 +89,8 @@ class Progress:
         self._optimizer = optimizer = build(config, model, *args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
         self._tell(
-            parameters=sum(parameter.numel() for chunk in model for parameter in chunk.parameters()),
+            # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
+            parameters=sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters()),
             **(optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}),
         )
         return optimizer
