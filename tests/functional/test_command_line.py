@@ -243,7 +243,7 @@ def test_experts_sharded_over_ranks(tmp_path, corpus):
     dump = ("--muon-dump-layout", "layout.json")
     four = cli.torchrun(tmp_path, *cli.TINY, *corpus, *experts, *over, *dump, ranks=4).checked()
     assert_learns(four, 6)
-    dense, expert = (read_layout(tmp_path / name).layout for name in ("layout.json", "layout.experts.json"))
+    dense, expert = (read_layout(tmp_path / name) for name in ("layout.json", "layout.experts.json"))
     assert (dense.world_size, expert.world_size) == (4, 2)
     assert all(".experts." in matrix.name for matrix in expert.matrices)
     assert not any(".experts." in matrix.name for matrix in dense.matrices)
