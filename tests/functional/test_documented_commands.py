@@ -1,9 +1,8 @@
 """Every command that README.md and docs/ show is run here, or checked as far as this machine allows.
 
 Cheap ones run as they stand, in a copy of the repository's files, page by page in the order of the page. Trainings run
-as they stand with flags behind them that end them after two iterations. The usual run does so for the pages of TRAINED
-and settles the flags of the other pages' trainings as `train --dry-run` does; with `-m ''` all of them train. What
-needs a cluster, another machine or minutes is listed with the reason.
+as they stand with flags behind them that end them after two iterations: the usual run settles their flags, as `train
+--dry-run` does, and with `-m ''` they train. What needs a cluster, another machine or minutes is listed with a reason.
 """
 
 from __future__ import annotations
@@ -38,8 +37,6 @@ SHORT = (
 )
 """Two iterations of little work, with a batch that 16 ranks divide; the length of the run, and so the schedule, stays
 what the command says."""
-
-TRAINED = ("README.md",)
 
 STAND_INS = {
     "torchrun ...": "torchrun --nproc-per-node 2",
@@ -270,10 +267,10 @@ def reader(
 @pytest.mark.parametrize(
     ("page", "trains"),
     [
-        pytest.param(page, full, marks=[pytest.mark.wide] if full and page not in TRAINED else [], id=f"{page}-{how}")
+        pytest.param(page, full, marks=[pytest.mark.wide] if full else [], id=f"{page}-{how}")
         for page in pages()
         for full, how in ((False, "settled"), (True, "trained"))
-        if commands(page) and (full or page not in TRAINED)
+        if commands(page)
     ],
 )
 def test_a_reader_can_type_every_command(page: str, trains: bool, reader: Callable[[bool], Reader]) -> None:
