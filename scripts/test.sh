@@ -44,7 +44,7 @@ done
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=1
 at_once=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
-trap 'echo "test.sh: interrupted" >&2; exit 130' INT TERM HUP
+trap 'echo "test.sh: interrupted" >&2; [[ -z ${mypy:-} ]] || kill "$mypy" 2>/dev/null; exit 130' INT TERM HUP
 
 results=()
 failed=0

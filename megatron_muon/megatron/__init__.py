@@ -5,6 +5,6 @@ STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 (torchrun's own is 1 for any failure), `error`, a line that says why, or null, and the `time` of that."""
 
 FACTS = "facts.json"
-"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model; `muon_parameters` and
-`plan`, its digest, of a Muon; `state_bytes` of all ranks together, by kind; `diverged_at`, the iteration at which
-Megatron ended the run for a number that is not finite."""
+"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model on a model-parallel rank;
+`muon_parameters` and `plan`, its digest, of a Muon; `state_bytes` of all ranks together, by kind; `diverged_at`, the
+iteration at which Megatron ended the run for a number that is not finite."""

@@ -2,7 +2,7 @@
 
 Each of Megatron's iteration lines is followed by one of this package's. Metrics go where Megatron's go, to TensorBoard
 and Weights & Biases, under `muon/`, and so does Muon's learning rate where it is not the one that Megatron logs. What
-tools want to know of the optimizer goes into `facts.json`, beside the run's events.
+tools want to know of the run goes into `facts.json`, beside the run's events.
 """
 
 from __future__ import annotations
