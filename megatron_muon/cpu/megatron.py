@@ -95,7 +95,12 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
 
 
 def install(patches: Patches) -> None:
-    """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker."""
+    """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker.
+
+    What megatron-core decorates with `torch.compile` while it is imported runs uncompiled here anyway (`cuda_api`), so
+    it is not decorated at all: torch's compiler takes more than a second to load.
+    """
+    patches.replace(torch, "compile", _leave_uncompiled)
     import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
@@ -117,6 +122,11 @@ def install(patches: Patches) -> None:
     patches.around(WrappedTorchNorm, "__new__", takes=("config",))(_make_norm)
     patches.around(dataloader._BaseDataLoaderIter, "__init__", takes=("loader",))(_init_iterator)
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
+
+
+def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
+    """`torch.compile`, also as a decorator with arguments."""
+    return (lambda decorated: decorated) if model is None else model
 
 
 def _move_as_numpy(move: Any, tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -198,8 +198,10 @@ install() {
     if [[ -n $broken ]]; then
         say "installing $(wc -w <<<"$broken") of $TOTAL packages (all of them: about 5 GB on disk, a few minutes)"
         # --no-deps: the lock is complete, and nothing outside it gets in.
-        pip_install --no-deps -r "$LOCK" ||
+        pip_install --no-deps --no-compile -r "$LOCK" ||
             die "pip could not install requirements/lock.txt: see above, then run this again"
+        # pip compiles one file after the other; some packages carry files that are no Python of today.
+        "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >>"$LOG" 2>&1 || true
         broken=$("$VENV/bin/python" scripts/lib/check_env.py "$LOCK")
         [[ -z $broken ]] || die "still incomplete: $broken; remove .venv and run this again"
     fi

@@ -89,7 +89,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", wide_but(["experts", "swiglu under no_shard"], MODELS))
+@pytest.mark.parametrize("model", wide_but(["experts"], MODELS))
 def test_a_resumed_run_is_the_uninterrupted_one(training: Trainings, model: str) -> None:
     """Weights, momentum, moments and counters of Adam, schedule, random numbers (dropout is on), data position.
 

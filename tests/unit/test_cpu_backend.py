@@ -1,6 +1,8 @@
 """The CPU backend: it maps devices, refuses where a GPU is, and can be taken back without a trace."""
 
 import itertools
+import subprocess
+import sys
 import types
 
 import pytest
@@ -302,6 +304,15 @@ def test_compiled_functions_run_uncompiled(backend):
     for _ in range(3):
         assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
     assert next(calls) == 3
+    assert torch.compile(dynamic=True)(double) is double
+
+
+def test_training_does_not_load_the_compiler():
+    """It took a fifth of a rank's start."""
+    script = "import sys; from megatron_muon import cpu; cpu.install(); import megatron.training; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    assert "megatron.training" in run.stdout.split()
+    assert "torch._inductor.compile_fx" not in run.stdout.split()
 
 
 # ------------------------------------------------------------------------------------------------ collectives
