@@ -123,6 +123,7 @@ def test_shared_replicas_equal_the_reference(ranks: Pool, world_size: int) -> No
             assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.wide
 def test_shared_replicas_in_bf16_stay_the_same(ranks: Pool) -> None:
     """The owner applies what it sent, rounded: with its own fp32 update, `whole` would find that ranks differ."""
     settings = {"muon_share_replicated": True, "muon_fp32_matmul_prec": "medium"}
