@@ -18,13 +18,15 @@ from typing import TYPE_CHECKING, Any
 from megatron_muon.version import __version__
 
 if TYPE_CHECKING:
+    from megatron_muon.fsdp.muon import Muon
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
     from megatron_muon.megatron.settings import MuonOptimizerConfig
 
-__all__ = ["MuonOptimizerConfig", "__version__", "get_megatron_muon_optimizer", "mend_megatron_fsdp"]
+__all__ = ["Muon", "MuonOptimizerConfig", "__version__", "get_megatron_muon_optimizer", "mend_megatron_fsdp"]
 
 _PLACES = {
+    "Muon": "megatron_muon.fsdp.muon",
     "MuonOptimizerConfig": "megatron_muon.megatron.settings",
     "get_megatron_muon_optimizer": "megatron_muon.megatron.factory",
     "mend_megatron_fsdp": "megatron_muon.megatron.patches.fsdp",

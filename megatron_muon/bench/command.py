@@ -21,9 +21,9 @@ from megatron_muon.bench.train import OPTIMIZERS, measure
 from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.fields import DTYPES, OFFLOADS
 from megatron_muon.runs.processes import ROOT, environment, run_logged, torchrun
 from megatron_muon.runs.provenance import provenance
+from megatron_muon.settings import DTYPES, OFFLOADS
 
 if TYPE_CHECKING:
     from rich.table import Table

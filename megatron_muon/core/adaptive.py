@@ -246,7 +246,7 @@ class NorMuon(SecondMoment):
 
 SECOND_MOMENTS: dict[str, type[SecondMoment]] = {"adamuon": AdaMuon, "normuon": NorMuon}
 """By the names of --adaptive-muon-moment2-method; a new one is a class here, a line here and its name in
-`megatron.flags.fields`. emerging-optimizers' "namo" needs norms of whole gradients besides."""
+`settings`. emerging-optimizers' "namo" needs norms of whole gradients besides."""
 
 
 def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:

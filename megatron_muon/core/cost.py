@@ -7,11 +7,17 @@ and are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.numbers import check_number
+
+Coefficients = Sequence[tuple[float, float, float]]
+"""`(a, b, c)` of each step's polynomial a x + b x^3 + c x^5."""
 
 STANDARD = "standard"
 GRAM = "gram"
@@ -32,6 +38,8 @@ spectra: no singular value of the result exceeds 1.3, none has changed its sign,
 at least 0.3 of the norm are at least 0.6 (tests/unit/test_singular_values.py). polar_express and cans are made for five
 steps and more: with fewer, singular values go up to 2. emerging-optimizers begins quintic anew after five steps, and
 its first polynomials shrink what is near 1 already: after six steps, updates are an eighth of their size."""
+MOST = 1.3
+"""No singular value of a result may exceed this."""
 GRAM_IN_HALF = {"simple": 12, "quintic": 5, "deepseekv4": 12}
 """Sets that the Gram iteration is proven with in bf16, and up to how many steps. With polar_express a singular value
 can be 50 after five steps and inf after seven, where another direction dominates."""
@@ -90,7 +98,7 @@ class Iteration:
     """Settings that decide which iteration a block gets and what it costs.
 
     Attributes:
-        coefficient_type: a set of emerging-optimizers.
+        coefficient_type: a set of emerging-optimizers, or the coefficients of each step, the last repeated.
         steps: Newton-Schulz steps.
         precision: "highest" and "high" iterate in fp32, "medium" and "low" in bf16, as
             torch.set_float32_matmul_precision names them.
@@ -98,7 +106,7 @@ class Iteration:
         products: how the device forms symmetric products.
     """
 
-    coefficient_type: str = "quintic"
+    coefficient_type: str | tuple[tuple[float, float, float], ...] = "quintic"
     steps: int = 5
     precision: str = "medium"
     method: str = AUTO
@@ -112,7 +120,8 @@ class Iteration:
     @property
     def gram_is_proven(self) -> bool:
         """Whether the Gram iteration is proven where the standard one is."""
-        return not self.half or self.steps <= GRAM_IN_HALF.get(self.coefficient_type, 0)
+        name = self.coefficient_type if isinstance(self.coefficient_type, str) else ""
+        return not self.half or self.steps <= GRAM_IN_HALF.get(name, 0)
 
     def method_for(self, rows: int, cols: int) -> str:
         """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
@@ -159,6 +168,9 @@ class Iteration:
         check_number("muon_num_ns_steps", self.steps)
         if self.method not in METHODS:
             raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
+        if not isinstance(self.coefficient_type, str):
+            self._check_coefficients(self.coefficient_type)
+            return
         chosen = f"--muon-coefficient-type {self.coefficient_type}"
         if self.coefficient_type in REVERSING_SETS:
             raise UserError(
@@ -179,6 +191,18 @@ class Iteration:
             raise UserError(
                 f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use --muon-ns auto, or "
                 "--muon-fp32-matmul-prec high"
+            )
+
+    def _check_coefficients(self, given: Coefficients) -> None:
+        """Refuse coefficients that do not bring singular values between 0 and `MOST`, before any rounding."""
+        values = np.geomspace(1e-8, 1.0, 4096)
+        for step in range(self.steps):
+            a, b, c = given[min(step, len(given) - 1)]
+            values = a * values + b * values**3 + c * values**5
+        if not (values.min() >= 0.0 and values.max() <= MOST):
+            raise UserError(
+                f"coefficients {given} with {self.steps} steps bring singular values between {values.min():.3g} and "
+                f"{values.max():.3g}, Muon wants 0 to {MOST}; (3.4445, -4.775, 2.0315) with 5 steps is usual"
             )
 
 

@@ -12,24 +12,22 @@ only scales it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Products, gram_runs
-
-Coefficients = Sequence[tuple[float, float, float]]
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Coefficients, Products, gram_runs
 
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
 
 
-def coefficients(coefficient_type: str, steps: int) -> list[tuple[float, float, float]]:
-    """The polynomial coefficients `(a, b, c)` of each step.
+def coefficients(coefficient_type: str | Coefficients, steps: int) -> list[tuple[float, float, float]]:
+    """The polynomial coefficients `(a, b, c)` of each step; of given ones the last are repeated.
 
     Raises:
         ValueError: a set that emerging-optimizers does not have.
     """
+    if not isinstance(coefficient_type, str):
+        return list(muon_utils.get_coefficient_iterator(steps, coefficient_type, mode="repeat_last"))
     sets = muon_utils._COEFFICIENT_SETS
     if coefficient_type not in sets:
         raise ValueError(f"--muon-coefficient-type {coefficient_type} does not exist; choose one of {', '.join(sets)}")
@@ -37,19 +35,20 @@ def coefficients(coefficient_type: str, steps: int) -> list[tuple[float, float, 
     return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))
 
 
-def standard(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
+def standard(x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None) -> torch.Tensor:
     """The standard iteration.
 
     Args:
         x: `(batch, m, n)` with m <= n, fp32 or bf16, what the products run in; not modified. Its largest magnitude must
             be near 1, so that squares neither overflow nor vanish; its norm may be any.
         steps: coefficients of each step. A factor on the last step's scales the result.
+        least_norm: `(batch, 1, 1)` fp32; a block of a smaller norm is divided by this.
 
     Returns:
         `(batch, m, n)` of the same dtype, orthogonalised. A block with an element that is not finite becomes NaN.
     """
     first, *others = steps
-    r, inverse_norm = _normalized(_product(x, x))
+    r, inverse_norm = _normalized(_product(x, x), least_norm)
     z = _product(r, r, r, beta=first[1], alpha=first[2])
     x = _with_diagonal(z, first[0], inverse_norm) @ x
     for a, b, c in others:
@@ -59,7 +58,7 @@ def standard(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
     return x
 
 
-def gram(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
+def gram(x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None) -> torch.Tensor:
     """The Gram iteration with restarts; arguments and result as `standard`.
 
     With R = X X^T a step is X <- Z X and R <- Z R Z for Z = a I + b R + c R^2. All Z are polynomials in R and commute,
@@ -72,7 +71,7 @@ def gram(x: torch.Tensor, steps: Coefficients) -> torch.Tensor:
         run, remaining = remaining[:length], remaining[length:]
         r = _product(x, x)  # (batch, m, m)
         if number == 0:
-            r, inverse_norm = _normalized(r)
+            r, inverse_norm = _normalized(r, least_norm)
         q: torch.Tensor | None = None
         for step, (a, b, c) in enumerate(run):
             z = _product(r, r, r, beta=b, alpha=c)  # Z without its a I
@@ -104,12 +103,14 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
     return KERNEL if kernel else DENSE
 
 
-def _normalized(r: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _normalized(r: torch.Tensor, least_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The Gram matrix `(batch, m, m)` of each block over its norm, and one over the norm, `(batch, 1, 1)` fp32.
 
     A block of zeros stays zero; the trace of one with an element that is not finite is not finite, nor is the result.
     """
     square = r.diagonal(dim1=-2, dim2=-1).float().sum(dim=-1)[:, None, None]
+    if least_norm is not None:
+        square = torch.maximum(square, least_norm.square())
     inverse = torch.where(square == 0, 0.0, square.reciprocal())
     return torch.mul(r, inverse, out=torch.empty_like(r)), inverse.sqrt()
 

@@ -17,7 +17,7 @@ matrices that every rank holds whole. Gradient reduction, clipping and installin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ class ShardedMuon(torch.optim.Optimizer):
         moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         compute_device: where momentum and exchange compute, if not where the parameters are.
+        skip_missing: a matrix without a gradient keeps weights and state, instead of being an error.
 
     Attributes:
         probe: is told of each step; `core.probe`.
@@ -90,6 +91,7 @@ class ShardedMuon(torch.optim.Optimizer):
         moment: SecondMoment | None = None,
         store: MomentumStore | None = None,
         compute_device: torch.device | None = None,
+        skip_missing: bool = False,
     ) -> None:
         for name, value in (("lr", lr), ("muon_momentum", momentum), ("weight_decay", weight_decay)):
             check_number(name, value)
@@ -115,6 +117,8 @@ class ShardedMuon(torch.optim.Optimizer):
             group.update({name: value for name, value in added.items() if name not in group})
         self._momentum = store or Momentum(lambda index: local_rows(self.state[self._matrices[index]][MOMENTUM]))
         self._compute_device = compute_device
+        self._skip_missing = skip_missing
+        self._missing = set[int]()
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
@@ -139,11 +143,16 @@ class ShardedMuon(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("Muon takes no closure")
-        for parameter in (self._matrices[index] for index in self._held):
-            if parameter.grad is None:
-                raise RuntimeError(
-                    f"{self._names[parameter]} has no gradient at the optimizer step; was finish_grad_sync() called?"
-                )
+        self.update_matrices()
+
+    def update_matrices(self) -> None:
+        """The step; `step` is for what a class that takes other parameters too does around it."""
+        self._missing = {index for index in self._held if self._matrices[index].grad is None}
+        if self._missing and not self._skip_missing:
+            raise RuntimeError(
+                f"{self._names[self._matrices[min(self._missing)]]} has no gradient at the optimizer step; was "
+                "finish_grad_sync() called?"
+            )
         self._to_prepare, self._to_finalize = set(self._held), set(self._held)
         if self.moment is not None:
             moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
@@ -160,14 +169,19 @@ class ShardedMuon(torch.optim.Optimizer):
                 group[STEPS] += 1
 
     def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself."""
+        """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself.
+
+        Of a matrix without a gradient it returns NaN, so that no rank updates it.
+        """
         _take(self._to_prepare, indices)
         ahead: list[torch.Tensor] = []
         with self.probe.phase("momentum"):
             for part in self._momentum.parts(indices):
                 momentum = self._momentum.lend(part)
-                ahead_of_part: list[torch.Tensor] = [torch.empty(0)] * len(part)
-                for group, parameters, places in self._by_group(part):
+                ahead_of_part = (
+                    [torch.full_like(values, torch.nan) for values in momentum] if self._missing else list(momentum)
+                )
+                for group, parameters, places in self._by_group(part, but=self._missing):
                     gradients = self._gradients(group, parameters)
                     rows = [momentum[place] for place in places]
                     torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
@@ -215,16 +229,19 @@ class ShardedMuon(torch.optim.Optimizer):
             gradients = [rows.to(self._compute_device) for rows in gradients]
         return gradients
 
-    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
+    def _by_group(
+        self, indices: Sequence[int], *, but: Container[int] = ()
+    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
         """The groups of these matrices, each with its parameters and their places in `indices`."""
         groups: dict[int, list[int]] = {}
-        for place, index in enumerate(indices):
+        for place in (place for place, index in enumerate(indices) if index not in but):
+            index = indices[place]
             groups.setdefault(self._group_of[index], []).append(place)
         for group, places in groups.items():
             yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
 
     def skipped_updates(self) -> dict[str, int]:
-        """Updates that were not finite since the last call, by matrix, of those of which this rank holds rows.
+        """Updates that were not finite, or had no gradient, since the last call, of matrices that this rank has rows of.
 
         Waits for the device.
         """

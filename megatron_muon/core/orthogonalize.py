@@ -36,12 +36,13 @@ def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
     return torch.frexp(blocks.abs().amax(dim=(-2, -1), keepdim=True).float()).exponent.clamp(-126, 126)
 
 
-def to_unit_magnitude(blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def to_unit_magnitude(blocks: torch.Tensor, dtype: torch.dtype, exponent: torch.Tensor | None = None) -> torch.Tensor:
     """Each block times a power of two that brings its largest magnitude into [0.5, 1), of `dtype`.
 
-    In the blocks' own memory where that is their dtype already, else in a new tensor, rounded once.
+    In the blocks' own memory where that is their dtype already, else in a new tensor, rounded once. `exponent` is
+    their `unit_magnitude_exponent`, where it is known.
     """
-    exponent = unit_magnitude_exponent(blocks)
+    exponent = unit_magnitude_exponent(blocks) if exponent is None else exponent
     factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
     if blocks.dtype == dtype:
         return blocks.mul_(factor.to(dtype))
@@ -57,6 +58,7 @@ class Orthogonalizer:
         scale_mode: "spectral", "unit_rms_norm" or "shape_scaling" (emerging-optimizers' `get_muon_scale_factor`).
         extra_scale_factor: multiplies every update; 0.2 with "spectral" matches AdamW's update RMS
             (https://arxiv.org/abs/2502.16982, section 2.2).
+        eps: blocks of a smaller norm are divided by this instead, so that their updates are small too.
         scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
         device: where it runs, which decides what an iteration costs.
 
@@ -67,6 +69,7 @@ class Orthogonalizer:
     iteration: Iteration = field(default_factory=Iteration)
     scale_mode: str = "spectral"
     extra_scale_factor: float = 1.0
+    eps: float = 0.0
     scaled: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
@@ -134,7 +137,11 @@ class Orthogonalizer:
         together = max(TOGETHER.get(stack.device.type, 2**23) // (rows * cols), 1)
         all_finite = []
         for number, part in enumerate(stack.split(together)):
-            updates = self._iterate(to_unit_magnitude(part, self.dtype), scale)
+            exponent = unit_magnitude_exponent(part)
+            least_norm = None
+            if self.eps:
+                least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
+            updates = self._iterate(to_unit_magnitude(part, self.dtype, exponent), scale, least_norm)
             if number == 0:
                 probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
@@ -155,7 +162,7 @@ class Orthogonalizer:
             self._iterate(torch.ones(1, rows, cols, dtype=self.dtype, device=self.device), scale)
         return len(kinds)
 
-    def _iterate(self, start: torch.Tensor, scale: float) -> torch.Tensor:
+    def _iterate(self, start: torch.Tensor, scale: float, least_norm: torch.Tensor | None = None) -> torch.Tensor:
         """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype."""
         *first, (a, b, c) = self._steps
         steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
@@ -163,7 +170,7 @@ class Orthogonalizer:
         # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
         precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)
         with precise or contextlib.nullcontext():
-            return iterate(start, steps)
+            return iterate(start, steps, least_norm)
 
 
 def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -15,19 +15,17 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
-from megatron_muon.core.exchange import AllGatherExchange, LocalExchange, OwnerExchange, SharedExchange
-from megatron_muon.core.exchange.steps import Batch, Exchange
+from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
+from megatron_muon.core.exchange.steps import Exchange, PlannedExchange
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.megatron.flags.fields import iteration_of
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
-from megatron_muon.megatron.ranks import of_all_ranks
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.settings import iteration_of
 
 
 @dataclass
@@ -161,44 +159,20 @@ class MuonBuilder:
         return kind(holding, beta2=config.adaptive_muon_beta2, eps=config.adaptive_muon_eps)
 
     def _exchange(self, moment: SecondMoment | None) -> Exchange:
-        config, layout, group, device = self.config, self.layout, self.compute_group, self.device
-
-        def batches(indices: Sequence[int]) -> Batch:
-            normalize = None if moment is None else moment.normalizer(indices)
-            return self.orthogonalizer.batch([layout.matrices[i] for i in indices], normalize)
-
-        buffer_bytes = int(config.muon_exchange_buffer_mb * 2**20)
-        if self.is_replicated and not config.muon_share_replicated:
-            return LocalExchange(layout, group, batches, buffer_bytes=buffer_bytes, device=device)
-        if config.muon_exchange == "allgather" and not self.is_replicated:
-            return AllGatherExchange(layout, group, batches, device=device)
-        dtypes = {"auto": self.orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}
-        wire_dtype = dtypes[config.muon_exchange_dtype]
-        kind = SharedExchange if self.is_replicated else OwnerExchange
-        return kind(self._plan(buffer_bytes, wire_dtype), group, batches, wire_dtype=wire_dtype, device=device)
-
-    def _plan(self, buffer_bytes: int, wire_dtype: torch.dtype) -> Plan:
-        """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
-        matrices, rank = self.layout.matrices, self.group.rank()
-        costs = [self.orthogonalizer.flops(matrix) for matrix in matrices]
-        plan = make_plan(self.layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize)
-        if plan.oversized and rank == 0:
-            largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
-            print(
-                f"megatron-muon: {len(plan.oversized)} of {len(matrices)} matrices do not fit "
-                f"--muon-exchange-buffer-mb {self.config.muon_exchange_buffer_mb:g}; waves are as large as "
-                f"{largest.name} needs, {plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
-                flush=True,
-            )
-        self.digest = plan.digest()
-        for other, digest in enumerate(found := of_all_ranks(self.digest, self.group)):
-            if digest != found[0]:
-                raise RuntimeError(
-                    f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
-                    "other; start all ranks with the same flags, software and devices"
-                )
-        owned = (matrix for matrix, owner in zip(matrices, plan.owners, strict=True) if owner == rank)
-        blocks = (block for matrix in owned for block in matrix.blocks)
-        if (kinds := self.orthogonalizer.warm_up(blocks)) and rank == 0:
-            print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
-        return plan
+        config = self.config
+        scheme = config.muon_exchange
+        if self.is_replicated:
+            scheme = SHARED if config.muon_share_replicated else LOCAL
+        exchange = make_exchange(
+            scheme,
+            self.layout,
+            self.compute_group,
+            self.orthogonalizer,
+            moment=moment,
+            buffer_mb=config.muon_exchange_buffer_mb,
+            wire=config.muon_exchange_dtype,
+            device=self.device,
+        )
+        if isinstance(exchange, PlannedExchange):
+            self.digest = exchange.plan.digest()
+        return exchange

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
+from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
+from megatron_muon.core.ranks import of_all_ranks, say
 from megatron_muon.errors import OffloadError
-from megatron_muon.megatron.metrics import Sampler
-from megatron_muon.megatron.ranks import of_all_ranks, say
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 from megatron_muon.offload.store import RecordStore
 
@@ -33,7 +33,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
-        self.metrics = Sampler([member.optimizer for member in self._members], interval=metrics_interval)
+        inner = [member.optimizer for member in self._members]
+        muons_of_all_kinds = [one for one in inner if isinstance(one, (ShardedMuon, ReplicatedMuon))]
+        self.metrics = Sampler(muons_of_all_kinds, interval=metrics_interval)
         self._grad_norm: float | torch.Tensor = 0.0
         muons = [member for member in self._members if isinstance(member.optimizer, ShardedMuon)]
         self._stored = {member: member.optimizer for member in muons if member.optimizer.store is not None}

@@ -23,11 +23,11 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.model import selection
-from megatron_muon.megatron.ranks import say
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun

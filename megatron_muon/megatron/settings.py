@@ -15,13 +15,13 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import refusals
-from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.patches.fsdp import is_mended
+from megatron_muon.settings import MuonSettings
 
 
 @dataclass
 class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's settings (`flags.fields`), each under its flag's name.
+    """megatron-core's OptimizerConfig with this package's settings (`megatron_muon.settings`), each under its flag's name.
 
     Attributes:
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon import cpu
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, local_rows
-from megatron_muon.megatron.ranks import of_all_ranks, say
+from megatron_muon.core.ranks import of_all_ranks, say
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.ranks import of_all_ranks, of_first_rank
 from megatron_muon.errors import UserError
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.directory import RunDirectory
@@ -64,9 +66,7 @@ class OffloadRun:
         self._claimed: RunDirectory | None = None
         if self.offload == "nvme":
             assert self.directory is not None
-            shared: list[Any] = [secrets.token_hex(4)]
-            dist.broadcast_object_list(shared, src=0)
-            self.name: str = shared[0]
+            self.name: str = of_first_rank(partial(secrets.token_hex, 4))
             error = None
             try:
                 self._claimed = RunDirectory(Path(self.directory).absolute(), self.name, save=self.save)
@@ -167,7 +167,7 @@ class OffloadRun:
         return Header(
             run=self.name,
             iteration=self.iteration,
-            rank=dist.get_rank(),
+            rank=dist.get_rank() if dist.is_initialized() else 0,
             part=part,
             dtype=self.dtype,
             size=end,
@@ -178,16 +178,15 @@ class OffloadRun:
 
     def _agree(self, error: str | None, *, about_room: bool = False) -> None:
         """Raise on every rank what one rank found; about room, with what is needed."""
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (error, socket.gethostname(), self._needed))
+        everyone = of_all_ranks((error, socket.gethostname(), self._needed))
         failed = next((one for one in everyone if one[0] is not None), None)
         if failed is None:
             return
         path = self._claimed.path if self._claimed is not None else Path()
         self.close()
         if not about_room:
-            raise UserError(failed[0])
-        dist.barrier()  # every rank has given its room back
+            raise UserError(failed[0] or "")
+        of_all_ranks(None)  # every rank has given its room back
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
         all_of_host = sum(needed for _, host, needed in everyone if host == failed[1])
         raise UserError(

@@ -20,10 +20,10 @@ from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, all_gather_bytes
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags.fields import MuonSettings
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Ints, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
+from megatron_muon.settings import MuonSettings
 
 EVEN = 1.05
 """Loads whose maximum is within this factor of the mean count as even."""

@@ -23,7 +23,7 @@ from megatron_muon.runs import run_folder
 from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
-"""Phases of a Muon step, as `megatron.metrics` logs them (`muon/PHASE_ms`), in their order."""
+"""Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
 
 LAST_STEPS = 10
 """The final loss is the mean of this many logged steps."""

@@ -16,7 +16,7 @@ from megatron_muon.core.exchange import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.megatron.flags.fields import MuonSettings
+from megatron_muon.settings import MuonSettings
 
 SHAPES = [(9, 4), (4, 9)]
 

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.errors import UserError, reason_of
-from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")

@@ -34,11 +34,11 @@ from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from megatron_muon.checkpoint import files
+from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.checkpoint import loading
 from megatron_muon.megatron.checkpoint.swiglu import split_swiglu
-from megatron_muon.megatron.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.megatron.state import initialize_scalar_state
 from megatron_muon.patching import Patches, versions
 

@@ -16,9 +16,9 @@ from typing import NoReturn
 from megatron_muon.core.numbers import check_numbers, flag_of
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags import refusals
-from megatron_muon.megatron.flags.fields import MuonSettings, RunSettings
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
+from megatron_muon.settings import MuonSettings, RunSettings
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.megatron.flags.fields import MuonSettings, default_of, iteration_of
+from megatron_muon.settings import MuonSettings, default_of, iteration_of
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""

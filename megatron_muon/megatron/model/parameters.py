@@ -19,8 +19,8 @@ import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
 from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
+from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.ranks import of_all_ranks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 Rectangle = tuple[int, int, int, int]

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from megatron.training import get_args, print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.megatron import FACTS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.ranks import is_first_rank
 from megatron_muon.megatron.state import report_state
 from megatron_muon.patching import Patches
 

@@ -12,14 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import override
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.probe import SILENT, Holders, PhaseTimer, synchronize
-from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 
 _OF_PHASES = {
     "momentum_ms": ("momentum",),
@@ -49,10 +47,10 @@ class StepMetrics:
 
 
 class Sampler:
-    """Measures the Muons among the optimizers of a step, every `interval` steps; with 0 never."""
+    """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never."""
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], *, interval: int) -> None:
-        self._muons = [one for one in optimizers if isinstance(one, (ShardedMuon, ReplicatedMuon))]
+    def __init__(self, muons: Sequence[Any], *, interval: int) -> None:
+        self._muons = muons
         self.interval = interval
         self.steps = 0
         self.skipped_steps = 0
@@ -118,7 +116,8 @@ class _StepProbe(PhaseTimer):
         seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
         numbers = [self._elements, self._blocks, *seconds, elapsed, self.bytes_received, 1]
         mine = torch.stack([self._update, self._momentum, self._error, *(self._zero + number for number in numbers)])
-        dist.all_reduce(mine)
+        if dist.is_initialized():
+            dist.all_reduce(mine)
         update, momentum, error, elements, blocks, *rest, ranks = mine.tolist()
         *phases, elapsed, received = (value / ranks for value in rest)
         values = {"update_rms": math.sqrt(update / max(elements, 1.0)), "momentum_norm": math.sqrt(momentum)}

@@ -7,7 +7,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.errors import UserError
+from megatron_muon.core.errors import UserError
+
+
+class Alone:
+    """Stands for the process group of a process that has none, or that is not to talk to others."""
+
+    def size(self) -> int:
+        """One rank."""
+        return 1
+
+    def rank(self) -> int:
+        """The first."""
+        return 0
 
 
 def is_first_rank() -> bool:
@@ -21,9 +33,9 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def of_all_ranks[T](value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def of_all_ranks[T](value: T, group: dist.ProcessGroup | Alone | None = None) -> list[T]:
     """The value of each rank of a group, on every rank; this one's alone in a process without others. Collective."""
-    if not dist.is_initialized():
+    if not dist.is_initialized() or isinstance(group, Alone):
         return [value]
     everyone: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)

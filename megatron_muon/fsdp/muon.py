@@ -1,0 +1,469 @@
+"""`Muon`: one optimizer for any PyTorch model, Muon for its matrices and AdamW for the rest."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.adamw import adamw
+
+from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
+from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
+from megatron_muon.core.exchange.steps import PlannedExchange
+from megatron_muon.core.layout import Layout, RowSplit
+from megatron_muon.core.metrics import Sampler
+from megatron_muon.core.numbers import check_number
+from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, ShardedMuon
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.ranks import Alone
+from megatron_muon.fsdp import shards
+from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select
+from megatron_muon.offload.run import OffloadRun
+from megatron_muon.settings import MuonSettings
+
+ADJUST_LR = {
+    None: ("shape_scaling", 1.0),
+    "original": ("shape_scaling", 1.0),
+    "match_rms_adamw": ("spectral", 0.2),
+    "spectral": ("spectral", 1.0),
+    "unit_rms_norm": ("unit_rms_norm", 1.0),
+}
+"""`adjust_lr_fn` as scale mode and factor of emerging-optimizers: the first three are torch.optim.Muon's, root of
+max(1, rows / cols) and 0.2 times the root of max(rows, cols)."""
+
+_ARGUMENTS = {"num_ns_steps": "ns_steps", "coefficient_type": "ns_coefficients", "muon_ns": "ns"}
+"""What messages about flags call them, where it is not the flag's name without `muon`."""
+
+
+class Muon(ShardedMuon):
+    """Muon for the matrices inside a network, AdamW for all else: embeddings, output layer, vectors.
+
+        model = fully_shard(model)                                  # or DDP, Megatron-FSDP, nothing
+        optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4)
+        print(optimizer.table())                                    # which of the two takes what
+
+    Names, meaning and defaults are those of `torch.optim.Muon` where it has them. Parameters are plain tensors, or
+    DTensors sharded by rows; make the optimizer after the model is sharded. Every rank takes part in every step.
+    State is there from the start: `momentum_buffer` (fp32) of matrices, `step`, `exp_avg` and `exp_avg_sq` of the rest,
+    sharded as the parameters are, for `torch.distributed.checkpoint.state_dict`.
+
+    A parameter without a gradient is passed over, and so is a matrix whose update is not finite.
+
+    Args:
+        params: `model.named_parameters()`, or groups of it with settings of their own: `lr`, `weight_decay`,
+            `momentum`, `betas`, `eps`, and `optimizer`, "muon" or "adamw", which decides for all of a group. Tensors
+            without names must be matrices or in such a group. What needs no gradient is left out.
+        lr: learning rate of Muon.
+        weight_decay: decay per unit of learning rate.
+        momentum: the exponential moving average keeps this share of the old momentum.
+        nesterov: look ahead by mixing the gradient with the new momentum.
+        ns_coefficients: `(a, b, c)` of every Newton-Schulz step, several of them, the last repeated, or the name of a
+            set of emerging-optimizers, such as "polar_express".
+        eps: momentum of a smaller Frobenius norm is divided by this instead of by its norm.
+        ns_steps: Newton-Schulz steps.
+        adjust_lr_fn: how updates are scaled by a matrix's shape: a key of `ADJUST_LR`.
+        matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns, or a function of name
+            and parameter.
+        exclude: patterns of what goes to AdamW all the same.
+        split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj": (4096, 1024, 1024)}`;
+            they repeat to fill its rows, and each is orthogonalised alone.
+        adamw_lr: learning rate of AdamW; None takes `lr`.
+        adamw_betas: of AdamW.
+        adamw_eps: of AdamW.
+        adamw_weight_decay: of AdamW; None takes `weight_decay`.
+        fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
+        ns: "auto", "standard" or "gram": which Newton-Schulz iteration.
+        exchange: "owner" or "allgather": how sharded matrices become whole.
+        exchange_buffer_mb: MiB that an exchange may fill on a rank.
+        exchange_dtype: what travels: "auto", "fp32" or "bf16".
+        share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
+            broadcasts the update, instead of by all. Needs torch.distributed and the same gradients on all ranks.
+        moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
+        momentum_dtype: how momentum is stored: "fp32", "bf16" or "int8".
+        offload: where momentum is stored: "none" (the device), "cpu" or "nvme", there in files in `offload_dir`.
+            `offload_fraction` and `offload_buffer_mb` as the flags `--muon-offload-*`.
+        metrics_interval: measure every so many steps; `metrics.latest` has what was found.
+
+    Raises:
+        TypeError: `params` holds no tensors.
+        UserError: a ValueError that names parameter or value, and the remedy.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] | Coefficients | str = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        matrices: Sequence[str] | Rule | None = None,
+        exclude: Sequence[str] = (),
+        split: Mapping[str, Sequence[int]] | None = None,
+        adamw_lr: float | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
+        fp32_matmul_prec: str = Iteration.precision,
+        ns: str = MuonSettings.muon_ns,
+        exchange: str = MuonSettings.muon_exchange,
+        exchange_buffer_mb: float = MuonSettings.muon_exchange_buffer_mb,
+        exchange_dtype: str = MuonSettings.muon_exchange_dtype,
+        share_replicated: bool = MuonSettings.muon_share_replicated,
+        moment2_method: str | None = None,
+        beta2: float = MuonSettings.adaptive_muon_beta2,
+        moment2_eps: float = MuonSettings.adaptive_muon_eps,
+        momentum_dtype: str = MuonSettings.muon_momentum_dtype,
+        offload: str = MuonSettings.muon_offload,
+        offload_dir: str | None = MuonSettings.muon_offload_dir,
+        offload_fraction: float = MuonSettings.muon_offload_fraction,
+        offload_buffer_mb: float = MuonSettings.muon_offload_buffer_mb,
+        metrics_interval: int = MuonSettings.muon_metrics_interval,
+    ) -> None:
+        self._settings = {
+            name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
+        }
+        with _in_arguments():
+            self._check(**self._settings)
+            self._build(params)
+        self.metrics = Sampler([self], interval=metrics_interval)
+
+    @staticmethod
+    def _check(**given: Any) -> None:
+        """Refuse values that no other part would refuse."""
+        for name, choices in {
+            "exchange": ("owner", "allgather"),
+            "exchange_dtype": ("auto", "fp32", "bf16"),
+            "momentum_dtype": ("fp32", "bf16", "int8"),
+            "offload": ("none", "cpu", "nvme"),
+            "fp32_matmul_prec": ("highest", "high", "medium", "low"),
+            "adjust_lr_fn": tuple(ADJUST_LR),
+            "moment2_method": (None, *SECOND_MOMENTS),
+        }.items():
+            if given[name] not in choices:
+                raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, choices))}")
+        numbers = {
+            "adamw_lr": "lr",
+            "adamw_eps": "adam_eps",
+            "adamw_weight_decay": "weight_decay",
+            "exchange_buffer_mb": "muon_exchange_buffer_mb",
+            "offload_fraction": "muon_offload_fraction",
+            "offload_buffer_mb": "muon_offload_buffer_mb",
+            "metrics_interval": "muon_metrics_interval",
+            "eps": "adam_eps",
+        }
+        for name, kind in numbers.items():
+            if given[name] is not None:
+                check_number(kind, given[name], flag=name)
+        for place, beta in enumerate(given["adamw_betas"]):
+            check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
+        if (given["offload"] == "nvme") != (given["offload_dir"] is not None):
+            raise UserError("offload='nvme' and offload_dir belong together; give both or neither")
+        if given["share_replicated"] and not dist.is_initialized():
+            raise UserError("share_replicated needs ranks to share with; call torch.distributed.init_process_group()")
+
+    def _build(self, params: Any) -> None:
+        """Choose parameters, find out who holds what, and make exchange, plan and state."""
+        given = self._settings
+        self._building = True
+        self.selection = select(params, given["matrices"], given["exclude"])
+        names, groups = self.selection.names, self.selection.muon
+        parameters = [p for group in groups for p in group["params"]]
+        mesh = shards.mesh_of(names, parameters)
+        group: Any = Alone() if mesh is None else shards.group_of(mesh)
+        if mesh is None and given["share_replicated"]:
+            group = dist.group.WORLD
+        self.group = group
+        self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
+        self._has_stepped = False
+        layout = shards.layout_of(names, parameters, self._splits(parameters), group)
+        orthogonalizer = self._orthogonalizer(parameters[0].device)
+        replicated = mesh is None or all(_is_replicated(p) for p in parameters)
+        moment = self._second_moment(layout, orthogonalizer, parameters, replicated=replicated)
+        scheme = given["exchange"]
+        if replicated:
+            scheme = SHARED if given["share_replicated"] else LOCAL
+        exchange = make_exchange(
+            scheme,
+            layout,
+            group,
+            orthogonalizer,
+            moment=moment,
+            buffer_mb=given["exchange_buffer_mb"],
+            wire=given["exchange_dtype"],
+            device=parameters[0].device,
+        )
+        self.digest = exchange.plan.digest() if isinstance(exchange, PlannedExchange) else ""
+        self._placed = [(p, _placement(p)) for p in parameters]
+        super().__init__(
+            groups,
+            exchange,
+            lr=float(given["lr"]),
+            momentum=given["momentum"],
+            nesterov=given["nesterov"],
+            weight_decay=given["weight_decay"],
+            decoupled_weight_decay=True,
+            names=names,
+            moment=moment,
+            store=self._store(layout, groups, parameters[0].device),
+            skip_missing=True,
+        )
+        lr, decay = given["adamw_lr"], given["adamw_weight_decay"]
+        defaults = {
+            "lr": self.defaults["lr"] if lr is None else lr,
+            "weight_decay": self.defaults["weight_decay"] if decay is None else decay,
+            "betas": given["adamw_betas"],
+            "eps": given["adamw_eps"],
+        }
+        for members in self.selection.adamw:
+            self.add_param_group({**defaults, **members})
+        self._building = False
+        self.initialize_state()
+
+    def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
+        given = self._settings
+        coefficients = given["ns_coefficients"]
+        if not isinstance(coefficients, str):
+            several = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
+            coefficients = tuple((float(a), float(b), float(c)) for a, b, c in several)
+            coefficients = "simple" if coefficients == ((3.4445, -4.775, 2.0315),) else coefficients
+        scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
+        return Orthogonalizer(
+            Iteration(coefficients, given["ns_steps"], given["fp32_matmul_prec"], given["ns"]),
+            scale_mode=scale_mode,
+            extra_scale_factor=factor,
+            eps=given["eps"],
+            scaled=given["moment2_method"] is None,
+            device=device,
+        )
+
+    def _splits(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, RowSplit]:
+        """The blocks of matrices that `split` names."""
+        splits = {}
+        for pattern, parts in (self._settings["split"] or {}).items():
+            found = [
+                p for p in parameters if re.search(re.escape(pattern).replace(r"\*", ".*"), self.selection.names[p])
+            ]
+            if not found:
+                raise UserError(f"split: {pattern!r} matches none of Muon's {len(parameters)} matrices")
+            for p in found:
+                if min(parts, default=0) < 1 or p.shape[0] % sum(parts):
+                    raise UserError(
+                        f"split: {self.selection.names[p]} has {p.shape[0]} rows, which parts of {tuple(parts)} rows do "
+                        "not fill"
+                    )
+                splits[p] = RowSplit(p.shape[0] // sum(parts), tuple(parts))
+        return splits
+
+    def _second_moment(
+        self, layout: Layout, orthogonalizer: Orthogonalizer, parameters: Sequence[torch.Tensor], *, replicated: bool
+    ) -> SecondMoment | None:
+        given = self._settings
+        if given["moment2_method"] is None:
+            return None
+        held = [shards.rectangle_of(matrix.name, p) for matrix, p in zip(layout.matrices, parameters, strict=True)]
+        holding = Holding(
+            layout,
+            self.group,
+            scales=[orthogonalizer.row_scales(matrix).to(parameters[0].device) for matrix in layout.matrices],
+            experts=[1] * len(parameters),
+            columns=[(start, count) for _, _, start, count in held],
+            replicated=replicated,
+            repeated=not given["share_replicated"] if replicated else given["exchange"] == "allgather",
+            over_tp=True,
+        )
+        return SECOND_MOMENTS[given["moment2_method"]](holding, beta2=given["beta2"], eps=given["moment2_eps"])
+
+    def _store(self, layout: Layout, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
+        given = self._settings
+        if given["offload"] == "none" and given["momentum_dtype"] == "fp32":
+            return None
+        run = OffloadRun(
+            given["offload"],
+            given["momentum_dtype"],
+            fraction=given["offload_fraction"],
+            directory=given["offload_dir"],
+            buffer_mb=given["offload_buffer_mb"],
+        )
+        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
+        return run.make_store(layout, self.group.rank(), group_of, kind="dense", device=device)
+
+    def table(self) -> str:
+        """Which parameters Muon takes and which AdamW, with the reason."""
+        return self.selection.table()
+
+    @override
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused once the optimizer is made, because owners and waves are settled then.
+
+        Megatron-FSDP's `fully_shard` empties an optimizer and gives it the sharded parameters; then it is made anew.
+        """
+        if self._building:
+            super().add_param_group(param_group)
+        elif not self.param_groups:
+            with _in_arguments():
+                self._build(param_group["params"])
+        else:
+            raise UserError("Muon settles who owns what when it is made; give it all parameters then")
+
+    @override
+    def initialize_state(self) -> None:
+        super().initialize_state()
+        for group in self._adamw_groups():
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
+                    self.state[p]["exp_avg"] = torch.zeros_like(p.detach())
+                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p.detach())
+
+    @torch.no_grad()
+    @override
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update of every parameter that has a gradient; returns what `closure` returns. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._is_pre_initialising():
+            return loss
+        self._check_placements()
+        with self.metrics.step():
+            self.update_matrices()
+            for group in self._adamw_groups():
+                self._step_adamw(group)
+        self._has_stepped = True
+        return loss
+
+    def _adamw_groups(self) -> Iterator[dict[str, Any]]:
+        return (group for group in self.param_groups if group[OPTIMIZER] == "adamw")
+
+    def _step_adamw(self, group: dict[str, Any]) -> None:
+        """torch's AdamW on this rank's rows; the step counter goes on alike on all ranks, also for empty shards."""
+        members = []
+        for p in group["params"]:
+            if not _local([p])[0].numel():
+                self.state[p]["step"] += 1
+            elif p.grad is not None:
+                members.append(p)
+        if not members:
+            return
+
+        states = [self.state[p] for p in members]
+        adamw(
+            _local(members),
+            [gradient.to(p.dtype) for gradient, p in zip(_local([p.grad for p in members]), members, strict=True)],
+            _local([state["exp_avg"] for state in states]),
+            _local([state["exp_avg_sq"] for state in states]),
+            [],
+            [state["step"] for state in states],
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _is_pre_initialising(self) -> bool:
+        """Whether this is the step that Megatron-FSDP's `fully_shard_optimizer` takes to make state.
+
+        Its gradients are zeros on all ranks. State is there already, and decay would move weights.
+        """
+        if self._has_stepped or not self._from_megatron_fsdp:
+            return False
+        largest = torch.zeros((), device=self._matrices[0].device)
+        for gradient in _local([p.grad for p in self.selection.names if p.grad is not None]):
+            if gradient.numel():
+                largest = torch.maximum(largest, gradient.abs().max().float())
+        if self.group.size() > 1:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return bool(largest == 0)
+
+    def _check_placements(self) -> None:
+        """Refuse parameters that were sharded or moved after the optimizer was made."""
+        for p, placement in self._placed:
+            if _placement(p) != placement:
+                raise UserError(
+                    f"{self._names[p]} was {placement} when the optimizer was made and is {_placement(p)} now; make the "
+                    "optimizer after the model is sharded and on its device"
+                )
+        if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
+            warnings.warn(
+                "Muon's step found no gradient; was the model sharded after the optimizer was made?", stacklevel=3
+            )
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """As of any optimizer; momentum that is stored elsewhere is copied into it."""
+        state_dict = super().state_dict()
+        if self.store is not None:
+            for index, momentum in enumerate(self.momentum_state().values()):
+                state_dict["state"].setdefault(index, {})[MOMENTUM] = momentum
+        return state_dict
+
+    @torch.no_grad()
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As of any optimizer, but that momentum stays fp32 whatever the parameters are.
+
+        Raises:
+            UserError: momentum of a matrix is missing.
+        """
+        super().load_state_dict(state_dict)
+        saved = state_dict["state"]
+        for index, p in enumerate(self._matrices):
+            slots = saved.get(index, {})
+            for slot in (MOMENTUM, *((MOMENT2,) if self.moment is not None else ())):
+                if slot not in slots:
+                    raise UserError(
+                        f"the state to load has no {slot} of {self._names[p]}; was it saved by Muon with the same "
+                        "settings?"
+                    )
+                self.state[p][slot] = slots[slot].to(device=p.device, dtype=torch.float32)
+        if self.store is not None:
+            self.load_momentum({p: self.state[p].pop(MOMENTUM) for p in self._matrices})
+
+
+def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:
+    """What this rank has of each, in the shape that it has there."""
+    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def _is_replicated(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and all(isinstance(each, Replicate) for each in parameter.placements)
+
+
+def _placement(parameter: torch.Tensor) -> str:
+    if not isinstance(parameter, DTensor):
+        return f"{tuple(parameter.shape)} on {parameter.device}"
+    placements = ", ".join(map(str, parameter.placements))
+    return f"{tuple(parameter._local_tensor.shape)} of {tuple(parameter.shape)} ({placements}) on {parameter.device}"
+
+
+@contextmanager
+def _in_arguments() -> Iterator[None]:
+    """Around what the command line uses too: its messages speak of flags, which here are arguments."""
+    try:
+        yield
+    except UserError as error:
+
+        def argument(flag: re.Match[str]) -> str:
+            name = flag[1].replace("-", "_")
+            name = _ARGUMENTS.get(name, name.removeprefix("adaptive_").removeprefix("muon_"))
+            return _ARGUMENTS.get(name, name)
+
+        raise UserError(re.sub(r"--([a-z][a-z0-9-]*)", argument, str(error))) from None

@@ -1,0 +1,220 @@
+"""Which parameters of a model Muon takes, and which AdamW.
+
+Muon is for matrices inside a network. By name: a 2D parameter is one, unless it is an embedding or an output layer.
+Without names nothing can be told from a shape, so parameters without names must all be matrices, as for
+`torch.optim.Muon`, or be in a group that says its optimizer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from megatron_muon.core.errors import UserError
+
+MUON, ADAMW = "muon", "adamw"
+OPTIMIZER = "optimizer"
+"""The key of a parameter group that says which of the two takes it."""
+
+EMBEDDINGS = ("*embed*", "wte", "wpe")
+"""Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
+
+OUTPUTS = ("lm_head", "head", "heads", "output", "output_layer", "classifier", "score", "fc_out", "qa_outputs")
+"""Names of modules that make a network's outputs, where they are in no numbered layer."""
+
+Rule = Callable[[str, torch.Tensor], bool]
+"""Whether Muon takes the parameter of this name."""
+
+_OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+"""Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
+
+
+@dataclass
+class Selection:
+    """Parameter groups by optimizer, in the order given, without parameters that need no gradient.
+
+    Attributes:
+        muon: groups of matrices.
+        adamw: groups of all else.
+        names: a name for each parameter.
+        why: for each parameter of AdamW, the reason.
+        frozen: names of what needs no gradient.
+    """
+
+    muon: list[dict[str, Any]] = field(default_factory=list)
+    adamw: list[dict[str, Any]] = field(default_factory=list)
+    names: dict[torch.Tensor, str] = field(default_factory=dict)
+    why: dict[torch.Tensor, str] = field(default_factory=dict)
+    frozen: list[str] = field(default_factory=list)
+
+    def table(self) -> str:
+        """Tensors, elements and share of each optimizer, and below them each parameter with its optimizer."""
+        rows = [
+            (group[OPTIMIZER], self.names[p], tuple(p.shape), self.why.get(p, ""))
+            for group in (*self.muon, *self.adamw)
+            for p in group["params"]
+        ]
+        total = sum(torch.Size(shape).numel() for _, _, shape, _ in rows)
+        lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
+        for optimizer in (MUON, ADAMW):
+            sizes = [torch.Size(shape).numel() for taken, _, shape, _ in rows if taken == optimizer]
+            lines.append(f"{optimizer:<12}{len(sizes):>9,}{sum(sizes):>16,}{sum(sizes) / max(total, 1):>9.1%}")
+        if self.frozen:
+            lines.append(f"{'frozen':<12}{len(self.frozen):>9,}")
+        lines.append("")
+        for optimizer, name, shape, why in rows:
+            size = " x ".join(map(str, shape)) or "scalar"
+            lines.append(f"{optimizer:<12}{size:>16}  {name}{f' ({why})' if why else ''}")
+        return "\n".join(lines)
+
+
+def why_not_muon(name: str, parameter: torch.Tensor) -> str:
+    """Why a parameter is no matrix inside the network; empty where it is one."""
+    if parameter.ndim != 2:
+        return f"{parameter.ndim}D"
+    parts = name.split(".")
+    if any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
+        return "embedding"
+    numbered = any(part.isdigit() for part in parts)
+    if not numbered and any(part.lower() in OUTPUTS for part in parts):
+        return "output layer"
+    return ""
+
+
+def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: Sequence[str] = ()) -> Selection:
+    """Sort parameters by optimizer.
+
+    Args:
+        params: `model.named_parameters()`, tensors, or groups of either; a group may have `optimizer`, "muon" or
+            "adamw", which decides for its parameters.
+        matrices: instead of the rule by name: shell patterns, found anywhere in the names of what Muon is to take, or a
+            function of name and parameter.
+        exclude: such patterns of what goes to AdamW all the same.
+
+    Raises:
+        TypeError: `params` is a module or a tensor, or holds something that is no tensor.
+        UserError: nothing to optimise, an empty group, a parameter twice, one that Muon cannot take, a pattern that
+            matches nothing, a setting in a group that holds for the whole optimizer.
+    """
+    selection = Selection()
+    tensors: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
+    given = _groups(params)
+    for number, group in enumerate(given):
+        options = {key: value for key, value in group.items() if key != "params"}
+        _check_options(options, number)
+        entries = list(group["params"]) if not isinstance(group["params"], torch.Tensor) else [group["params"]]
+        if not entries:
+            raise UserError(f"parameter group {number} has no parameters; leave it out")
+        where = f"group {number}, " if len(given) > 1 else ""
+        for place, entry in enumerate(entries):
+            named = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
+            parameter = entry[1] if named else entry
+            if not isinstance(parameter, torch.Tensor):
+                raise TypeError(
+                    f"{where}parameter {place} is a {type(parameter).__name__}, not a tensor; pass "
+                    "model.named_parameters()"
+                )
+            name = entry[0] if named else _known_name(parameter)
+            _check_tensor(name or f"{where}parameter {place}", parameter)
+            if parameter in selection.names:
+                raise UserError(f"{name or f'{where}parameter {place}'} is given twice; pass each parameter once")
+            selection.names[parameter] = name or f"{where}parameter {place}"
+            if parameter.requires_grad:
+                tensors.append((name, parameter, options))
+            else:
+                selection.frozen.append(selection.names[parameter])
+    if not tensors:
+        raise UserError("no parameter needs a gradient; unfreeze at least one")
+    names = [name for name, _, options in tensors if name and OPTIMIZER not in options]
+    included = set(names) if matrices is None or callable(matrices) else set(_matching("matrices", matrices, names))
+    excluded = set(_matching("exclude", exclude, names))
+    groups: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
+    options_of: dict[int, dict[str, Any]] = {}
+    for name, parameter, options in tensors:
+        optimizer, why = options.get(OPTIMIZER), "its group says so"
+        if optimizer is None and not name:
+            optimizer = MUON
+        elif optimizer is None:
+            why = "exclude" if name in excluded else ""
+            if not why and matrices is None:
+                why = why_not_muon(name, parameter)
+            elif not why and not (matrices(name, parameter) if callable(matrices) else name in included):
+                why = "not among matrices"
+            optimizer = ADAMW if why else MUON
+        if optimizer == MUON and parameter.ndim != 2:
+            raise UserError(
+                f"{selection.names[parameter]} has shape {tuple(parameter.shape)}, Muon takes matrices of two "
+                "dimensions; pass model.named_parameters(), leave it out of matrices=, or put it into a group with "
+                "optimizer='adamw'"
+            )
+        if optimizer == ADAMW:
+            selection.why[parameter] = why
+        groups[id(options), optimizer].append(parameter)
+        options_of[id(options)] = options
+    for (key, optimizer), members in groups.items():
+        group = {**options_of[key], "params": members, OPTIMIZER: optimizer}
+        (selection.muon if optimizer == MUON else selection.adamw).append(group)
+    if not selection.muon:
+        raise UserError(
+            "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
+        )
+    return selection
+
+
+def _groups(params: Any) -> list[Mapping[str, Any]]:
+    if isinstance(params, (nn.Module, torch.Tensor)):
+        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
+    entries = list(params)
+    if not entries:
+        raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
+    if any(isinstance(entry, Mapping) for entry in entries):
+        for number, entry in enumerate(entries):
+            if not isinstance(entry, Mapping) or "params" not in entry:
+                raise TypeError(f"entry {number} of params is no parameter group with 'params', as the others are")
+        return entries
+    return [{"params": entries}]
+
+
+def _check_options(options: Mapping[str, Any], number: int) -> None:
+    if options.get(OPTIMIZER, MUON) not in (MUON, ADAMW):
+        raise UserError(f"parameter group {number} has optimizer={options[OPTIMIZER]!r}; choose 'muon' or 'adamw'")
+    for name in _OF_ALL:
+        if name in options:
+            raise UserError(
+                f"parameter group {number} sets {name}, which holds for the whole optimizer; pass it to Muon"
+            )
+
+
+def _check_tensor(name: str, parameter: torch.Tensor) -> None:
+    if not parameter.is_floating_point():
+        raise UserError(f"{name} is of {parameter.dtype}; Muon and AdamW here take real floating-point parameters")
+    if parameter.layout != torch.strided:
+        raise UserError(f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters")
+
+
+def _known_name(parameter: torch.Tensor) -> str:
+    """The name that Megatron-FSDP has for one of its parameters; empty where it is not one."""
+    model = getattr(parameter, "_megatron_fsdp_model", None)
+    if model is None:
+        return ""
+    buffer = model.param_and_grad_buffer
+    name: str = buffer.param_to_name.get(getattr(parameter, "orig_param", None), "")
+    return re.sub(r"^(module\.)+", "", name)
+
+
+def _matching(argument: str, patterns: Iterable[str], names: Sequence[str]) -> list[str]:
+    """The names in which a pattern is found. Raises a UserError for a pattern that is found in none."""
+    if isinstance(patterns, str):
+        raise UserError(f"{argument}={patterns!r} is one string; pass a list of patterns")
+    patterns = [f"*{pattern}*" for pattern in patterns]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise UserError(f"{argument}: {pattern.strip('*')!r} matches none of the {len(names)} names of parameters")
+    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]

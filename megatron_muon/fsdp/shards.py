@@ -1,0 +1,170 @@
+"""Who holds which rows of a matrix: one small adapter for each way in which a model is sharded.
+
+    plain tensors      one process, DDP: every rank holds all rows
+    FSDP2, TP          DTensors whose placements say the rectangle, on a mesh of one or more dimensions
+    Megatron-FSDP      DTensors cut unevenly; the model that wraps them has noted where each part begins
+    its next version   DTensors that are views of a DBuffer, which knows its own range
+
+Each tells the rectangle of this rank; the ranks then tell each other. Only the names of attributes are known here, so
+none of these frameworks is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Partial, Placement
+
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
+from megatron_muon.core.ranks import Alone, of_all_ranks
+
+Rectangle = tuple[int, int, int, int]
+"""`(row_start, rows, col_start, cols)` of a whole matrix."""
+
+
+def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
+    """What this rank holds of a matrix.
+
+    Raises:
+        UserError: it is sharded in a way that Muon does not take.
+    """
+    if not isinstance(parameter, DTensor):
+        return 0, parameter.shape[0], 0, parameter.shape[1]
+    check_placements(name, parameter)
+    offsets: Sequence[int]
+    if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
+        offsets, sizes = noted_part(model.param_and_grad_buffer, _name_within(model, parameter))
+    elif (group := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+        sizes = tuple(parameter._local_tensor.shape)
+        owned = group.main_weight._get_owned_range(_place_within(group, parameter))
+        offsets = (0 if owned is None else owned.tensor_relative_offset // parameter.shape[1], 0)
+    else:
+        sizes, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+    return offsets[0], sizes[0], offsets[1], sizes[1]
+
+
+def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
+    """Where this rank's part of a Megatron-FSDP parameter begins, and its sizes.
+
+    It is noted on the tensor from which the optimizer's parameter is made (update_uneven_dtensor_chunk_metadata), for
+    checkpoints.
+    """
+    tensor = buffer.dist_main_weight[name]
+    if not hasattr(tensor._local_tensor, "__create_chunk_list__"):  # no_shard: replicas of the whole
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    noted = tensor._local_tensor.__create_chunk_list__()[0]
+    return noted.offsets, noted.sizes
+
+
+def _name_within(model: Any, parameter: torch.Tensor) -> str:
+    buffer = model.param_and_grad_buffer
+    return next(name for name, each in buffer.optimizer_named_parameters if each is parameter)
+
+
+def _place_within(group: Any, parameter: torch.Tensor) -> int:
+    return next(place for place, each in enumerate(group.sharded_parameters) if each is parameter)
+
+
+def check_placements(name: str, parameter: DTensor) -> None:
+    """Refuse DTensors that are not whole rows, or rectangles of a two-dimensional mesh.
+
+    Raises:
+        UserError: names the parameter, its placements and the remedy.
+    """
+    cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    if any(isinstance(placement, Partial) for placement in parameter.placements):
+        raise UserError(f"{name} has unreduced values ({_shown(parameter.placements)}); Muon takes reduced parameters")
+    if 1 in cut and 0 not in cut:
+        raise UserError(
+            f"{name} is sharded by columns ({_shown(parameter.placements)}); Muon takes rows: use Shard(0), fully_shard's "
+            "default, or columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
+        )
+    if parameter.device.type != parameter.device_mesh.device_type and parameter.device_mesh.device_type != "cpu":
+        raise UserError(
+            f"{name} lies on {parameter.device.type} and its mesh on {parameter.device_mesh.device_type}, as with FSDP's "
+            "CPUOffloadPolicy, which Muon does not take; keep the parameters on the device and give Muon offload='cpu'"
+        )
+
+
+def _shown(placements: Sequence[Placement]) -> str:
+    return ", ".join(map(str, placements))
+
+
+def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:
+    """The mesh of all these parameters; None where they are plain tensors.
+
+    Raises:
+        UserError: they are on different meshes, or some are plain tensors.
+    """
+
+    def mesh(parameter: torch.Tensor) -> DeviceMesh | None:
+        return parameter.device_mesh if isinstance(parameter, DTensor) else None
+
+    first = mesh(parameters[0])
+    for parameter in parameters:
+        if mesh(parameter) != first:
+            raise UserError(
+                f"{names[parameter]} is on {_shown_mesh(mesh(parameter))} and {names[parameters[0]]} on "
+                f"{_shown_mesh(first)}; one Muon takes matrices of one mesh: make one for each"
+            )
+    return first
+
+
+def _shown_mesh(mesh: DeviceMesh | None) -> str:
+    return "no mesh (a plain tensor)" if mesh is None else str(mesh)
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of all ranks of a mesh. Collective over all ranks of the run where it has to be made."""
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    everyone = of_all_ranks(tuple(ranks))
+    if len(ranks) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    made = {each: dist.new_group(list(each)) for each in sorted(set(everyone))}
+    return cast(dist.ProcessGroup, made[tuple(ranks)])
+
+
+def layout_of(
+    names: Mapping[torch.Tensor, str],
+    parameters: Sequence[torch.Tensor],
+    splits: Mapping[torch.Tensor, RowSplit],
+    group: dist.ProcessGroup | Alone,
+) -> Layout:
+    """Who holds which rectangle of the matrices. Collective.
+
+    Raises:
+        UserError: a rank's parameters are others than those of the first.
+    """
+    mine = [(names[p], tuple(p.shape), rectangle_of(names[p], p)) for p in parameters]
+    everyone = of_all_ranks(mine, group)
+    for rank, theirs in enumerate(everyone):
+        for one, other in zip(everyone[0], theirs, strict=False):
+            if one[:2] != other[:2]:
+                raise UserError(
+                    f"rank 0 gives {one[0]} {one[1]} where rank {rank} gives {other[0]} {other[1]}; give all ranks the "
+                    "same parameters in the same order"
+                )
+        if len(theirs) != len(mine):
+            raise UserError(f"rank {rank} gives {len(theirs)} matrices and this one {len(mine)}; give all the same")
+    matrices = (
+        from_rectangles(
+            names[p],
+            (p.shape[0], p.shape[1]),
+            [theirs[index][2] for theirs in everyone],
+            splits.get(p, whole(p.shape[0])),
+        )
+        for index, p in enumerate(parameters)
+    )
+    return Layout(group.size(), tuple(matrices))

@@ -1,0 +1,174 @@
+"""A small model that is not Megatron's, sharded by every framework that `megatron_muon.Muon` knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import megatron_muon
+
+WORDS, WIDTH, INNER = 13, 23, 38
+
+
+class Net(nn.Module):
+    """Odd shapes, and with `narrow` and `back` matrices of which most ranks hold no row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, INNER), nn.GELU(), nn.Linear(INNER, WIDTH)) for _ in range(2)
+        )
+        self.narrow, self.back = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The mean loss of predicting each next token."""
+        x = self.embed_tokens(tokens[:, :-1])
+        for layer in self.layers:
+            x = x + layer(x)
+        x = x + self.back(self.narrow(x))
+        scores = self.lm_head(self.norm(x))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def tokens(steps: int) -> list[torch.Tensor]:
+    """A batch for each step, the same on every rank: averages over ranks are the gradients of one process."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(WORDS, (4, 9), generator=generator) for _ in range(steps)]
+
+
+@dataclass
+class Training:
+    """A model in a framework with its Muon.
+
+    Attributes:
+        model: as the framework gives it back.
+        optimizer: likewise.
+        names: of the parameters, without wrappers.
+        whole: makes a parameter's or a state's value whole. Collective.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    whole: Callable[[torch.Tensor], torch.Tensor] = field(default=lambda tensor: full(tensor))
+
+    def step(self, batch: torch.Tensor) -> float:
+        self.optimizer.zero_grad()
+        loss = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        return float(loss.detach())
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Whole weights by name, as the optimizer has them. Collective."""
+        names = self.optimizer.selection.names
+        return {name.replace("module.", ""): self.whole(parameter).clone() for parameter, name in names.items()}
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def full_of_uneven(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of rows that lie on the ranks as a framework chose, one after the other."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    parts: list[Any] = [None] * dist.get_world_size(tensor.device_mesh.get_group(-1))
+    dist.all_gather_object(parts, tensor._local_tensor.detach().reshape(-1), group=tensor.device_mesh.get_group(-1))
+    whole = torch.cat(parts)
+    assert whole.numel() >= tensor.numel()
+    return whole[: tensor.numel()].view(tensor.shape)  # replicas are equal
+
+
+SETTINGS: Mapping[str, Any] = {"lr": 0.02, "adamw_lr": 3e-3, "fp32_matmul_prec": "highest"}
+
+
+def plain(**settings: Any) -> Training:
+    model = Net()
+    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+
+
+def ddp(**settings: Any) -> Training:
+    model = nn.parallel.DistributedDataParallel(Net())
+    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+
+
+def fsdp2(shape: tuple[int, ...] = (), options: Mapping[str, Any] | None = None, **settings: Any) -> Training:
+    """`fully_shard` on a mesh of `shape`, of all ranks in a row without one."""
+    from torch.distributed.fsdp import fully_shard
+
+    names = ("replicate", "shard")[-max(len(shape), 1) :]
+    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
+    model = Net()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, **(options or {}))
+    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+
+
+def fsdp2_tp(**settings: Any) -> Training:
+    """Layers cut by tensor parallelism over two ranks, rows and columns, beside `fully_shard`."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net()
+    plan = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
+    plan |= {"narrow": ColwiseParallel(), "back": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh["dp"])
+    return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
+
+
+def megatron_fsdp(strategy: str = "optim_grads_params", package: str = "", at_once: bool = False, **settings: Any) -> Training:
+    """Megatron-FSDP as a library: that of megatron-core's wheel, or the package `megatron_fsdp`.
+
+    `at_once` calls its `fully_shard(model, optimizer)`, otherwise it is `fully_shard_model` and
+    `fully_shard_optimizer`.
+    """
+    import importlib
+
+    library = importlib.import_module(package or "megatron.core.distributed.fsdp.src.megatron_fsdp")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    options = {
+        "device_mesh": mesh,
+        "dp_shard_dim": "dp",
+        "tp_dim": "tp",
+        "fsdp_unit_modules": [nn.Sequential],
+        "zero_dp_strategy": strategy,
+    }
+    model = Net()
+    if at_once:
+        optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
+        model, optimizer = library.fully_shard(model, optimizer, **options)
+    else:
+        model = library.fully_shard_model(model, **options)
+        model._replace_param_with_distributed_if_needed()
+        optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
+        optimizer = library.fully_shard_optimizer(optimizer)
+    return Training(model, optimizer, whole=full_of_uneven)
+
+
+def experimental(package: str = "", **settings: Any) -> Training:
+    """The experimental Megatron-FSDP."""
+    import importlib
+
+    library = importlib.import_module((package or "megatron.core.distributed.fsdp.src.megatron_fsdp") + ".experimental")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    flat = [library.Flat()]
+    placements = importlib.import_module(library.__name__ + ".placement").Placements(["dp"], flat, flat, flat)
+    model = Net()
+    for module in (*model.layers, model):
+        library.fully_shard(module, mesh, placements)
+    optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
+    library.fully_shard_optimizer(optimizer)
+    return Training(model, optimizer, whole=full_of_uneven)
