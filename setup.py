@@ -42,18 +42,21 @@ setup(
     zip_safe=False,
     install_requires=[
         "torch>=2.11",
-        "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/megatron
         "emerging-optimizers>=0.3",
-        "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
         "msgspec>=0.19",
         "numpy>=1.26",
         "packaging>=24.2",
         "psutil>=5.9",
         "pyyaml>=6.0",
         "rich>=13.7",
-        "tensorboard>=2.16",
     ],
     extras_require={
+        "megatron": [
+            "megatron-core>=0.19,<0.20",  # its internals are patched by version: see megatron_muon/megatron
+            "einops>=0.8",  # Megatron-FSDP imports it, megatron-core does not declare it
+            "tensorboard>=2.16",
+        ],
+        "hf": ["transformers>=4.50"],
         "te": ["transformer-engine[pytorch]>=2.9"],
         "plots": ["matplotlib>=3.8"],
         "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0"],
@@ -66,6 +69,7 @@ setup(
             "pytest-xdist>=3.8",
             "ruff>=0.12",
             "setuptools>=77",
+            "megatron-fsdp>=0.6,<0.7",  # the library of megatron-core's wheel as a package of its own
             "types-PyYAML>=6.0",
         ],
     },

@@ -1,8 +1,11 @@
-"""Muon for Megatron-FSDP: every matrix is orthogonalised whole, wherever its shards lie.
+"""Muon for sharded models: every matrix is orthogonalised whole, wherever its shards lie.
 
-megatron_muon extends megatron-core. Megatron-FSDP (ZeRO-1/2/3) leaves each rank with a few rows of a matrix, while Muon
-needs the whole momentum matrix; the package brings the two together under Megatron's own command line, and for training
-loops of one's own:
+Fully sharded data parallelism (ZeRO) leaves each rank with a few rows of a matrix, while Muon needs the whole momentum
+matrix; the package brings the two together. For any PyTorch model, under FSDP2, Megatron-FSDP, DDP or nothing:
+
+    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4)   # after the model is sharded
+
+For Megatron under its own command line (`pretrain_gpt.py`), and in training loops of one's own:
 
     megatron_muon.mend_megatron_fsdp()                                   # before the model is wrapped
     optimizer = megatron_muon.get_megatron_muon_optimizer(config, [model])
@@ -38,4 +41,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    from megatron_muon.errors import missing_megatron
+
+    try:
+        return getattr(importlib.import_module(_PLACES[name]), name)
+    except ModuleNotFoundError as error:
+        raise ImportError(missing_megatron(error) or str(error)) from error

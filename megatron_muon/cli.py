@@ -19,7 +19,7 @@ from types import ModuleType
 
 from megatron_muon import exit_codes
 from megatron_muon.command_parser import CommandParser
-from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.errors import RunFailedError, UserError, missing_megatron
 from megatron_muon.version import __version__
 
 EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepare and check"
@@ -78,6 +78,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         for line in str(error).splitlines():
             print(f"megatron-muon: error: {line}", file=sys.stderr)
+        return exit_codes.USAGE
+    except ModuleNotFoundError as error:
+        if not missing_megatron(error):
+            raise
+        print(f"megatron-muon: error: {missing_megatron(error)}", file=sys.stderr)
         return exit_codes.USAGE
     except RunFailedError as error:
         print(f"megatron-muon: {error}", file=sys.stderr)

@@ -3,6 +3,14 @@
 from megatron_muon.core.errors import UserError as UserError
 
 
+def missing_megatron(error: ModuleNotFoundError) -> str:
+    """What to say where megatron-core, or one of its own packages, is not installed; empty where another is missing."""
+    package = (error.name or "").split(".")[0]
+    if package not in ("megatron", "einops", "tensorboard"):
+        return ""
+    return f"{package} is not installed, which Megatron's part needs: pip install 'megatron-muon[megatron]'"
+
+
 class SaveError(RuntimeError):
     """A checkpoint that could not be written; the message says why, and from which one to resume."""
 

@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
 .venv/bin/python -m venv "$work/venv"
-"$work/venv/bin/python" -m pip install --disable-pip-version-check -e ".[dev,plots]"
+"$work/venv/bin/python" -m pip install --disable-pip-version-check -e ".[megatron,hf,dev,plots]"
 {
     sed '/^[^#]/,$d' requirements/lock.txt
     "$work/venv/bin/python" -m pip freeze --exclude megatron-muon | sort -f

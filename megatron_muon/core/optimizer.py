@@ -241,7 +241,7 @@ class ShardedMuon(torch.optim.Optimizer):
             yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
 
     def skipped_updates(self) -> dict[str, int]:
-        """Updates that were not finite, or had no gradient, since the last call, of matrices that this rank has rows of.
+        """Updates that were not finite, or had no gradient, since the last call, by matrix, where this rank has rows.
 
         Waits for the device.
         """

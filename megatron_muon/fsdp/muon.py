@@ -43,6 +43,24 @@ _ARGUMENTS = {"num_ns_steps": "ns_steps", "coefficient_type": "ns_coefficients",
 """What messages about flags call them, where it is not the flag's name without `muon`."""
 
 
+NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.775, 2.0315), 5
+"""torch.optim.Muon's defaults, which are the set "simple" of emerging-optimizers."""
+
+
+def iteration_of(
+    ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
+    ns_steps: int = NS_STEPS,
+    fp32_matmul_prec: str = Iteration.precision,
+    ns: str = MuonSettings.muon_ns,
+) -> Iteration:
+    """The Newton-Schulz iteration that arguments of `Muon` ask for."""
+    if isinstance(ns_coefficients, str):
+        return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
+    several = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
+    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)  # type: ignore[misc]
+    return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
+
+
 class Muon(ShardedMuon):
     """Muon for the matrices inside a network, AdamW for all else: embeddings, output layer, vectors.
 
@@ -85,7 +103,8 @@ class Muon(ShardedMuon):
         exchange_buffer_mb: MiB that an exchange may fill on a rank.
         exchange_dtype: what travels: "auto", "fp32" or "bf16".
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
-            broadcasts the update, instead of by all. Needs torch.distributed and the same gradients on all ranks.
+            broadcasts the update, instead of by all. Needs the same gradients on all ranks.
+        process_group: of the ranks that share; None takes all ranks.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
         momentum_dtype: how momentum is stored: "fp32", "bf16" or "int8".
         offload: where momentum is stored: "none" (the device), "cpu" or "nvme", there in files in `offload_dir`.
@@ -104,9 +123,9 @@ class Muon(ShardedMuon):
         weight_decay: float = 0.1,
         momentum: float = 0.95,
         nesterov: bool = True,
-        ns_coefficients: tuple[float, float, float] | Coefficients | str = (3.4445, -4.775, 2.0315),
+        ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
         eps: float = 1e-7,
-        ns_steps: int = 5,
+        ns_steps: int = NS_STEPS,
         adjust_lr_fn: str | None = None,
         *,
         matrices: Sequence[str] | Rule | None = None,
@@ -122,6 +141,7 @@ class Muon(ShardedMuon):
         exchange_buffer_mb: float = MuonSettings.muon_exchange_buffer_mb,
         exchange_dtype: str = MuonSettings.muon_exchange_dtype,
         share_replicated: bool = MuonSettings.muon_share_replicated,
+        process_group: dist.ProcessGroup | None = None,
         moment2_method: str | None = None,
         beta2: float = MuonSettings.adaptive_muon_beta2,
         moment2_eps: float = MuonSettings.adaptive_muon_eps,
@@ -184,7 +204,7 @@ class Muon(ShardedMuon):
         mesh = shards.mesh_of(names, parameters)
         group: Any = Alone() if mesh is None else shards.group_of(mesh)
         if mesh is None and given["share_replicated"]:
-            group = dist.group.WORLD
+            group = given["process_group"] or dist.group.WORLD
         self.group = group
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         self._has_stepped = False
@@ -234,14 +254,9 @@ class Muon(ShardedMuon):
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
-        coefficients = given["ns_coefficients"]
-        if not isinstance(coefficients, str):
-            several = coefficients if isinstance(coefficients[0], Sequence) else [coefficients]
-            coefficients = tuple((float(a), float(b), float(c)) for a, b, c in several)
-            coefficients = "simple" if coefficients == ((3.4445, -4.775, 2.0315),) else coefficients
         scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
         return Orthogonalizer(
-            Iteration(coefficients, given["ns_steps"], given["fp32_matmul_prec"], given["ns"]),
+            iteration_of(given["ns_coefficients"], given["ns_steps"], given["fp32_matmul_prec"], given["ns"]),
             scale_mode=scale_mode,
             extra_scale_factor=factor,
             eps=given["eps"],
@@ -261,8 +276,8 @@ class Muon(ShardedMuon):
             for p in found:
                 if min(parts, default=0) < 1 or p.shape[0] % sum(parts):
                     raise UserError(
-                        f"split: {self.selection.names[p]} has {p.shape[0]} rows, which parts of {tuple(parts)} rows do "
-                        "not fill"
+                        f"split: {self.selection.names[p]} has {p.shape[0]} rows, which parts of {tuple(parts)} rows "
+                        "do not fill"
                     )
                 splits[p] = RowSplit(p.shape[0] // sum(parts), tuple(parts))
         return splits
@@ -398,8 +413,8 @@ class Muon(ShardedMuon):
         for p, placement in self._placed:
             if _placement(p) != placement:
                 raise UserError(
-                    f"{self._names[p]} was {placement} when the optimizer was made and is {_placement(p)} now; make the "
-                    "optimizer after the model is sharded and on its device"
+                    f"{self._names[p]} was {placement} when the optimizer was made and is {_placement(p)} now; make "
+                    "the optimizer after the model is sharded and on its device"
                 )
         if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
             warnings.warn(
@@ -421,18 +436,25 @@ class Muon(ShardedMuon):
         """As of any optimizer, but that momentum stays fp32 whatever the parameters are.
 
         Raises:
-            UserError: momentum of a matrix is missing.
+            UserError: state of a matrix is missing, or of another shape; nothing is loaded then.
         """
-        super().load_state_dict(state_dict)
         saved = state_dict["state"]
-        for index, p in enumerate(self._matrices):
-            slots = saved.get(index, {})
-            for slot in (MOMENTUM, *((MOMENT2,) if self.moment is not None else ())):
-                if slot not in slots:
+        wanted = {MOMENTUM: self._matrices}
+        if self.moment is not None:
+            wanted[MOMENT2] = [self.state[p][MOMENT2] for p in self._matrices]
+        for slot, like in wanted.items():
+            for index, each in enumerate(like):
+                found = saved.get(index, {}).get(slot)
+                if found is None or found.shape != each.shape:
+                    name, shape = self._names[self._matrices[index]], None if found is None else tuple(found.shape)
                     raise UserError(
-                        f"the state to load has no {slot} of {self._names[p]}; was it saved by Muon with the same "
-                        "settings?"
+                        f"the state to load has {'no' if shape is None else shape} {slot} of {name}, which here is "
+                        f"{tuple(each.shape)}; was it saved by Muon with the same settings?"
                     )
+        super().load_state_dict(state_dict)
+        for index, p in enumerate(self._matrices):
+            slots = saved[index]
+            for slot in wanted:
                 self.state[p][slot] = slots[slot].to(device=p.device, dtype=torch.float32)
         if self.store is not None:
             self.load_momentum({p: self.state[p].pop(MOMENTUM) for p in self._matrices})

@@ -85,13 +85,13 @@ def check_placements(name: str, parameter: DTensor) -> None:
         raise UserError(f"{name} has unreduced values ({_shown(parameter.placements)}); Muon takes reduced parameters")
     if 1 in cut and 0 not in cut:
         raise UserError(
-            f"{name} is sharded by columns ({_shown(parameter.placements)}); Muon takes rows: use Shard(0), fully_shard's "
-            "default, or columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
+            f"{name} is sharded by columns ({_shown(parameter.placements)}); Muon takes rows: use Shard(0), "
+            "fully_shard's default, or columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
         )
     if parameter.device.type != parameter.device_mesh.device_type and parameter.device_mesh.device_type != "cpu":
         raise UserError(
-            f"{name} lies on {parameter.device.type} and its mesh on {parameter.device_mesh.device_type}, as with FSDP's "
-            "CPUOffloadPolicy, which Muon does not take; keep the parameters on the device and give Muon offload='cpu'"
+            f"{name} lies on {parameter.device.type} and its mesh on {parameter.device_mesh.device_type}, as with "
+            "FSDP's CPUOffloadPolicy, which Muon does not take; keep the parameters on the device and give Muon offload='cpu'"
         )
 
 

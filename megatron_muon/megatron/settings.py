@@ -21,7 +21,7 @@ from megatron_muon.settings import MuonSettings
 
 @dataclass
 class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's settings (`megatron_muon.settings`), each under its flag's name.
+    """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name.
 
     Attributes:
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.

@@ -34,6 +34,8 @@ examples:
     megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
   a mixture of experts on 4,096, with figures as JSON:
     megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --json plan.json
+  a Hugging Face model under FSDP2, for megatron_muon.Muon:
+    megatron-muon plan --hf models/llama --world-size 16
   the layout of a real run, captured with --muon-dump-layout:
     megatron-muon plan --layout layout.json
 """
@@ -52,7 +54,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--config", type=Path, metavar="FILE.yaml", help="experiment file; its model and parallel flags count")
-    add("--world-size", type=int, metavar="N", help="ranks of the run; needed with --config")
+    add("--world-size", type=int, metavar="N", help="ranks of the run; needed with --config and --hf")
+    add("--hf", type=Path, metavar="MODEL",
+        help="a transformers folder or config.json, sharded by FSDP2 over all ranks, with megatron_muon.Muon")  # fmt: skip
     add("--layout", type=Path, metavar="FILE.json", help="a captured layout instead of a model")
     add("--buffer-mb", type=float, metavar="MIB",
         help="buffer of the waves on a rank (the config's --muon-exchange-buffer-mb, or 256)")  # fmt: skip
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args, config, hardware)
     figures = report([plan_group(group, settings, hardware) for group in groups], world_size, settings, hardware)
     write_json(args.json, figures)
-    show(figures, str(args.config or args.layout), hardware)
+    show(figures, str(args.config or args.hf or args.layout), hardware)
     return 0
 
 
@@ -135,8 +139,8 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints], element_bytes: i
 
 def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
     """Muon's settings, what is planned, and the number of ranks."""
-    if (args.config is None) == (args.layout is None):
-        raise UserError("give either --config FILE.yaml with --world-size N, or --layout FILE.json")
+    if [args.config, args.hf, args.layout].count(None) != 2:
+        raise UserError("give --config FILE.yaml or --hf MODEL, with --world-size N, or --layout FILE.json")
     if args.layout is not None:
         layout = read_layout(args.layout)
         ranks = layout.world_size
@@ -148,9 +152,18 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
             raise UserError(f"{args.layout} holds no matrices")
         return MuonSettings(), [Group("layout", layout)], ranks
     if args.world_size is None:
-        raise UserError(f"how many ranks? add --world-size, as in --config {args.config} --world-size 64")
+        source = f"--config {args.config}" if args.config else f"--hf {args.hf}"
+        raise UserError(f"how many ranks? add --world-size, as in {source} --world-size 64")
     if not 1 <= args.world_size <= MAX_RANKS:
         raise UserError(f"--world-size must be at least 1 and at most {MAX_RANKS:,}, got {args.world_size}")
+    if args.hf is not None:
+        from megatron_muon.fsdp.muon import iteration_of
+        from megatron_muon.planning import transformers_model
+
+        settings = MuonSettings()
+        iteration = iteration_of()
+        vars(settings).update(muon_coefficient_type=iteration.coefficient_type, muon_num_ns_steps=iteration.steps)
+        return settings, [transformers_model.read_model(args.hf, args.world_size)], args.world_size
     with quiet_imports():
         from megatron_muon import cpu
 

@@ -217,7 +217,7 @@ if complete; then exit 0; fi
 system="$(uname -s) $(uname -m)"
 [[ $system == "Linux x86_64" ]] ||
     die "requirements/lock.txt is for Linux x86_64, this is $system:" \
-        "install by ranges instead, 'pip install -e .[dev,plots]' in an environment of your own"
+        "install by ranges instead, 'pip install -e .[megatron,hf,dev,plots]' in an environment of your own"
 trap interrupted INT TERM HUP
 if command -v flock >/dev/null; then
     exec 9>"$ROOT/.setup.lock"

@@ -129,7 +129,9 @@ def fsdp2_tp(**settings: Any) -> Training:
     return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
 
 
-def megatron_fsdp(strategy: str = "optim_grads_params", package: str = "", at_once: bool = False, **settings: Any) -> Training:
+def megatron_fsdp(
+    strategy: str = "optim_grads_params", package: str = "", at_once: bool = False, **settings: Any
+) -> Training:
     """Megatron-FSDP as a library: that of megatron-core's wheel, or the package `megatron_fsdp`.
 
     `at_once` calls its `fully_shard(model, optimizer)`, otherwise it is `fully_shard_model` and

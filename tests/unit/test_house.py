@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_muon"
 FLOORS = (
     {"core"},
     {"offload", "checkpoint", "cpu", "data"},
+    {"fsdp"},
     {"megatron"},
     {"runs"},
     {"report"},

@@ -1,0 +1,224 @@
+"""`megatron_muon.Muon` on a model that is not Megatron's: every framework gives the weights of one process.
+
+Every rank has the same batch, so averaged gradients are those of one process up to the rounding of their average:
+weights agree to 1e-6. In one framework nothing depends on timing: two runs agree to the last bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.functional import frameworks
+from tests.functional.pool import Pool
+from tests.functional.wide import wide_but
+
+STEPS = 5
+ATOL = 1e-6
+
+BF16_POLICY = "bf16 policy"
+FRAMEWORKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "ddp, shared": ("ddp", {"share_replicated": True}),
+    "fsdp2": ("fsdp2", {}),
+    "fsdp2, kept": ("fsdp2", {"options": {"reshard_after_forward": False}}),
+    "fsdp2, all-gather": ("fsdp2", {"exchange": "allgather"}),
+    "megatron-fsdp, optim": ("megatron_fsdp", {"strategy": "optim"}),
+    "megatron-fsdp, optim_grads": ("megatron_fsdp", {"strategy": "optim_grads"}),
+    "megatron-fsdp": ("megatron_fsdp", {}),
+    "megatron-fsdp, no_shard": ("megatron_fsdp", {"strategy": "no_shard"}),
+    "megatron-fsdp, fully_shard": ("megatron_fsdp", {"at_once": True}),
+    "experimental": ("experimental", {}),
+}
+ON_FOUR = {
+    "hsdp": ("fsdp2", {"shape": (2, 2)}),
+    "tensor parallel": ("fsdp2_tp", {}),
+    "tensor parallel, normuon": ("fsdp2_tp", {"moment2_method": "normuon"}),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no nesterov": {"nesterov": False},
+    "adamw's size": {"adjust_lr_fn": "match_rms_adamw", "lr": 0.002, "adamw_lr": None},
+    "split": {"split": {"layers.*.0.weight": (19, 19)}},
+    "adamuon": {"moment2_method": "adamuon"},
+    "normuon": {"moment2_method": "normuon"},
+    "bf16 momentum": {"momentum_dtype": "bf16"},
+    "int8 momentum": {"momentum_dtype": "int8"},
+    "host": {"offload": "cpu"},
+    "disk": {"offload": "nvme", "offload_dir": "{folder}"},
+}
+
+
+def weights(rank: int, world_size: int, *, kind: str, options: dict[str, Any], steps: int = STEPS) -> Any:
+    """In a worker: the weights after training from the same start."""
+    torch.manual_seed(0)
+    training = getattr(frameworks, kind)(**options)
+    start = training.weights()
+    for batch in frameworks.tokens(steps):
+        training.step(batch)
+    after = training.weights()
+    return (start, after) if rank == 0 else None
+
+
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float = ATOL) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=0.0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("framework", "world_size"),
+    wide_but(
+        [(name, 3) for name in ("ddp, shared", "fsdp2", "megatron-fsdp", "megatron-fsdp, fully_shard", "experimental")],
+        itertools.product(FRAMEWORKS, (2, 3, 4)),
+    ),
+)
+def test_every_framework_trains_as_one_process(ranks: Pool, framework: str, world_size: int) -> None:
+    """The wrapper of Megatron-FSDP takes a step of its own before training, which moves nothing."""
+    kind, options = FRAMEWORKS[framework]
+    start, expected = ranks(1, weights, kind="plain", options={})[0]
+    found_start, found = ranks(world_size, weights, kind=kind, options=options)[0]
+    assert_close(found_start, start, atol=0.0)
+    assert_close(found, expected)
+    assert all(not torch.equal(found[name], start[name]) for name in start)  # all of it trains
+    again = ranks(world_size, weights, kind=kind, options=options)[0][1]
+    assert all(torch.equal(again[name], found[name]) for name in found)
+
+
+@pytest.mark.parametrize("layout", ON_FOUR)
+def test_meshes_of_two_dimensions(ranks: Pool, layout: str) -> None:
+    kind, options = ON_FOUR[layout]
+    alone = {name: value for name, value in options.items() if name == "moment2_method"}
+    _, expected = ranks(1, weights, kind="plain", options=alone)[0]
+    assert_close(ranks(4, weights, kind=kind, options=options)[0][1], expected)
+
+
+@pytest.mark.parametrize("settings", wide_but(["normuon", "int8 momentum", "disk"], SETTINGS))
+def test_every_setting_means_the_same_under_fsdp2(ranks: Pool, settings: str, tmp_path: Path) -> None:
+    """Rounding of momentum depends on the element's place in the whole matrix, never on who holds it."""
+    options = {
+        name: value.format(folder=tmp_path) if isinstance(value, str) else value
+        for name, value in SETTINGS[settings].items()
+    }
+    _, expected = ranks(1, weights, kind="plain", options=options)[0]
+    assert_close(ranks(3, weights, kind="fsdp2", options=options)[0][1], expected, atol=2e-6)
+
+
+def test_bf16_parameters_and_policies(ranks: Pool) -> None:
+    """Under a bf16 policy of FSDP2 losses are those of fp32 to bf16's rounding; the weights stay fp32."""
+    losses = {policy: ranks(2, losses_under, policy=policy)[0] for policy in ("none", "bf16 policy", "bf16 parameters")}
+    for policy in ("bf16 policy", "bf16 parameters"):
+        assert losses[policy] == pytest.approx(losses["none"], rel=0.02)
+        assert losses[policy] != losses["none"]
+
+
+def losses_under(rank: int, world_size: int, *, policy: str) -> list[float]:
+    """In a worker: losses of training with `MixedPrecisionPolicy`, or with parameters in bf16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    torch.manual_seed(0)
+    if policy == "bf16 parameters":
+        torch.set_default_dtype(torch.bfloat16)
+    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    training = frameworks.fsdp2(options={"mp_policy": mixed} if policy == "bf16 policy" else {})
+    losses = [training.step(batch) for batch in frameworks.tokens(8)]
+    momentum = [state["momentum_buffer"] for state in training.optimizer.state.values() if "momentum_buffer" in state]
+    assert {each.dtype for each in momentum} == {torch.float32}
+    return losses
+
+
+LAYOUTS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "1": (1, "plain", {}),
+    "2": (2, "fsdp2", {}),
+    "3": (3, "fsdp2", {}),
+    "hsdp": (4, "fsdp2", {"shape": (2, 2)}),
+    "ddp": (2, "ddp", {}),
+}
+
+
+def resumed(
+    rank: int, world_size: int, *, kind: str, options: dict[str, Any], folder: str, steps: tuple[int, int]
+) -> Any:
+    """In a worker: load what is in `folder`, if anything, train from one step to another, save; the weights."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    torch.manual_seed(steps[0])  # what is not loaded would differ
+    training = getattr(frameworks, kind)(**options)
+    model = training.model.module if kind == "ddp" else training.model
+    if steps[0]:
+        weights, state = get_state_dict(model, training.optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{steps[0]}")
+        set_state_dict(model, training.optimizer, model_state_dict=weights, optim_state_dict=state)
+    for batch in frameworks.tokens(steps[1])[steps[0] :]:
+        training.step(batch)
+    weights, state = get_state_dict(model, training.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/{steps[1]}")
+    found = training.weights()
+    return found if rank == 0 else None
+
+
+@pytest.mark.parametrize(
+    ("settings", "chain"),
+    wide_but(
+        [("plain", ("2", "hsdp", "1", "3")), ("int8 momentum", ("3", "1", "2"))],
+        [
+            ("plain", ("2", "hsdp", "1", "3")),
+            ("plain", ("ddp", "3", "ddp")),
+            ("normuon", ("2", "3", "hsdp", "1")),
+            ("adamuon", ("3", "1", "2")),
+            ("int8 momentum", ("3", "1", "2")),
+            ("host", ("1", "3", "hsdp")),
+        ],
+    ),
+)
+def test_checkpoints_go_on_in_any_layout(ranks: Pool, settings: str, chain: tuple[str, ...], tmp_path: Path) -> None:
+    """Two steps in each layout of the chain are the steps of one process, uninterrupted."""
+    given = SETTINGS[settings]
+    _, expected = ranks(1, weights, kind="plain", options=given, steps=2 * len(chain))[0]
+    for number, layout in enumerate(chain):
+        size, kind, options = LAYOUTS[layout]
+        steps = (2 * number, 2 * number + 2)
+        found = ranks(size, resumed, kind=kind, options={**options, **given}, folder=str(tmp_path), steps=steps)[0]
+        assert steps[0] or found.keys() == expected.keys()
+    assert_close(found, expected, atol=2e-6)
+
+
+WITHOUT_MEGATRON = """
+import sys
+for name in ("megatron", "megatron.core", "einops", "tensorboard"):
+    sys.modules[name] = None  # as if it were not installed
+import torch.distributed as dist
+dist.init_process_group("gloo")
+from tests.functional import frameworks
+training = frameworks.fsdp2()
+losses = [training.step(batch) for batch in frameworks.tokens(3)]
+assert losses[-1] < losses[0]
+try:
+    import megatron_muon
+    megatron_muon.get_megatron_muon_optimizer
+except ImportError as error:
+    print(error)
+"""
+
+
+def test_fsdp2_needs_no_megatron(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_MEGATRON, "utf-8")
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, env=_environment(root), timeout=120)
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "pip install 'megatron-muon[megatron]'" in run.stdout
+
+
+def _environment(root: Path) -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
