@@ -438,13 +438,15 @@ class Muon(ShardedMuon):
         Raises:
             UserError: state of a matrix is missing, or of another shape; nothing is loaded then.
         """
-        saved = state_dict["state"]
+        # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        saved = [state_dict["state"].get(key, {}) for key in keys[: len(self._matrices)]]
         wanted = {MOMENTUM: self._matrices}
         if self.moment is not None:
             wanted[MOMENT2] = [self.state[p][MOMENT2] for p in self._matrices]
         for slot, like in wanted.items():
             for index, each in enumerate(like):
-                found = saved.get(index, {}).get(slot)
+                found = saved[index].get(slot) if index < len(saved) else None
                 if found is None or found.shape != each.shape:
                     name, shape = self._names[self._matrices[index]], None if found is None else tuple(found.shape)
                     raise UserError(

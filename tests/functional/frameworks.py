@@ -102,13 +102,18 @@ def ddp(**settings: Any) -> Training:
     return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
 
 
-def fsdp2(shape: tuple[int, ...] = (), options: Mapping[str, Any] | None = None, **settings: Any) -> Training:
+def fsdp2(
+    shape: tuple[int, ...] = (),
+    options: Mapping[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    **settings: Any,
+) -> Training:
     """`fully_shard` on a mesh of `shape`, of all ranks in a row without one."""
     from torch.distributed.fsdp import fully_shard
 
     names = ("replicate", "shard")[-max(len(shape), 1) :]
     mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
-    model = Net()
+    model = Net().to(dtype)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **(options or {}))
     return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))

@@ -22,7 +22,6 @@ from tests.functional.wide import wide_but
 STEPS = 5
 ATOL = 1e-6
 
-BF16_POLICY = "bf16 policy"
 FRAMEWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", {}),
     "ddp, shared": ("ddp", {"share_replicated": True}),
@@ -101,13 +100,16 @@ def test_meshes_of_two_dimensions(ranks: Pool, layout: str) -> None:
 
 @pytest.mark.parametrize("settings", wide_but(["normuon", "int8 momentum", "disk"], SETTINGS))
 def test_every_setting_means_the_same_under_fsdp2(ranks: Pool, settings: str, tmp_path: Path) -> None:
-    """Rounding of momentum depends on the element's place in the whole matrix, never on who holds it."""
+    """Rounding of momentum depends on the element's place in the whole matrix, never on who holds it.
+
+    Averages over four ranks round nothing; those over three would now and then round momentum to the next of 256 values.
+    """
     options = {
         name: value.format(folder=tmp_path) if isinstance(value, str) else value
         for name, value in SETTINGS[settings].items()
     }
     _, expected = ranks(1, weights, kind="plain", options=options)[0]
-    assert_close(ranks(3, weights, kind="fsdp2", options=options)[0][1], expected, atol=2e-6)
+    assert_close(ranks(4, weights, kind="fsdp2", options=options)[0][1], expected)
 
 
 def test_bf16_parameters_and_policies(ranks: Pool) -> None:
@@ -123,10 +125,11 @@ def losses_under(rank: int, world_size: int, *, policy: str) -> list[float]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     torch.manual_seed(0)
-    if policy == "bf16 parameters":
-        torch.set_default_dtype(torch.bfloat16)
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    training = frameworks.fsdp2(options={"mp_policy": mixed} if policy == "bf16 policy" else {})
+    training = frameworks.fsdp2(
+        options={"mp_policy": mixed} if policy == "bf16 policy" else {},
+        dtype=torch.bfloat16 if policy == "bf16 parameters" else torch.float32,
+    )
     losses = [training.step(batch) for batch in frameworks.tokens(8)]
     momentum = [state["momentum_buffer"] for state in training.optimizer.state.values() if "momentum_buffer" in state]
     assert {each.dtype for each in momentum} == {torch.float32}
@@ -167,13 +170,13 @@ def resumed(
 @pytest.mark.parametrize(
     ("settings", "chain"),
     wide_but(
-        [("plain", ("2", "hsdp", "1", "3")), ("int8 momentum", ("3", "1", "2"))],
+        [("plain", ("2", "hsdp", "1", "3")), ("int8 momentum", ("2", "1", "hsdp"))],
         [
             ("plain", ("2", "hsdp", "1", "3")),
             ("plain", ("ddp", "3", "ddp")),
             ("normuon", ("2", "3", "hsdp", "1")),
-            ("adamuon", ("3", "1", "2")),
-            ("int8 momentum", ("3", "1", "2")),
+            ("adamuon", ("2", "1", "hsdp")),
+            ("int8 momentum", ("2", "1", "hsdp")),
             ("host", ("1", "3", "hsdp")),
         ],
     ),
