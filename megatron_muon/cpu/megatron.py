@@ -15,6 +15,7 @@ it touches numerics.
 
 import contextlib
 import copy
+import importlib.util
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -94,6 +95,10 @@ def _one_by_one(group: Any = None, device: Any = None, async_ops: bool = False) 
     yield _Done()
 
 
+MEGATRON_FSDP = ("megatron.core.distributed.fsdp.src.megatron_fsdp", "megatron_fsdp")
+"""The two places of one library: megatron-core's wheel, and a package of its own."""
+
+
 def install(patches: Patches) -> None:
     """Patch collectives, mixture-of-experts token counts, torch's norms, the data loaders and the checkpoint worker.
 
@@ -101,7 +106,6 @@ def install(patches: Patches) -> None:
     it is not decorated at all: torch's compiler takes more than a second to load.
     """
     patches.replace(torch, "compile", _leave_uncompiled)
-    import megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer as buffers
     from megatron.core.dist_checkpointing.strategies import async_utils
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -114,8 +118,10 @@ def install(patches: Patches) -> None:
         all_reduce=_all_reduce,
         reduce_scatter_tensor=_reduce_scatter_tensor,
     )
-    patches.replace(buffers, "_coalescing_manager", _one_by_one, takes=("group", "device", "async_ops"))
-    patches.replace(buffers, "torch", _View(torch, distributed=blocking))
+    for library in (name for name in MEGATRON_FSDP if importlib.util.find_spec(name)):
+        buffers = importlib.import_module(f"{library}.param_and_grad_buffer")
+        patches.replace(buffers, "_coalescing_manager", _one_by_one, takes=("group", "device", "async_ops"))
+        patches.replace(buffers, "torch", _View(torch, distributed=blocking))
 
     for module in (moe_utils, token_dispatcher):  # the second imports it by name
         patches.around(module, "maybe_move_tensor_to_cpu", takes=("tensor", "as_numpy"))(_move_as_numpy)

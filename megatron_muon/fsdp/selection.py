@@ -7,6 +7,8 @@ Without names nothing can be told from a shape, so parameters without names must
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,6 +30,9 @@ EMBEDDINGS = ("*embed*", "wte", "wpe")
 
 OUTPUTS = ("lm_head", "head", "heads", "output", "output_layer", "classifier", "score", "fc_out", "qa_outputs")
 """Names of modules that make a network's outputs, where they are in no numbered layer."""
+
+_SHOWN = 3
+"""Names shown that are like a pattern."""
 
 Rule = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
@@ -61,11 +66,9 @@ class Selection:
             for group in (*self.muon, *self.adamw)
             for p in group["params"]
         ]
-        total = sum(torch.Size(shape).numel() for _, _, shape, _ in rows)
-        lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
-        for optimizer in (MUON, ADAMW):
-            sizes = [torch.Size(shape).numel() for taken, _, shape, _ in rows if taken == optimizer]
-            lines.append(f"{optimizer:<12}{len(sizes):>9,}{sum(sizes):>16,}{sum(sizes) / max(total, 1):>9.1%}")
+        lines = shares(
+            {each: [math.prod(shape) for taken, _, shape, _ in rows if taken == each] for each in (MUON, ADAMW)}
+        )
         if self.frozen:
             lines.append(f"{'frozen':<12}{len(self.frozen):>9,}")
         lines.append("")
@@ -73,6 +76,15 @@ class Selection:
             size = " x ".join(map(str, shape)) or "scalar"
             lines.append(f"{optimizer:<12}{size:>16}  {name}{f' ({why})' if why else ''}")
         return "\n".join(lines)
+
+
+def shares(sizes: Mapping[str, Sequence[int]]) -> list[str]:
+    """A table of optimizers: tensors, elements in all, share, from the elements of each tensor."""
+    total = max(sum(map(sum, sizes.values())), 1)
+    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
+    for optimizer, counts in sizes.items():
+        lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
+    return lines
 
 
 def why_not_muon(name: str, parameter: torch.Tensor) -> str:
@@ -132,9 +144,15 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
                 selection.frozen.append(selection.names[parameter])
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
-    names = [name for name, _, options in tensors if name and OPTIMIZER not in options]
-    included = set(names) if matrices is None or callable(matrices) else set(_matching("matrices", matrices, names))
-    excluded = set(_matching("exclude", exclude, names))
+    named = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
+    if matrices is None:
+        included = {name for name, p in named.items() if not why_not_muon(name, p)}
+    elif callable(matrices):
+        included = {name for name, p in named.items() if matrices(name, p)}
+    else:
+        included = set(matching("matrices", matrices, named))
+    excluded = set(matching("exclude", exclude, [name for name in named if name in included], others=named))
+    included -= excluded
     groups: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     options_of: dict[int, dict[str, Any]] = {}
     for name, parameter, options in tensors:
@@ -142,12 +160,8 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
         if optimizer is None and not name:
             optimizer = MUON
         elif optimizer is None:
-            why = "exclude" if name in excluded else ""
-            if not why and matrices is None:
-                why = why_not_muon(name, parameter)
-            elif not why and not (matrices(name, parameter) if callable(matrices) else name in included):
-                why = "not among matrices"
-            optimizer = ADAMW if why else MUON
+            optimizer = MUON if name in included else ADAMW
+            why = "exclude" if name in excluded else why_not_muon(name, parameter) or "not among matrices"
         if optimizer == MUON and parameter.ndim != 2:
             raise UserError(
                 f"{selection.names[parameter]} has shape {tuple(parameter.shape)}, Muon takes matrices of two "
@@ -209,12 +223,45 @@ def _known_name(parameter: torch.Tensor) -> str:
     return re.sub(r"^(module\.)+", "", name)
 
 
-def _matching(argument: str, patterns: Iterable[str], names: Sequence[str]) -> list[str]:
-    """The names in which a pattern is found. Raises a UserError for a pattern that is found in none."""
+def matching(
+    argument: str, patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = (), hint: str = ""
+) -> list[str]:
+    """The names in which at least one of the patterns of `argument` is found, in their order.
+
+    A pattern is shell-style and case-sensitive, and may be found anywhere in a name. Raises a UserError for one that is
+    empty or found in none of `names`, with the nearest of these, or the one of `others`, which Muon does not take
+    anyway, in which it is found; `hint` ends the message.
+    """
+    names = list(names)
     if isinstance(patterns, str):
-        raise UserError(f"{argument}={patterns!r} is one string; pass a list of patterns")
-    patterns = [f"*{pattern}*" for pattern in patterns]
+        raise UserError(f"{argument} {patterns!r} is one string; pass a list of patterns")
     for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            raise UserError(f"{argument}: {pattern.strip('*')!r} matches none of the {len(names)} names of parameters")
-    return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
+        if not pattern.strip():
+            raise UserError(f"{argument} '' would match every matrix; name some, or leave it out")
+        if any(_found(pattern, name) for name in names):
+            continue
+        nothing = f"{argument} {pattern} matches none of Muon's {len(names)} matrices"
+        if there := next((name for name in others if _found(pattern, name)), None):
+            raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
+        near = ", ".join(nearest(pattern, names))
+        raise UserError(f"{nothing}; the nearest names are {near}{hint}")
+    return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
+
+
+def _found(pattern: str, name: str) -> bool:
+    return fnmatchcase(name, f"*{pattern}*")
+
+
+def nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names that hold something most like `pattern`, one for each kind of parameter, the nearest first."""
+    wanted = re.sub(r"[*?\[\]]+", "", pattern)
+    kinds: dict[str, str] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\d+", "N", name), name)
+
+    def likeness(name: str) -> float:
+        parts = name.split(".")
+        runs = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
+        return max(difflib.SequenceMatcher(None, wanted, run).ratio() for run in runs)
+
+    return sorted(kinds.values(), key=likeness, reverse=True)[:_SHOWN]

@@ -91,7 +91,8 @@ def check_placements(name: str, parameter: DTensor) -> None:
     if parameter.device.type != parameter.device_mesh.device_type and parameter.device_mesh.device_type != "cpu":
         raise UserError(
             f"{name} lies on {parameter.device.type} and its mesh on {parameter.device_mesh.device_type}, as with "
-            "FSDP's CPUOffloadPolicy, which Muon does not take; keep the parameters on the device and give Muon offload='cpu'"
+            "FSDP's CPUOffloadPolicy, which Muon does not take; keep them on the device and give Muon "
+            "offload='cpu'"
         )
 
 

@@ -56,7 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--config", type=Path, metavar="FILE.yaml", help="experiment file; its model and parallel flags count")
     add("--world-size", type=int, metavar="N", help="ranks of the run; needed with --config and --hf")
     add("--hf", type=Path, metavar="MODEL",
-        help="a transformers folder or config.json, sharded by FSDP2 over all ranks, with megatron_muon.Muon")  # fmt: skip
+        help="a transformers folder or config.json, under FSDP2 over all ranks with megatron_muon.Muon")  # fmt: skip
     add("--layout", type=Path, metavar="FILE.json", help="a captured layout instead of a model")
     add("--buffer-mb", type=float, metavar="MIB",
         help="buffer of the waves on a rank (the config's --muon-exchange-buffer-mb, or 256)")  # fmt: skip

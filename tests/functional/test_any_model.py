@@ -7,6 +7,8 @@ weights agree to 1e-6. In one framework nothing depends on timing: two runs agre
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_muon
+from megatron_muon.cli import main
 from tests.functional import frameworks
 from tests.functional.pool import Pool
 from tests.functional.wide import wide_but
@@ -33,7 +37,9 @@ FRAMEWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "megatron-fsdp": ("megatron_fsdp", {}),
     "megatron-fsdp, no_shard": ("megatron_fsdp", {"strategy": "no_shard"}),
     "megatron-fsdp, fully_shard": ("megatron_fsdp", {"at_once": True}),
+    "megatron-fsdp, package": ("megatron_fsdp", {"package": "megatron_fsdp"}),
     "experimental": ("experimental", {}),
+    "experimental, package": ("experimental", {"package": "megatron_fsdp"}),
 }
 ON_FOUR = {
     "hsdp": ("fsdp2", {"shape": (2, 2)}),
@@ -102,7 +108,7 @@ def test_meshes_of_two_dimensions(ranks: Pool, layout: str) -> None:
 def test_every_setting_means_the_same_under_fsdp2(ranks: Pool, settings: str, tmp_path: Path) -> None:
     """Rounding of momentum depends on the element's place in the whole matrix, never on who holds it.
 
-    Averages over four ranks round nothing; those over three would now and then round momentum to the next of 256 values.
+    Averages over four ranks round nothing; those over three would now and then round momentum to another value.
     """
     options = {
         name: value.format(folder=tmp_path) if isinstance(value, str) else value
@@ -193,12 +199,69 @@ def test_checkpoints_go_on_in_any_layout(ranks: Pool, settings: str, chain: tupl
     assert_close(found, expected, atol=2e-6)
 
 
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 36,
+    "intermediate_size": 50,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+}
+
+
+def digest_of_llama(rank: int, world_size: int, *, config: str) -> tuple[str, int]:
+    """In a worker: the digest of the plan and the number of matrices under `fully_shard`."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config))
+    mesh = init_device_mesh("cpu", (world_size,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = megatron_muon.Muon(model.named_parameters())
+    return optimizer.digest, sum(len(group["params"]) for group in optimizer.selection.muon)
+
+
+@pytest.mark.parametrize("world_size", wide_but([3], [2, 3, 4]))
+def test_a_plan_of_a_hugging_face_model_is_the_runs(ranks: Pool, world_size: int, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA), "utf-8")
+    given = ["plan", "--hf", str(config), "--world-size", str(world_size), "--json", str(tmp_path / "plan.json")]
+    assert main([*given, "--hardware", "cpu-2core"]) == 0
+    figures = json.loads((tmp_path / "plan.json").read_text("utf-8"))
+    digest, matrices = ranks(world_size, digest_of_llama, config=str(config))[0]
+    assert (figures["digest"], figures["matrices"]) == (digest, matrices)
+    assert matrices == 3 * 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "there is no such folder or file"), ('{"model_type": "no-such-model"}', "cannot build it: ")],
+)
+def test_a_model_that_cannot_be_planned(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text, "utf-8")
+    assert main(["plan", "--hf", str(path), "--world-size", "2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"--hf {path}: " in line
+    assert message in line
+
+
 WITHOUT_MEGATRON = """
 import sys
 for name in ("megatron", "megatron.core", "einops", "tensorboard"):
     sys.modules[name] = None  # as if it were not installed
 import torch.distributed as dist
 dist.init_process_group("gloo")
+import megatron_muon
+from megatron_muon.cli import main
 from tests.functional import frameworks
 training = frameworks.fsdp2()
 losses = [training.step(batch) for batch in frameworks.tokens(3)]
@@ -216,12 +279,7 @@ def test_fsdp2_needs_no_megatron(tmp_path: Path) -> None:
     script.write_text(WITHOUT_MEGATRON, "utf-8")
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    run = subprocess.run(command, cwd=root, capture_output=True, text=True, env=_environment(root), timeout=120)
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr[-4000:]
     assert "pip install 'megatron-muon[megatron]'" in run.stdout
-
-
-def _environment(root: Path) -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}

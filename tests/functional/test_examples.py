@@ -22,3 +22,26 @@ def test_own_training_loop_learns(tmp_path: Path) -> None:
     losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)", run.output, re.MULTILINE)]
     assert len(losses) == 6
     assert losses[-1] < 1.0 < losses[0] < 4.2
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "first", "last"),
+    [
+        pytest.param("fsdp2_transformers.py", 2, 5.0, 2.6, marks=pytest.mark.wide),
+        pytest.param("megatron_fsdp_library.py", 2, 5.0, 2.8, marks=pytest.mark.wide),
+        pytest.param("plain_pytorch.py", 2, 1.3, 0.4, marks=pytest.mark.wide),
+        ("plain_pytorch.py", 1, 1.3, 0.4),
+    ],
+)
+def test_models_that_are_not_megatrons_learn(
+    script: str, ranks: int, first: float, last: float, tmp_path: Path
+) -> None:
+    """Uniform guesses would stay at 5.5 of bytes, at 1.4 of shapes."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
+    path = str(cli.ROOT / "examples" / script)
+    run = cli.run([sys.executable, *torchrun, path], tmp_path, cold=True).checked()
+    assert re.search(r"^muon +\d+ ", run.output, re.MULTILINE)
+    losses = [float(loss) for loss in re.findall(r"^step +\d+ +loss ([\d.]+)", run.output, re.MULTILINE)]
+    assert len(losses) == 6
+    assert losses[-1] < min(last, losses[0])
+    assert losses[0] < first

@@ -6,6 +6,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import megatron_muon
 from megatron_muon.core.errors import UserError
 from megatron_muon.fsdp.selection import select
+from megatron_muon.offload.run import close_runs
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
 
@@ -306,7 +308,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UserError,
         "sets ns_steps, which holds for the whole",
     ),
-    "a pattern of nothing": (wrong(exclude=["router"]), UserError, "exclude: 'router' matches none"),
+    "a pattern of nothing": (
+        wrong(exclude=["router"]),
+        UserError,
+        r"^exclude router matches none of Muon's 2 matrices; the nearest names are layers\.0\.weight$",
+    ),
     "one pattern": (wrong(matrices="layers"), UserError, "pass a list of patterns"),
     "steps": (wrong(ns_steps=0), UserError, r"^ns_steps 0 is out of range"),
     "momentum": (wrong(momentum=1.0), UserError, r"^momentum 1 is out of range"),
@@ -342,6 +348,27 @@ def test_parameters_cannot_be_added_or_moved_later() -> None:
     weight.data = weight.data[:4]
     with pytest.raises(UserError, match=r"layers\.0\.weight was \(8, 6\) on cpu when the optimizer was made"):
         optimizer.step()
+
+
+def test_momentum_on_disk_in_one_process(tmp_path: Path) -> None:
+    """Without torch.distributed; the updates are the same, and the files go."""
+    elsewhere = megatron_muon.Muon(matrices(), offload="nvme", offload_dir=str(tmp_path))
+    for one, other in zip(trained(elsewhere), trained(megatron_muon.Muon(matrices())), strict=True):
+        assert torch.equal(one, other)
+    (file,) = tmp_path.glob("muon-momentum-*-dense0.bin")
+    close_runs()
+    assert not file.exists()
+
+
+def test_measured_steps() -> None:
+    optimizer = megatron_muon.Muon(matrices(), metrics_interval=5)
+    trained(optimizer, steps=4)
+    assert optimizer.metrics.latest is None
+    trained(optimizer, steps=1)
+    measured = optimizer.metrics.latest
+    assert measured.step == 5
+    assert 0.0 < measured.values["orthogonality_error"] < 2.0
+    assert measured.values["update_rms"] > 0.0
 
 
 @pytest.fixture

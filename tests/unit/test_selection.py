@@ -8,8 +8,9 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.selection import matching, nearest
 from megatron_muon.megatron.model import selection
-from megatron_muon.megatron.model.selection import matching, nearest, parameter_table
+from megatron_muon.megatron.model.selection import parameter_table
 
 WORDS, POSITIONS, WIDTH = 64, 32, 16
 CONFIG = TransformerConfig(num_layers=1, hidden_size=WIDTH, num_attention_heads=1)
@@ -140,7 +141,7 @@ NAMES = [
     ],
 )
 def test_a_pattern_is_found_anywhere_in_a_name(patterns: tuple[str, ...], count: int) -> None:
-    found = matching(patterns, NAMES)
+    found = matching("--muon-exclude", patterns, NAMES)
     assert len(found) == count
     assert found == [name for name in NAMES if name in found], "in their order, each once"
 
@@ -148,7 +149,7 @@ def test_a_pattern_is_found_anywhere_in_a_name(patterns: tuple[str, ...], count:
 @pytest.mark.parametrize("pattern", ["ruoter", "Router", "mlp.route.weight", "*roter*"])
 def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_names(pattern: str) -> None:
     with pytest.raises(UserError) as caught:
-        matching(["linear_qkv", pattern], NAMES)
+        matching("--muon-exclude", ["linear_qkv", pattern], NAMES)
     text = str(caught.value)
     assert text.startswith(f"--muon-exclude {pattern} matches none of Muon's 12 matrices; the nearest names are ")
     assert "names are decoder.layers.0.mlp.router.weight, " in text
@@ -159,13 +160,13 @@ def test_a_pattern_that_finds_nothing_is_an_error_with_the_nearest_names(pattern
 def test_what_goes_to_the_scalar_optimizer_anyway_is_an_error_too() -> None:
     others = ["embedding.word_embeddings.weight"]
     with pytest.raises(UserError, match=r"embedding matches none .* only parameters that Muon does not take \(embedd"):
-        matching(["embedding"], NAMES, others=others)
+        matching("--muon-exclude", ["embedding"], NAMES, others=others)
 
 
 @pytest.mark.parametrize("pattern", ["", "  "])
 def test_nothing_is_no_pattern(pattern: str) -> None:
     with pytest.raises(UserError, match="would match every matrix"):
-        matching([pattern], NAMES)
+        matching("--muon-exclude", [pattern], NAMES)
 
 
 def test_the_nearest_come_first() -> None:

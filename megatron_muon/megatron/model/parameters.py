@@ -21,10 +21,8 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.shards import Rectangle, noted_part
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-
-Rectangle = tuple[int, int, int, int]
-"""`(row_start, rows, col_start, cols)` of a whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +153,7 @@ def _new_groups(mine: Iterable[int], *, like: dist.ProcessGroup, backend: str | 
 def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
     """What this rank holds of each sharded matrix or stack.
 
-    Megatron-FSDP notes it on the tensors from which it makes the optimizer's parameters
-    (update_uneven_dtensor_chunk_metadata), for its checkpoints. Raises a UserError where tensor parallelism cuts the
-    experts of a stack.
+    Raises a UserError where tensor parallelism cuts the experts of a stack.
     """
     rectangles = {}
     for chunk in model_chunks:
@@ -165,8 +161,7 @@ def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangl
         for name, parameter in buffer.optimizer_named_parameters:
             if parameter.ndim not in (2, 3):
                 continue
-            noted = buffer.dist_main_weight[name]._local_tensor.__create_chunk_list__()[0]
-            offsets, sizes = noted.offsets, noted.sizes
+            offsets, sizes = noted_part(buffer, name)
             if parameter.ndim == 3:  # whole experts, one below the other
                 if getattr(parameter, "expert_stack", False) and sizes[1:] != tuple(parameter.shape[1:]):
                     raise UserError(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import nn
 
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.selection import matching, shares
 from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
@@ -61,7 +60,7 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
             parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
     others = [name for p, name in parameter_names(model_chunks).items() if p.requires_grad and name not in matrices]
-    for name in matching(exclude, matrices, others=others):
+    for name in matching("--muon-exclude", exclude, matrices, others=others, hint=" (--muon-log-params lists all)"):
         matrices[name].use_muon, matrices[name].why_not_muon = False, "--muon-exclude"
     for name, parameter, config in _trained(model_chunks):
         if not is_muon_matrix(parameter):
@@ -142,46 +141,6 @@ def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[Any, str]:
     return reasons
 
 
-def matching(patterns: Sequence[str], names: Iterable[str], *, others: Iterable[str] = ()) -> list[str]:
-    """The names in which at least one of the patterns of `--muon-exclude` is found, in their order.
-
-    A pattern is shell-style and case-sensitive, and may be found anywhere in a name. Raises a UserError for one that is
-    empty or found in none of `names`, with the nearest of these, or the one of `others`, which Muon does not take
-    anyway, in which it is found.
-    """
-    names = list(names)
-    for pattern in patterns:
-        if not pattern.strip():
-            raise UserError("--muon-exclude '' would match every matrix; name some, or use --optimizer adam")
-        if any(_found(pattern, name) for name in names):
-            continue
-        nothing = f"--muon-exclude {pattern} matches none of Muon's {len(names)} matrices"
-        if there := next((name for name in others if _found(pattern, name)), None):
-            raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
-        near = ", ".join(nearest(pattern, names))
-        raise UserError(f"{nothing}; the nearest names are {near} (--muon-log-params lists all)")
-    return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
-
-
-def _found(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, f"*{pattern}*")
-
-
-def nearest(pattern: str, names: Sequence[str]) -> list[str]:
-    """The names that hold something most like `pattern`, one for each kind of parameter, the nearest first."""
-    wanted = re.sub(r"[*?\[\]]+", "", pattern)
-    kinds: dict[str, str] = {}
-    for name in names:
-        kinds.setdefault(re.sub(r"\d+", "N", name), name)
-
-    def likeness(name: str) -> float:
-        parts = name.split(".")
-        runs = {".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)}
-        return max(difflib.SequenceMatcher(None, wanted, run).ratio() for run in runs)
-
-    return sorted(kinds.values(), key=likeness, reverse=True)[:_SHOWN]
-
-
 def parameter_table(
     groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str], *, full: bool = False
 ) -> str:
@@ -193,11 +152,8 @@ def parameter_table(
     found, left_out = defaultdict(list), defaultdict(list)
     for group in sorted(groups, key=lambda group: "optimizer" in group):
         found[group.get("optimizer", "muon")].extend(group["params"])
-    total = sum(_numel(p) for parameters in found.values() for p in parameters)
-    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
+    lines = shares({optimizer: [_numel(p) for p in parameters] for optimizer, parameters in found.items()})
     for optimizer, parameters in found.items():
-        count = sum(map(_numel, parameters))
-        lines.append(f"{optimizer:<12}{len(parameters):>9,}{count:>16,}{count / max(total, 1):>9.1%}")
         for p in parameters if optimizer != "muon" else ():
             if p.ndim == 2:
                 left_out[getattr(p, "why_not_muon", "use_muon=False")].append(names[p])
