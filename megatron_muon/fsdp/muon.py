@@ -56,8 +56,8 @@ def iteration_of(
     """The Newton-Schulz iteration that arguments of `Muon` ask for."""
     if isinstance(ns_coefficients, str):
         return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
-    several = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
-    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)  # type: ignore[misc]
+    several: Any = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
+    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
     return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
 
 

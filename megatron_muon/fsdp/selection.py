@@ -11,7 +11,7 @@ import difflib
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -116,42 +116,18 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             matches nothing, a setting in a group that holds for the whole optimizer.
     """
     selection = Selection()
-    tensors: list[tuple[str, torch.Tensor, dict[str, Any]]] = []
-    given = _groups(params)
-    for number, group in enumerate(given):
-        options = {key: value for key, value in group.items() if key != "params"}
-        _check_options(options, number)
-        entries = list(group["params"]) if not isinstance(group["params"], torch.Tensor) else [group["params"]]
-        if not entries:
-            raise UserError(f"parameter group {number} has no parameters; leave it out")
-        where = f"group {number}, " if len(given) > 1 else ""
-        for place, entry in enumerate(entries):
-            named = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
-            parameter = entry[1] if named else entry
-            if not isinstance(parameter, torch.Tensor):
-                raise TypeError(
-                    f"{where}parameter {place} is a {type(parameter).__name__}, not a tensor; pass "
-                    "model.named_parameters()"
-                )
-            name = entry[0] if named else _known_name(parameter)
-            _check_tensor(name or f"{where}parameter {place}", parameter)
-            if parameter in selection.names:
-                raise UserError(f"{name or f'{where}parameter {place}'} is given twice; pass each parameter once")
-            selection.names[parameter] = name or f"{where}parameter {place}"
-            if parameter.requires_grad:
-                tensors.append((name, parameter, options))
-            else:
-                selection.frozen.append(selection.names[parameter])
+    tensors = list(_trained(params, selection))
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
-    named = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
+    by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
+    included: set[str]
     if matrices is None:
-        included = {name for name, p in named.items() if not why_not_muon(name, p)}
+        included = {name for name, p in by_name.items() if not why_not_muon(name, p)}
     elif callable(matrices):
-        included = {name for name, p in named.items() if matrices(name, p)}
+        included = {name for name, p in by_name.items() if matrices(name, p)}
     else:
-        included = set(matching("matrices", matrices, named))
-    excluded = set(matching("exclude", exclude, [name for name in named if name in included], others=named))
+        included = set(matching("matrices", matrices, by_name))
+    excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
     included -= excluded
     groups: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
     options_of: dict[int, dict[str, Any]] = {}
@@ -180,6 +156,36 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
     return selection
+
+
+def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
+    """Each parameter that needs a gradient, with its name, empty where it has none, and the options of its group.
+
+    Fills in the selection's `names` and `frozen`. Raises what `select` does for wrong parameters.
+    """
+    given = _groups(params)
+    for number, group in enumerate(given):
+        options = {key: value for key, value in group.items() if key != "params"}
+        _check_options(options, number)
+        members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        if not members:
+            raise UserError(f"parameter group {number} has no parameters; leave it out")
+        for place, entry in enumerate(members):
+            shown = f"parameter {place}" if len(given) == 1 else f"group {number}, parameter {place}"
+            named = isinstance(entry, (tuple, list)) and len(entry) == 2 and isinstance(entry[0], str)
+            name, parameter = entry if named else ("", entry)
+            if not isinstance(parameter, torch.Tensor):
+                kind = type(parameter).__name__
+                raise TypeError(f"{shown} is a {kind}, not a tensor; pass model.named_parameters()")
+            name = name or _known_name(parameter)
+            _check_tensor(name or shown, parameter)
+            if parameter in selection.names:
+                raise UserError(f"{name or shown} is given twice; pass each parameter once")
+            selection.names[parameter] = name or shown
+            if parameter.requires_grad:
+                yield name, parameter, options
+            else:
+                selection.frozen.append(name or shown)
 
 
 def _groups(params: Any) -> list[Mapping[str, Any]]:

@@ -11,7 +11,7 @@ none of these frameworks is imported.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -67,7 +67,8 @@ def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
 
 def _name_within(model: Any, parameter: torch.Tensor) -> str:
     buffer = model.param_and_grad_buffer
-    return next(name for name, each in buffer.optimizer_named_parameters if each is parameter)
+    names: Iterator[str] = (name for name, each in buffer.optimizer_named_parameters if each is parameter)
+    return next(names)
 
 
 def _place_within(group: Any, parameter: torch.Tensor) -> int:

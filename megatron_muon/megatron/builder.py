@@ -160,7 +160,7 @@ class MuonBuilder:
 
     def _exchange(self, moment: SecondMoment | None) -> Exchange:
         config = self.config
-        scheme = config.muon_exchange
+        scheme: str = config.muon_exchange
         if self.is_replicated:
             scheme = SHARED if config.muon_share_replicated else LOCAL
         exchange = make_exchange(
