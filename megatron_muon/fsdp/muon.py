@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, override
 
 import torch
@@ -18,47 +16,17 @@ from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
 from megatron_muon.core.exchange.steps import PlannedExchange
-from megatron_muon.core.layout import Layout, RowSplit
+from megatron_muon.core.layout import Layout
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
 from megatron_muon.fsdp import shards
-from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select
+from megatron_muon.fsdp.arguments import ADJUST_LR, NS_COEFFICIENTS, NS_STEPS, check, in_arguments, iteration_of
+from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select, splits
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import MuonSettings
-
-ADJUST_LR = {
-    None: ("shape_scaling", 1.0),
-    "original": ("shape_scaling", 1.0),
-    "match_rms_adamw": ("spectral", 0.2),
-    "spectral": ("spectral", 1.0),
-    "unit_rms_norm": ("unit_rms_norm", 1.0),
-}
-"""`adjust_lr_fn` as scale mode and factor of emerging-optimizers: the first three are torch.optim.Muon's, root of
-max(1, rows / cols) and 0.2 times the root of max(rows, cols)."""
-
-_ARGUMENTS = {"num_ns_steps": "ns_steps", "coefficient_type": "ns_coefficients", "muon_ns": "ns"}
-"""What messages about flags call them, where it is not the flag's name without `muon`."""
-
-
-NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.775, 2.0315), 5
-"""torch.optim.Muon's defaults, which are the set "simple" of emerging-optimizers."""
-
-
-def iteration_of(
-    ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
-    ns_steps: int = NS_STEPS,
-    fp32_matmul_prec: str = Iteration.precision,
-    ns: str = MuonSettings.muon_ns,
-) -> Iteration:
-    """The Newton-Schulz iteration that arguments of `Muon` ask for."""
-    if isinstance(ns_coefficients, str):
-        return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
-    several: Any = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
-    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
-    return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
 
 
 class Muon(ShardedMuon):
@@ -87,7 +55,8 @@ class Muon(ShardedMuon):
             set of emerging-optimizers, such as "polar_express".
         eps: momentum of a smaller Frobenius norm is divided by this instead of by its norm.
         ns_steps: Newton-Schulz steps.
-        adjust_lr_fn: how updates are scaled by a matrix's shape: a key of `ADJUST_LR`.
+        adjust_lr_fn: how updates are scaled by a matrix's shape: a key of
+            `fsdp.arguments.ADJUST_LR`.
         matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns, or a function of name
             and parameter.
         exclude: patterns of what goes to AdamW all the same.
@@ -155,51 +124,21 @@ class Muon(ShardedMuon):
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
-        with _in_arguments():
-            self._check(**self._settings)
+        with in_arguments():
+            check(self._settings)
             self._build(params)
         self.metrics = Sampler([self], interval=metrics_interval)
 
-    @staticmethod
-    def _check(**given: Any) -> None:
-        """Refuse values that no other part would refuse."""
-        for name, choices in {
-            "exchange": ("owner", "allgather"),
-            "exchange_dtype": ("auto", "fp32", "bf16"),
-            "momentum_dtype": ("fp32", "bf16", "int8"),
-            "offload": ("none", "cpu", "nvme"),
-            "fp32_matmul_prec": ("highest", "high", "medium", "low"),
-            "adjust_lr_fn": tuple(ADJUST_LR),
-            "moment2_method": (None, *SECOND_MOMENTS),
-        }.items():
-            if given[name] not in choices:
-                raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, choices))}")
-        numbers = {
-            "adamw_lr": "lr",
-            "adamw_eps": "adam_eps",
-            "adamw_weight_decay": "weight_decay",
-            "exchange_buffer_mb": "muon_exchange_buffer_mb",
-            "offload_fraction": "muon_offload_fraction",
-            "offload_buffer_mb": "muon_offload_buffer_mb",
-            "metrics_interval": "muon_metrics_interval",
-            "eps": "adam_eps",
-        }
-        for name, kind in numbers.items():
-            if given[name] is not None:
-                check_number(kind, given[name], flag=name)
-        for place, beta in enumerate(given["adamw_betas"]):
-            check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
-        if (given["offload"] == "nvme") != (given["offload_dir"] is not None):
-            raise UserError("offload='nvme' and offload_dir belong together; give both or neither")
-        if given["share_replicated"] and not dist.is_initialized():
-            raise UserError("share_replicated needs ranks to share with; call torch.distributed.init_process_group()")
-
     def _build(self, params: Any) -> None:
-        """Choose parameters, find out who holds what, and make exchange, plan and state."""
+        """Choose parameters, find out who holds what, and make exchange, plan and state. Collective."""
         given = self._settings
         self._building = True
         self.selection = select(params, given["matrices"], given["exclude"])
         names, groups = self.selection.names, self.selection.muon
+        for options in (*groups, *self.selection.adamw):
+            for name in {"lr", "weight_decay", "momentum"} & options.keys():
+                options[name] = float(options[name])
+                check_number({"momentum": "muon_momentum"}.get(name, name), options[name], flag=f"{name} of a group")
         parameters = [p for group in groups for p in group["params"]]
         mesh = shards.mesh_of(names, parameters)
         group: Any = Alone() if mesh is None else shards.group_of(mesh)
@@ -208,7 +147,7 @@ class Muon(ShardedMuon):
         self.group = group
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         self._has_stepped = False
-        layout = shards.layout_of(names, parameters, self._splits(parameters), group)
+        layout = shards.layout_of(names, parameters, splits(given["split"] or {}, names, parameters), group)
         orthogonalizer = self._orthogonalizer(parameters[0].device)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
         moment = self._second_moment(layout, orthogonalizer, parameters, replicated=replicated)
@@ -264,24 +203,6 @@ class Muon(ShardedMuon):
             device=device,
         )
 
-    def _splits(self, parameters: Sequence[torch.Tensor]) -> dict[torch.Tensor, RowSplit]:
-        """The blocks of matrices that `split` names."""
-        splits = {}
-        for pattern, parts in (self._settings["split"] or {}).items():
-            found = [
-                p for p in parameters if re.search(re.escape(pattern).replace(r"\*", ".*"), self.selection.names[p])
-            ]
-            if not found:
-                raise UserError(f"split: {pattern!r} matches none of Muon's {len(parameters)} matrices")
-            for p in found:
-                if min(parts, default=0) < 1 or p.shape[0] % sum(parts):
-                    raise UserError(
-                        f"split: {self.selection.names[p]} has {p.shape[0]} rows, which parts of {tuple(parts)} rows "
-                        "do not fill"
-                    )
-                splits[p] = RowSplit(p.shape[0] // sum(parts), tuple(parts))
-        return splits
-
     def _second_moment(
         self, layout: Layout, orthogonalizer: Orthogonalizer, parameters: Sequence[torch.Tensor], *, replicated: bool
     ) -> SecondMoment | None:
@@ -328,7 +249,7 @@ class Muon(ShardedMuon):
         if self._building:
             super().add_param_group(param_group)
         elif not self.param_groups:
-            with _in_arguments():
+            with in_arguments():
                 self._build(param_group["params"])
         else:
             raise UserError("Muon settles who owns what when it is made; give it all parameters then")
@@ -411,10 +332,10 @@ class Muon(ShardedMuon):
     def _check_placements(self) -> None:
         """Refuse parameters that were sharded or moved after the optimizer was made."""
         for p, placement in self._placed:
-            if _placement(p) != placement:
+            if (now := _placement(p)) != placement:
                 raise UserError(
-                    f"{self._names[p]} was {placement} when the optimizer was made and is {_placement(p)} now; make "
-                    "the optimizer after the model is sharded and on its device"
+                    f"{self._names[p]} was {_shown(placement)} when the optimizer was made and is {_shown(now)} now; "
+                    "make the optimizer after the model is sharded and on its device"
                 )
         if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
             warnings.warn(
@@ -471,23 +392,12 @@ def _is_replicated(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and all(isinstance(each, Replicate) for each in parameter.placements)
 
 
-def _placement(parameter: torch.Tensor) -> str:
-    if not isinstance(parameter, DTensor):
-        return f"{tuple(parameter.shape)} on {parameter.device}"
-    placements = ", ".join(map(str, parameter.placements))
-    return f"{tuple(parameter._local_tensor.shape)} of {tuple(parameter.shape)} ({placements}) on {parameter.device}"
+def _placement(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Where a parameter lies: this rank's shape, device and placements."""
+    local = _local([parameter])[0]
+    return local.shape, local.device, parameter.placements if isinstance(parameter, DTensor) else ()
 
 
-@contextmanager
-def _in_arguments() -> Iterator[None]:
-    """Around what the command line uses too: its messages speak of flags, which here are arguments."""
-    try:
-        yield
-    except UserError as error:
-
-        def argument(flag: re.Match[str]) -> str:
-            name = flag[1].replace("-", "_")
-            name = _ARGUMENTS.get(name, name.removeprefix("adaptive_").removeprefix("muon_"))
-            return _ARGUMENTS.get(name, name)
-
-        raise UserError(re.sub(r"--([a-z][a-z0-9-]*)", argument, str(error))) from None
+def _shown(placement: tuple[Any, ...]) -> str:
+    shape, device, placements = placement
+    return f"{tuple(shape)} on {device}" + (f" as {', '.join(map(str, placements))}" if placements else "")

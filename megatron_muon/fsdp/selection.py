@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.layout import RowSplit
 
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
@@ -156,6 +157,25 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
         )
     return selection
+
+
+def splits(
+    given: Mapping[str, Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, RowSplit]:
+    """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows.
+
+    Raises:
+        UserError: a pattern matches nothing, or the rows of a matrix are not filled.
+    """
+    found = {}
+    by_name = {names[p]: p for p in parameters}
+    for pattern, parts in given.items():
+        for name in matching("split", [pattern], by_name):
+            rows = by_name[name].shape[0]
+            if min(parts, default=0) < 1 or rows % sum(parts):
+                raise UserError(f"split: {name} has {rows} rows, which parts of {tuple(parts)} do not fill")
+            found[by_name[name]] = RowSplit(rows // sum(parts), tuple(parts))
+    return found
 
 
 def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:

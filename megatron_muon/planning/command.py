@@ -157,7 +157,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
     if not 1 <= args.world_size <= MAX_RANKS:
         raise UserError(f"--world-size must be at least 1 and at most {MAX_RANKS:,}, got {args.world_size}")
     if args.hf is not None:
-        from megatron_muon.fsdp.muon import iteration_of
+        from megatron_muon.fsdp.arguments import iteration_of
         from megatron_muon.planning import transformers_model
 
         settings = MuonSettings()

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import _muon as torch_muon
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -326,9 +327,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "adjust_lr_fn": (wrong(adjust_lr_fn="max"), UserError, "adjust_lr_fn='max' does not exist"),
     "unproven": (wrong(ns_coefficients="cans"), UserError, "^ns_coefficients cans is not stable with fp32_matmul_prec"),
     "no folder": (wrong(offload="nvme"), UserError, "offload='nvme' and offload_dir belong together"),
+    "a group's lr": (groups({"params": [ONE], "lr": -1.0}), UserError, "lr of a group -1 is out of range"),
+    "a group that is not shared": (wrong(process_group=object()), UserError, "process_group is for share_replicated"),
     "no ranks": (wrong(share_replicated=True), UserError, "share_replicated needs ranks"),
     "split": (wrong(split={"layers.0": (3, 4)}), UserError, r"layers\.0\.weight has 8 rows"),
-    "split of nothing": (wrong(split={"qkv": (3,)}), UserError, "split: 'qkv' matches none"),
+    "split of nothing": (wrong(split={"qkv": (3,)}), UserError, "split qkv matches none of Muon's 2 matrices"),
 }
 
 
@@ -383,6 +386,14 @@ def sharded(shape: tuple[int, int], mesh: Any, *placements: Any) -> nn.Parameter
     return nn.Parameter(
         DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(4, 1))
     )
+
+
+def test_fsdps_cpu_offload_is_refused(four_ranks: None) -> None:
+    """Its parameters lie on the CPU, and their mesh is the GPUs'."""
+    like = TensorMeta(torch.Size((8, 4)), (4, 1), torch.float32)
+    spec = DTensorSpec(init_device_mesh("cuda", (4,)), (Shard(0),), like)
+    with pytest.raises(UserError, match=r"w lies on cpu and its mesh on cuda, .* give Muon offload='cpu'"):
+        megatron_muon.Muon([("w", nn.Parameter(DTensor(torch.empty(2, 4), spec, requires_grad=False)))])
 
 
 def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) -> None:

@@ -185,7 +185,9 @@ def test_arguments_that_do_not_go_together(tmp_path: Path, capsys: pytest.Captur
     write_layout(tmp_path / "a.json", Layout(2, (row_sharded("w", (2, 2), [1, 1]),)))
     write_layout(tmp_path / "empty.json", Layout(2, ()))
     assert "give --config FILE.yaml or --hf MODEL" in message(capsys)
-    assert "give --config FILE.yaml or --hf MODEL" in message(capsys, "--config", QUICKSTART, "--layout", tmp_path / "a.json")
+    assert "give --config FILE.yaml or --hf MODEL" in message(
+        capsys, "--config", QUICKSTART, "--layout", tmp_path / "a.json"
+    )
     assert "add --world-size" in message(capsys, "--config", QUICKSTART)
     assert "a layout of 2 ranks, not 4" in message(capsys, "--layout", tmp_path / "a.json", "--world-size", 4)
     assert "holds no matrices" in message(capsys, "--layout", tmp_path / "empty.json")

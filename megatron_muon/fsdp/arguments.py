@@ -1,0 +1,98 @@
+"""The arguments of `Muon`: what they may be, what iteration they ask for, and messages that speak of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_muon.core.adaptive import SECOND_MOMENTS
+from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.numbers import check_number
+from megatron_muon.settings import MuonSettings
+
+ADJUST_LR = {
+    None: ("shape_scaling", 1.0),
+    "original": ("shape_scaling", 1.0),
+    "match_rms_adamw": ("spectral", 0.2),
+    "spectral": ("spectral", 1.0),
+    "unit_rms_norm": ("unit_rms_norm", 1.0),
+}
+"""`adjust_lr_fn` as scale mode and factor of emerging-optimizers: the first three are torch.optim.Muon's, root of
+max(1, rows / cols) and 0.2 times the root of max(rows, cols)."""
+
+_ARGUMENTS = {"num_ns_steps": "ns_steps", "coefficient_type": "ns_coefficients", "muon_ns": "ns"}
+"""What messages about flags call them, where it is not the flag's name without `muon`."""
+
+
+NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.775, 2.0315), 5
+"""torch.optim.Muon's defaults, which are the set "simple" of emerging-optimizers."""
+
+
+def iteration_of(
+    ns_coefficients: tuple[float, float, float] | Coefficients | str = NS_COEFFICIENTS,
+    ns_steps: int = NS_STEPS,
+    fp32_matmul_prec: str = Iteration.precision,
+    ns: str = MuonSettings.muon_ns,
+) -> Iteration:
+    """The Newton-Schulz iteration that arguments of `Muon` ask for."""
+    if isinstance(ns_coefficients, str):
+        return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
+    several: Any = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
+    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
+    return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Refuse values that no other part would refuse, by a UserError."""
+    for name, choices in {
+        "exchange": ("owner", "allgather"),
+        "exchange_dtype": ("auto", "fp32", "bf16"),
+        "momentum_dtype": ("fp32", "bf16", "int8"),
+        "offload": ("none", "cpu", "nvme"),
+        "fp32_matmul_prec": ("highest", "high", "medium", "low"),
+        "adjust_lr_fn": tuple(ADJUST_LR),
+        "moment2_method": (None, *SECOND_MOMENTS),
+    }.items():
+        if given[name] not in choices:
+            raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, choices))}")
+    numbers = {
+        "adamw_lr": "lr",
+        "adamw_eps": "adam_eps",
+        "adamw_weight_decay": "weight_decay",
+        "exchange_buffer_mb": "muon_exchange_buffer_mb",
+        "offload_fraction": "muon_offload_fraction",
+        "offload_buffer_mb": "muon_offload_buffer_mb",
+        "metrics_interval": "muon_metrics_interval",
+        "eps": "adam_eps",
+    }
+    for name, kind in numbers.items():
+        if given[name] is not None:
+            check_number(kind, given[name], flag=name)
+    for place, beta in enumerate(given["adamw_betas"]):
+        check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
+    if (given["offload"] == "nvme") != (given["offload_dir"] is not None):
+        raise UserError("offload='nvme' and offload_dir belong together; give both or neither")
+    if given["process_group"] is not None and not given["share_replicated"]:
+        raise UserError("process_group is for share_replicated=True; leave it out, or share")
+    if given["share_replicated"] and not dist.is_initialized():
+        raise UserError("share_replicated needs ranks to share with; call torch.distributed.init_process_group()")
+
+
+@contextmanager
+def in_arguments() -> Iterator[None]:
+    """Around what the command line uses too: its messages speak of flags, which here are arguments."""
+    try:
+        yield
+    except UserError as error:
+
+        def argument(flag: re.Match[str]) -> str:
+            name = flag[1].replace("-", "_")
+            name = _ARGUMENTS.get(name, name.removeprefix("adaptive_").removeprefix("muon_"))
+            return _ARGUMENTS.get(name, name)
+
+        raise UserError(re.sub(r"--([a-z][a-z0-9-]*)", argument, str(error))) from None
