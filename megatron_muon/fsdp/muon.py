@@ -165,7 +165,7 @@ class Muon(ShardedMuon):
             device=parameters[0].device,
         )
         self.digest = exchange.plan.digest() if isinstance(exchange, PlannedExchange) else ""
-        self._placed = [(p, _placement(p)) for p in parameters]
+        self._placed = [(p, shards.placement_of(p)) for p in parameters]
         super().__init__(
             groups,
             exchange,
@@ -332,9 +332,9 @@ class Muon(ShardedMuon):
     def _check_placements(self) -> None:
         """Refuse parameters that were sharded or moved after the optimizer was made."""
         for p, placement in self._placed:
-            if (now := _placement(p)) != placement:
+            if (now := shards.placement_of(p)) != placement:
                 raise UserError(
-                    f"{self._names[p]} was {_shown(placement)} when the optimizer was made and is {_shown(now)} now; "
+                    f"{self._names[p]} was {shards.shown_placement(placement)} when the optimizer was made and is {shards.shown_placement(now)} now; "
                     "make the optimizer after the model is sharded and on its device"
                 )
         if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
@@ -390,14 +390,3 @@ def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:
 
 def _is_replicated(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and all(isinstance(each, Replicate) for each in parameter.placements)
-
-
-def _placement(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Where a parameter lies: this rank's shape, device and placements."""
-    local = _local([parameter])[0]
-    return local.shape, local.device, parameter.placements if isinstance(parameter, DTensor) else ()
-
-
-def _shown(placement: tuple[Any, ...]) -> str:
-    shape, device, placements = placement
-    return f"{tuple(shape)} on {device}" + (f" as {', '.join(map(str, placements))}" if placements else "")

@@ -101,6 +101,19 @@ def _shown(placements: Sequence[Placement]) -> str:
     return ", ".join(map(str, placements))
 
 
+def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """Where a parameter lies: this rank's shape, device and placements."""
+    if isinstance(parameter, DTensor):
+        return parameter._local_tensor.shape, parameter.device, parameter.placements
+    return parameter.shape, parameter.device, ()
+
+
+def shown_placement(placement: tuple[Any, ...]) -> str:
+    """For a message."""
+    shape, device, placements = placement
+    return f"{tuple(shape)} on {device}" + (f" as {_shown(placements)}" if placements else "")
+
+
 def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:
     """The mesh of all these parameters; None where they are plain tensors.
 
