@@ -333,9 +333,10 @@ class Muon(ShardedMuon):
         """Refuse parameters that were sharded or moved after the optimizer was made."""
         for p, placement in self._placed:
             if (now := shards.placement_of(p)) != placement:
+                was, is_now = shards.shown_placement(placement), shards.shown_placement(now)
                 raise UserError(
-                    f"{self._names[p]} was {shards.shown_placement(placement)} when the optimizer was made and is {shards.shown_placement(now)} now; "
-                    "make the optimizer after the model is sharded and on its device"
+                    f"{self._names[p]} was {was} when the optimizer was made and is {is_now} now; make the optimizer "
+                    "after the model is sharded and on its device"
                 )
         if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
             warnings.warn(
