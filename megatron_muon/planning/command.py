@@ -35,7 +35,7 @@ examples:
   a mixture of experts on 4,096, with figures as JSON:
     megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --json plan.json
   a Hugging Face model under FSDP2, for megatron_muon.Muon:
-    megatron-muon plan --hf models/llama --world-size 16
+    megatron-muon plan --hf configs/transformers/llama3-8b.json --world-size 64
   the layout of a real run, captured with --muon-dump-layout:
     megatron-muon plan --layout layout.json
 """

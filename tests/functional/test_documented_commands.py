@@ -53,6 +53,11 @@ ELSEWHERE = {
         "functional/test_command_line.py",
         "test_the_bare_line",
     ),
+    "torchrun --nproc-per-node 2 examples/": (
+        "functional/test_examples.py",
+        "test_models_that_are_not_megatrons_learn",
+    ),
+    "python examples/": ("functional/test_examples.py", "test_models_that_are_not_megatrons_learn"),
     "./scripts/quickstart.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
     "./scripts/test.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
     "megatron-muon train --config .../model_config.yaml": (
@@ -200,7 +205,7 @@ class Reader:
         return "dry run of submit"
 
     def pip(self, argv: list[str]) -> str:
-        extras = re.findall(r"\[(.*?)\]", " ".join(argv))
+        extras = [extra for several in re.findall(r"\[(.*?)\]", " ".join(argv)) for extra in several.split(",")]
         setup = (ROOT / "setup.py").read_text("utf-8")
         assert all(f'"{extra}": [' in setup for extra in extras), argv
         return "the extras exist"
