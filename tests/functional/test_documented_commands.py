@@ -57,6 +57,10 @@ ELSEWHERE = {
         "functional/test_examples.py",
         "test_models_that_are_not_megatrons_learn",
     ),
+    "torchrun --nproc-per-node 2 -m benchmarks.any_model": (
+        "functional/test_examples.py",
+        "test_the_step_on_fsdp2_beside_others",
+    ),
     "python examples/": ("functional/test_examples.py", "test_models_that_are_not_megatrons_learn"),
     "./scripts/quickstart.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
     "./scripts/test.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),

@@ -1,4 +1,4 @@
-"""The scripts of examples/ run as their first lines say."""
+"""The scripts of examples/, and the benchmark of any model, run as their first lines say."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ def test_models_that_are_not_megatrons_learn(
     assert len(losses) == 6
     assert losses[-1] < min(last, losses[0])
     assert losses[0] < first
+
+
+@pytest.mark.wide
+def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:
+    """muon-fsdp2 is there where it is installed."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sizes = ["--hidden-size", "32", "--num-layers", "1", "--repeat", "1", "--warmup", "1"]
+    run = cli.run([*torchrun, str(cli.ROOT / "benchmarks" / "any_model.py"), *sizes], tmp_path, cold=True).checked()
+    rows = dict(re.findall(r"^(\S+) +([\d,.]+) +[\d,.]+ +[\d.]+$", run.output, re.MULTILINE))
+    assert {"megatron_muon", "torch.optim.Muon", "torch.optim.AdamW"} <= rows.keys()
+    assert all(float(value.replace(",", "")) > 0.0 for value in rows.values())
