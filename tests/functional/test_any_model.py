@@ -199,6 +199,33 @@ def test_checkpoints_go_on_in_any_layout(ranks: Pool, settings: str, chain: tupl
     assert_close(found, expected, atol=2e-6)
 
 
+def resumed_library(rank: int, world_size: int, *, folder: str, steps: tuple[int, int]) -> Any:
+    """In a worker: as `resumed`, of Megatron-FSDP as a library, whose hooks make state dicts for torch's checkpoints."""
+    import torch.distributed.checkpoint as dcp
+
+    torch.manual_seed(steps[0])
+    training = frameworks.megatron_fsdp()
+
+    def state() -> dict[str, Any]:
+        return {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
+
+    if steps[0]:
+        dcp.load(loaded := state(), checkpoint_id=f"{folder}/{steps[0]}")
+        training.model.load_state_dict(loaded["model"])
+        training.optimizer.load_state_dict(loaded["optimizer"])
+    for batch in frameworks.tokens(steps[1])[steps[0] :]:
+        training.step(batch)
+    dcp.save(state(), checkpoint_id=f"{folder}/{steps[1]}")
+    found = training.weights()
+    return found if rank == 0 else None
+
+
+def test_checkpoints_of_megatron_fsdp_as_a_library(ranks: Pool, tmp_path: Path) -> None:
+    _, expected = ranks(1, weights, kind="plain", options={}, steps=4)[0]
+    ranks(3, resumed_library, folder=str(tmp_path), steps=(0, 2))
+    assert_close(ranks(2, resumed_library, folder=str(tmp_path), steps=(2, 4))[0], expected, atol=2e-6)
+
+
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
