@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.probe import SILENT, Holders, PhaseTimer, synchronize
+from megatron_muon.core.ranks import Alone
 
 _OF_PHASES = {
     "momentum_ms": ("momentum",),
@@ -49,8 +50,9 @@ class StepMetrics:
 class Sampler:
     """Measures the Muons of a step, which call their `probe`, every `interval` steps; with 0 never."""
 
-    def __init__(self, muons: Sequence[Any], *, interval: int) -> None:
+    def __init__(self, muons: Sequence[Any], *, interval: int, group: Any = None) -> None:
         self._muons = muons
+        self._group = group  # of the ranks that have them; None is all
         self.interval = interval
         self.steps = 0
         self.skipped_steps = 0
@@ -75,7 +77,7 @@ class Sampler:
         finally:
             for muon in self._muons:
                 muon.probe = SILENT
-        values = probe.reduced(time.perf_counter() - start)
+        values = probe.reduced(time.perf_counter() - start, self._group)
         self.latest = StepMetrics(self.steps, values | {"skipped_steps": float(self.skipped_steps)})
 
 
@@ -85,7 +87,7 @@ class _StepProbe(PhaseTimer):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
-        self._update, self._momentum, self._error = (self._zero.clone() for _ in range(3))
+        self._update, self._momentum, self._error, self._measured = (self._zero.clone() for _ in range(4))
         self._elements = self._blocks = 0
 
     @override
@@ -108,17 +110,20 @@ class _StepProbe(PhaseTimer):
             block = block.float() / scale
             gram = block @ block.mT
             gram.diagonal().sub_(1.0)
-            self._error += (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self._zero.device)
+            error = (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self._zero.device)
+            self._error += torch.where(error.isfinite(), error, 0.0)  # one without a gradient is not
+            self._measured += error.isfinite()
             self._blocks += 1
 
-    def reduced(self, elapsed: float) -> dict[str, float]:
+    def reduced(self, elapsed: float, group: Any = None) -> dict[str, float]:
         """The metrics of all ranks for a step that took `elapsed` seconds. Collective."""
         seconds = [sum(self.seconds[phase] for phase in phases) for phases in _OF_PHASES.values()]
-        numbers = [self._elements, self._blocks, *seconds, elapsed, self.bytes_received, 1]
-        mine = torch.stack([self._update, self._momentum, self._error, *(self._zero + number for number in numbers)])
-        if dist.is_initialized():
-            dist.all_reduce(mine)
-        update, momentum, error, elements, blocks, *rest, ranks = mine.tolist()
+        numbers = [self._elements, *seconds, elapsed, self.bytes_received, 1]
+        sums = [self._update, self._momentum, self._error, self._measured]
+        mine = torch.stack([*sums, *(self._zero + number for number in numbers)])
+        if dist.is_initialized() and not isinstance(group, Alone):
+            dist.all_reduce(mine, group=group)
+        update, momentum, error, blocks, elements, *rest, ranks = mine.tolist()
         *phases, elapsed, received = (value / ranks for value in rest)
         values = {"update_rms": math.sqrt(update / max(elements, 1.0)), "momentum_norm": math.sqrt(momentum)}
         if blocks:

@@ -15,7 +15,8 @@ from __future__ import annotations
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Coefficients, Products, gram_runs
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, REVERSING_SETS, Coefficients, Products, gram_runs
+from megatron_muon.core.errors import UserError
 
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
 
@@ -24,13 +25,14 @@ def coefficients(coefficient_type: str | Coefficients, steps: int) -> list[tuple
     """The polynomial coefficients `(a, b, c)` of each step; of given ones the last are repeated.
 
     Raises:
-        ValueError: a set that emerging-optimizers does not have.
+        UserError: a set that emerging-optimizers does not have.
     """
     if not isinstance(coefficient_type, str):
         return list(muon_utils.get_coefficient_iterator(steps, coefficient_type, mode="repeat_last"))
     sets = muon_utils._COEFFICIENT_SETS
     if coefficient_type not in sets:
-        raise ValueError(f"--muon-coefficient-type {coefficient_type} does not exist; choose one of {', '.join(sets)}")
+        usable = ", ".join(name for name in sets if name not in REVERSING_SETS)
+        raise UserError(f"--muon-coefficient-type {coefficient_type} does not exist; choose one of {usable}")
     mode: muon_utils.CoeffIterMode = "repeat_last" if coefficient_type in _REPEATS_LAST else "cycle"
     return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))
 

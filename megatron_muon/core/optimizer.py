@@ -68,7 +68,8 @@ class ShardedMuon(torch.optim.Optimizer):
         moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         compute_device: where momentum and exchange compute, if not where the parameters are.
-        skip_missing: a matrix without a gradient keeps weights and state, instead of being an error.
+        skip_missing: a matrix without a gradient, or with one that is not finite, keeps weights and state, instead of
+            being an error.
 
     Attributes:
         probe: is told of each step; `core.probe`.
@@ -171,7 +172,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself.
 
-        Of a matrix without a gradient it returns NaN, so that no rank updates it.
+        Of a matrix without a gradient, or with one that is not finite, it returns NaN, so that no rank updates it.
         """
         _take(self._to_prepare, indices)
         ahead: list[torch.Tensor] = []
@@ -184,11 +185,15 @@ class ShardedMuon(torch.optim.Optimizer):
                 for group, parameters, places in self._by_group(part, but=self._missing):
                     gradients = self._gradients(group, parameters)
                     rows = [momentum[place] for place in places]
+                    if self._skip_missing:
+                        gradients, marks = _finite_or(rows, gradients)
                     torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
                     if self.nesterov:
                         rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
                     elif self._momentum.staged:
                         rows = [values.clone() for values in rows]
+                    if self._skip_missing:
+                        rows = list(torch._foreach_add(rows, marks))
                     for place, values in zip(places, rows, strict=True):
                         ahead_of_part[place] = values
                 self.probe.momentum(part, momentum, self.exchange)
@@ -291,6 +296,16 @@ def _take(left: set[int], indices: Sequence[int]) -> None:
     """Check that the exchange takes each matrix of which this rank holds rows through a phase once in a step."""
     assert left.issuperset(indices), "the exchange takes a matrix twice, or one that this rank does not hold"
     left.difference_update(indices)
+
+
+def _finite_or(
+    instead: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Gradients, those that are not finite replaced; and a scalar for each, 0.0 or, where it was replaced, NaN."""
+    finite = torch.stack(torch._foreach_norm(list(gradients), ord=float("inf"))).isfinite()
+    marks = torch.where(finite, 0.0, torch.nan).unbind()
+    pairs = zip(finite.unbind(), gradients, instead, strict=True)
+    return [torch.where(keep, gradient, other) for keep, gradient, other in pairs], list(marks)
 
 
 def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,12 @@ ADJUST_LR = {
 """`adjust_lr_fn` as scale mode and factor of emerging-optimizers: the first three are torch.optim.Muon's, root of
 max(1, rows / cols) and 0.2 times the root of max(rows, cols)."""
 
-_ARGUMENTS = {"num_ns_steps": "ns_steps", "coefficient_type": "ns_coefficients", "muon_ns": "ns"}
+_ARGUMENTS = {
+    "muon_num_ns_steps": "ns_steps",
+    "muon_coefficient_type": "ns_coefficients",
+    "adaptive_muon_eps": "moment2_eps",
+    "adaptive_muon_beta2": "beta2",
+}
 """What messages about flags call them, where it is not the flag's name without `muon`."""
 
 
@@ -42,8 +47,11 @@ def iteration_of(
     """The Newton-Schulz iteration that arguments of `Muon` ask for."""
     if isinstance(ns_coefficients, str):
         return Iteration(ns_coefficients, ns_steps, fp32_matmul_prec, ns)
-    several: Any = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
-    steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
+    try:
+        several: Any = ns_coefficients if isinstance(ns_coefficients[0], Sequence) else [ns_coefficients]
+        steps = tuple((float(a), float(b), float(c)) for a, b, c in several)
+    except (TypeError, ValueError, IndexError):
+        raise UserError(f"ns_coefficients={ns_coefficients!r} are not numbers (a, b, c), or several such") from None
     return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
 
 
@@ -73,6 +81,8 @@ def check(given: Mapping[str, Any]) -> None:
     for name, kind in numbers.items():
         if given[name] is not None:
             check_number(kind, given[name], flag=name)
+    if not isinstance(given["adamw_betas"], Sequence) or len(given["adamw_betas"]) != 2:
+        raise UserError(f"adamw_betas={given['adamw_betas']!r} are not two numbers")
     for place, beta in enumerate(given["adamw_betas"]):
         check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
     if (given["offload"] == "nvme") != (given["offload_dir"] is not None):
@@ -92,7 +102,6 @@ def in_arguments() -> Iterator[None]:
 
         def argument(flag: re.Match[str]) -> str:
             name = flag[1].replace("-", "_")
-            name = _ARGUMENTS.get(name, name.removeprefix("adaptive_").removeprefix("muon_"))
-            return _ARGUMENTS.get(name, name)
+            return _ARGUMENTS.get(name, name.removeprefix("muon_"))
 
         raise UserError(re.sub(r"--([a-z][a-z0-9-]*)", argument, str(error))) from None

@@ -18,18 +18,17 @@ from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
 from megatron_muon.core.exchange.steps import PlannedExchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.metrics import Sampler
-from megatron_muon.core.numbers import check_number
-from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
 from megatron_muon.fsdp import shards
 from megatron_muon.fsdp.arguments import ADJUST_LR, NS_COEFFICIENTS, NS_STEPS, check, in_arguments, iteration_of
 from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select, splits
+from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import MuonSettings
 
 
-class Muon(ShardedMuon):
+class Muon(MuonState):
     """Muon for the matrices inside a network, AdamW for all else: embeddings, output layer, vectors.
 
         model = fully_shard(model)                                  # or DDP, Megatron-FSDP, nothing
@@ -121,24 +120,26 @@ class Muon(ShardedMuon):
         offload_buffer_mb: float = MuonSettings.muon_offload_buffer_mb,
         metrics_interval: int = MuonSettings.muon_metrics_interval,
     ) -> None:
+        self._run: OffloadRun | None = None
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
         with in_arguments():
             check(self._settings)
             self._build(params)
-        self.metrics = Sampler([self], interval=metrics_interval)
 
     def _build(self, params: Any) -> None:
         """Choose parameters, find out who holds what, and make exchange, plan and state. Collective."""
         given = self._settings
+        hooks = {
+            name: value for name, value in vars(self).items() if name.endswith("_hooks")
+        }  # of one that is refilled
+        self.close()
         self._building = True
         self.selection = select(params, given["matrices"], given["exclude"])
         names, groups = self.selection.names, self.selection.muon
         for options in (*groups, *self.selection.adamw):
-            for name in {"lr", "weight_decay", "momentum"} & options.keys():
-                options[name] = float(options[name])
-                check_number({"momentum": "muon_momentum"}.get(name, name), options[name], flag=f"{name} of a group")
+            options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
         parameters = [p for group in groups for p in group["params"]]
         mesh = shards.mesh_of(names, parameters)
         group: Any = Alone() if mesh is None else shards.group_of(mesh)
@@ -189,7 +190,9 @@ class Muon(ShardedMuon):
         for members in self.selection.adamw:
             self.add_param_group({**defaults, **members})
         self._building = False
+        vars(self).update(hooks)
         self.initialize_state()
+        self.metrics = Sampler([self], interval=given["metrics_interval"], group=group)
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
@@ -226,7 +229,7 @@ class Muon(ShardedMuon):
         given = self._settings
         if given["offload"] == "none" and given["momentum_dtype"] == "fp32":
             return None
-        run = OffloadRun(
+        self._run = OffloadRun(
             given["offload"],
             given["momentum_dtype"],
             fraction=given["offload_fraction"],
@@ -234,7 +237,13 @@ class Muon(ShardedMuon):
             buffer_mb=given["offload_buffer_mb"],
         )
         group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-        return run.make_store(layout, self.group.rank(), group_of, kind="dense", device=device)
+        return self._run.make_store(layout, self.group.rank(), group_of, kind="dense", device=device)
+
+    def close(self) -> None:
+        """Delete the files of momentum on disk, and give the folder back; the optimizer is not to be used any more."""
+        if self._run is not None:
+            self._run.close()
+        self._run = None
 
     def table(self) -> str:
         """Which parameters Muon takes and which AdamW, with the reason."""
@@ -249,6 +258,11 @@ class Muon(ShardedMuon):
         if self._building:
             super().add_param_group(param_group)
         elif not self.param_groups:
+            if self.selection.grouped:
+                raise UserError(
+                    "fully_shard(model, optimizer) joins all parameter groups and loses their settings; use "
+                    "fully_shard_model(model), make Muon on its parameters, then fully_shard_optimizer(optimizer)"
+                )
             with in_arguments():
                 self._build(param_group["params"])
         else:
@@ -275,6 +289,9 @@ class Muon(ShardedMuon):
         if self._is_pre_initialising():
             return loss
         self._check_placements()
+        for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
+            if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
+                p.grad = p.grad.redistribute(placements=p.placements)
         with self.metrics.step():
             self.update_matrices()
             for group in self._adamw_groups():
@@ -289,8 +306,8 @@ class Muon(ShardedMuon):
         """torch's AdamW on this rank's rows; the step counter goes on alike on all ranks, also for empty shards."""
         members = []
         for p in group["params"]:
-            if not _local([p])[0].numel():
-                self.state[p]["step"] += 1
+            if not _local([p])[0].numel():  # which Megatron-FSDP gives no gradient
+                self.state[p]["step"] += p.grad is not None or self._from_megatron_fsdp
             elif p.grad is not None:
                 members.append(p)
         if not members:
@@ -317,11 +334,11 @@ class Muon(ShardedMuon):
     def _is_pre_initialising(self) -> bool:
         """Whether this is the step that Megatron-FSDP's `fully_shard_optimizer` takes to make state.
 
-        Its gradients are zeros on all ranks. State is there already, and decay would move weights.
+        Its gradients are there, and zeros on all ranks. State is there already, and decay would move weights.
         """
         if self._has_stepped or not self._from_megatron_fsdp:
             return False
-        largest = torch.zeros((), device=self._matrices[0].device)
+        largest = -torch.ones((), device=self._matrices[0].device)
         for gradient in _local([p.grad for p in self.selection.names if p.grad is not None]):
             if gradient.numel():
                 largest = torch.maximum(largest, gradient.abs().max().float())
@@ -342,46 +359,6 @@ class Muon(ShardedMuon):
             warnings.warn(
                 "Muon's step found no gradient; was the model sharded after the optimizer was made?", stacklevel=3
             )
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; momentum that is stored elsewhere is copied into it."""
-        state_dict = super().state_dict()
-        if self.store is not None:
-            for index, momentum in enumerate(self.momentum_state().values()):
-                state_dict["state"].setdefault(index, {})[MOMENTUM] = momentum
-        return state_dict
-
-    @torch.no_grad()
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer, but that momentum stays fp32 whatever the parameters are.
-
-        Raises:
-            UserError: state of a matrix is missing, or of another shape; nothing is loaded then.
-        """
-        # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        saved = [state_dict["state"].get(key, {}) for key in keys[: len(self._matrices)]]
-        wanted = {MOMENTUM: self._matrices}
-        if self.moment is not None:
-            wanted[MOMENT2] = [self.state[p][MOMENT2] for p in self._matrices]
-        for slot, like in wanted.items():
-            for index, each in enumerate(like):
-                found = saved[index].get(slot) if index < len(saved) else None
-                if found is None or found.shape != each.shape:
-                    name, shape = self._names[self._matrices[index]], None if found is None else tuple(found.shape)
-                    raise UserError(
-                        f"the state to load has {'no' if shape is None else shape} {slot} of {name}, which here is "
-                        f"{tuple(each.shape)}; was it saved by Muon with the same settings?"
-                    )
-        super().load_state_dict(state_dict)
-        for index, p in enumerate(self._matrices):
-            slots = saved[index]
-            for slot in wanted:
-                self.state[p][slot] = slots[slot].to(device=p.device, dtype=torch.float32)
-        if self.store is not None:
-            self.load_momentum({p: self.state[p].pop(MOMENTUM) for p in self._matrices})
 
 
 def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:

@@ -21,22 +21,41 @@ from torch import nn
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.numbers import check_number
 
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
 """The key of a parameter group that says which of the two takes it."""
 
-EMBEDDINGS = ("*embed*", "wte", "wpe")
+EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
 """Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
 
-OUTPUTS = ("lm_head", "head", "heads", "output", "output_layer", "classifier", "score", "fc_out", "qa_outputs")
+TABLES = ("*bias*", "*_table", "*_log")
+"""Names of parameters of two dimensions that are no matrices: biases by head, tables by position, rates of a Mamba."""
+
+OUTPUTS = (
+    *("lm_head", "head", "heads", "output", "output_layer", "to_logits", "fc", "fc_out", "proj_out"),
+    *("classifier", "score", "qa_outputs", "seq_relationship"),
+)
 """Names of modules that make a network's outputs, where they are in no numbered layer."""
 
 _SHOWN = 3
 """Names shown that are like a pattern."""
 
+_NUMBERS = {
+    "lr": "lr",
+    "weight_decay": "weight_decay",
+    "momentum": "muon_momentum",
+    "betas": "adam_beta1",
+    "eps": "adam_eps",
+}
+"""Numbers that a group may have, with the names of their ranges."""
+
 Rule = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
+
+_OF_MUON, _OF_ADAMW = ("momentum",), ("betas", "eps")
+"""Settings of a group that are for one of its two parts."""
 
 _OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 """Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
@@ -52,6 +71,7 @@ class Selection:
         names: a name for each parameter.
         why: for each parameter of AdamW, the reason.
         frozen: names of what needs no gradient.
+        grouped: whether groups with settings of their own were given.
     """
 
     muon: list[dict[str, Any]] = field(default_factory=list)
@@ -59,6 +79,7 @@ class Selection:
     names: dict[torch.Tensor, str] = field(default_factory=dict)
     why: dict[torch.Tensor, str] = field(default_factory=dict)
     frozen: list[str] = field(default_factory=list)
+    grouped: bool = False
 
     def table(self) -> str:
         """Tensors, elements and share of each optimizer, and below them each parameter with its optimizer."""
@@ -92,7 +113,11 @@ def why_not_muon(name: str, parameter: torch.Tensor) -> str:
     """Why a parameter is no matrix inside the network; empty where it is one."""
     if parameter.ndim != 2:
         return f"{parameter.ndim}D"
+    if not parameter.numel():
+        return "no elements"
     parts = name.split(".")
+    if any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
+        return "table"
     if any(fnmatchcase(part.lower(), pattern) for part in parts for pattern in EMBEDDINGS):
         return "embedding"
     numbered = any(part.isdigit() for part in parts)
@@ -127,7 +152,8 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
     elif callable(matrices):
         included = {name for name, p in by_name.items() if matrices(name, p)}
     else:
-        included = set(matching("matrices", matrices, by_name))
+        of_two = [name for name, p in by_name.items() if p.ndim == 2]
+        included = set(matching("matrices", matrices, of_two, others=by_name))
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
     included -= excluded
     groups: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
@@ -139,7 +165,7 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
         elif optimizer is None:
             optimizer = MUON if name in included else ADAMW
             why = "exclude" if name in excluded else why_not_muon(name, parameter) or "not among matrices"
-        if optimizer == MUON and parameter.ndim != 2:
+        if optimizer == MUON and (parameter.ndim != 2 or not parameter.numel()):
             raise UserError(
                 f"{selection.names[parameter]} has shape {tuple(parameter.shape)}, Muon takes matrices of two "
                 "dimensions; pass model.named_parameters(), leave it out of matrices=, or put it into a group with "
@@ -150,7 +176,9 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
         groups[id(options), optimizer].append(parameter)
         options_of[id(options)] = options
     for (key, optimizer), members in groups.items():
-        group = {**options_of[key], "params": members, OPTIMIZER: optimizer}
+        others = _OF_ADAMW if optimizer == MUON else _OF_MUON
+        options = {name: value for name, value in options_of[key].items() if name not in others}
+        group = {**options, "params": members, OPTIMIZER: optimizer}
         (selection.muon if optimizer == MUON else selection.adamw).append(group)
     if not selection.muon:
         raise UserError(
@@ -169,12 +197,13 @@ def splits(
     """
     found = {}
     by_name = {names[p]: p for p in parameters}
-    for pattern, parts in given.items():
+    for pattern, several in given.items():
+        parts = (several,) if isinstance(several, int) else tuple(several)
         for name in matching("split", [pattern], by_name):
             rows = by_name[name].shape[0]
             if min(parts, default=0) < 1 or rows % sum(parts):
-                raise UserError(f"split: {name} has {rows} rows, which parts of {tuple(parts)} do not fill")
-            found[by_name[name]] = RowSplit(rows // sum(parts), tuple(parts))
+                raise UserError(f"split: {name} has {rows} rows, which parts of {parts} do not fill")
+            found[by_name[name]] = RowSplit(rows // sum(parts), parts)
     return found
 
 
@@ -187,6 +216,7 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
     for number, group in enumerate(given):
         options = {key: value for key, value in group.items() if key != "params"}
         _check_options(options, number)
+        selection.grouped |= bool(options)
         members = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         if not members:
             raise UserError(f"parameter group {number} has no parameters; leave it out")
@@ -225,6 +255,16 @@ def _groups(params: Any) -> list[Mapping[str, Any]]:
 def _check_options(options: Mapping[str, Any], number: int) -> None:
     if options.get(OPTIMIZER, MUON) not in (MUON, ADAMW):
         raise UserError(f"parameter group {number} has optimizer={options[OPTIMIZER]!r}; choose 'muon' or 'adamw'")
+    for name in {"use_muon", "algorithm"} & options.keys():
+        raise UserError(
+            f"parameter group {number} has {name}={options[name]!r}, as of another Muon; here it is "
+            "optimizer='muon' or 'adamw'"
+        )
+    for name, value in options.items():
+        values = {f"{name}[{place}]": beta for place, beta in enumerate(value)} if name == "betas" else {name: value}
+        for shown, number_of in values.items() if name in _NUMBERS else ():
+            number_given = number_of.item() if isinstance(number_of, torch.Tensor) else number_of
+            check_number(_NUMBERS[name], number_given, flag=f"{shown} of parameter group {number}")
     for name in _OF_ALL:
         if name in options:
             raise UserError(

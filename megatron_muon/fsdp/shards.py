@@ -40,6 +40,8 @@ def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
     check_placements(name, parameter)
     offsets: Sequence[int]
     if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
+        if getattr(model.ddp_config, "megatron_fsdp_use_decoupled_grad", False):
+            raise UserError(f"{name}: Megatron-FSDP keeps its gradient apart; leave out use_decoupled_grad=True")
         offsets, sizes = noted_part(model.param_and_grad_buffer, _name_within(model, parameter))
     elif (group := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
         sizes = tuple(parameter._local_tensor.shape)

@@ -80,7 +80,7 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
 @pytest.mark.parametrize(
     ("framework", "world_size"),
     wide_but(
-        [(name, 3) for name in ("ddp, shared", "fsdp2", "megatron-fsdp", "megatron-fsdp, fully_shard", "experimental")],
+        [(name, 3) for name in ("ddp, shared", "fsdp2", "megatron-fsdp", "experimental")],
         itertools.product(FRAMEWORKS, (2, 3, 4)),
     ),
 )
@@ -199,12 +199,14 @@ def test_checkpoints_go_on_in_any_layout(ranks: Pool, settings: str, chain: tupl
     assert_close(found, expected, atol=2e-6)
 
 
-def resumed_library(rank: int, world_size: int, *, folder: str, steps: tuple[int, int]) -> Any:
-    """In a worker: as `resumed`, of Megatron-FSDP as a library, whose hooks make state dicts for torch's checkpoints."""
+def resumed_library(
+    rank: int, world_size: int, *, folder: str, steps: tuple[int, int], settings: dict[str, Any]
+) -> Any:
+    """In a worker: as `resumed`, of Megatron-FSDP as a library, whose hooks make the state dicts."""
     import torch.distributed.checkpoint as dcp
 
     torch.manual_seed(steps[0])
-    training = frameworks.megatron_fsdp()
+    training = frameworks.megatron_fsdp(**settings)
 
     def state() -> dict[str, Any]:
         return {"model": training.model.state_dict(), "optimizer": training.optimizer.state_dict()}
@@ -220,10 +222,84 @@ def resumed_library(rank: int, world_size: int, *, folder: str, steps: tuple[int
     return found if rank == 0 else None
 
 
-def test_checkpoints_of_megatron_fsdp_as_a_library(ranks: Pool, tmp_path: Path) -> None:
-    _, expected = ranks(1, weights, kind="plain", options={}, steps=4)[0]
-    ranks(3, resumed_library, folder=str(tmp_path), steps=(0, 2))
-    assert_close(ranks(2, resumed_library, folder=str(tmp_path), steps=(2, 4))[0], expected, atol=2e-6)
+@pytest.mark.parametrize("settings", wide_but(["host"], ["plain", "host", "normuon"]))
+def test_checkpoints_of_megatron_fsdp_as_a_library(ranks: Pool, settings: str, tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "settings": SETTINGS[settings]}
+    _, expected = ranks(1, weights, kind="plain", options=SETTINGS[settings], steps=4)[0]
+    ranks(3, resumed_library, steps=(0, 2), **given)
+    assert_close(ranks(2, resumed_library, steps=(2, 4), **given)[0], expected, atol=2e-6)
+
+
+def partial_gradients(rank: int, world_size: int) -> Any:
+    """In a worker: a step of tensor parallelism alone, whose replicated weights get gradients that are partial sums."""
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh = init_device_mesh("cpu", (world_size,))
+    start = torch.randn(5, 7, generator=torch.Generator().manual_seed(1))
+    w, v = (nn.Parameter(DTensor.from_local(part.clone(), mesh, [Replicate()])) for part in (start, start[0]))
+    optimizer = megatron_muon.Muon([("w", w), ("v", v)], **frameworks.SETTINGS)
+    for p in (w, v):
+        mine = torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))
+        p.grad = DTensor.from_local(mine, mesh, [Partial()])
+    optimizer.step()
+    alone = [nn.Parameter(start.clone()), nn.Parameter(start[0].clone())]
+    reference = megatron_muon.Muon([("w", alone[0]), ("v", alone[1])], **frameworks.SETTINGS)
+    for p in alone:
+        parts = [torch.randn(p.shape, generator=torch.Generator().manual_seed(each)) for each in range(world_size)]
+        p.grad = torch.stack(parts).sum(dim=0)
+    reference.step()
+    return [float((p.to_local() - other).abs().max().detach()) for p, other in zip((w, v), alone, strict=True)]
+
+
+def test_gradients_that_are_partial_sums_are_added_up(ranks: Pool) -> None:
+    assert all(difference < 1e-6 for found in ranks(2, partial_gradients) for difference in found)
+
+
+def refilled(rank: int, world_size: int, *, folder: str) -> tuple[str, int]:
+    """In a worker: what `fully_shard(model, optimizer)` keeps of an optimizer with a hook, and refuses of groups."""
+    from megatron.core.distributed.fsdp.src import megatron_fsdp
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("dp", "tp"))
+    options = {"device_mesh": mesh, "dp_shard_dim": "dp", "tp_dim": "tp", "fsdp_unit_modules": [torch.nn.Sequential]}
+    called = []
+    model = frameworks.Net()
+    optimizer = megatron_muon.Muon(model.named_parameters(), offload="nvme", offload_dir=folder)
+    optimizer.register_step_pre_hook(lambda *_: called.append(1))
+    model, optimizer = megatron_fsdp.fully_shard(model, optimizer, **options)
+    before = len(called)
+    optimizer.step()
+    other = frameworks.Net()
+    group = {"params": list(other.named_parameters()), "lr": 0.5}
+    try:
+        megatron_fsdp.fully_shard(other, megatron_muon.Muon([group]), **options)
+    except megatron_muon.core.errors.UserError as error:
+        return str(error), len(called) - before
+    return "", 0
+
+
+def test_what_fully_shard_of_model_and_optimizer_keeps(ranks: Pool, tmp_path: Path) -> None:
+    refusal, calls = ranks(2, refilled, folder=str(tmp_path))[0]
+    assert "joins all parameter groups and loses their settings; use fully_shard_model" in refusal
+    assert calls == 1
+
+
+def measured(rank: int, world_size: int, *, kind: str, options: dict[str, Any]) -> float:
+    """In a worker: the norm of all momentum after two steps."""
+    torch.manual_seed(0)
+    training = getattr(frameworks, kind)(metrics_interval=2, **options)
+    for batch in frameworks.tokens(2):
+        training.step(batch)
+    return training.optimizer.metrics.latest.values["momentum_norm"]
+
+
+def test_measured_momentum_is_the_same_in_every_framework(ranks: Pool) -> None:
+    expected = ranks(1, measured, kind="plain", options={})[0]
+    for framework in ("ddp", "ddp, shared", "fsdp2"):
+        kind, options = FRAMEWORKS[framework]
+        assert ranks(2, measured, kind=kind, options=options) == pytest.approx([expected] * 2, rel=1e-5), framework
 
 
 LLAMA = {

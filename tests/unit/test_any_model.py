@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import re
@@ -230,6 +231,83 @@ def test_a_parameter_without_gradient_is_passed_over() -> None:
             assert torch.equal(value, state[p][slot]) is (p in untouched), slot
 
 
+def test_a_gradient_that_is_not_finite_changes_its_matrix_not_at_all() -> None:
+    """Momentum would stay NaN for ever."""
+    for settings in ({}, {"nesterov": False}, {"momentum_dtype": "bf16"}):
+        p, other = nn.Parameter(torch.eye(4)), nn.Parameter(torch.eye(4))
+        optimizer = megatron_muon.Muon([p, other], lr=0.1, **settings)
+        p.grad, other.grad = torch.full((4, 4), math.inf), torch.ones(4, 4)
+        optimizer.step()
+        assert torch.equal(p, torch.eye(4))
+        assert not torch.equal(other, torch.eye(4))
+        assert optimizer.skipped_updates() == {"parameter 0": 1}
+        p.grad = torch.ones(4, 4)
+        optimizer.step()
+        assert not torch.equal(p, torch.eye(4))
+        assert p.isfinite().all()
+
+
+def test_state_that_is_missing_or_frozen_later() -> None:
+    """AdamW's state of a new head starts at zero; a layer frozen after construction keeps what it has."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model.named_parameters())
+    trained(optimizer, steps=2)
+    saved = optimizer.state_dict()
+    ordered = [p for group in optimizer.param_groups for p in group["params"]]
+    position = next(place for place, p in enumerate(ordered) if p is model.lm_head.weight)
+    del saved["state"][position], saved["state"][0]
+    model.layers[0].weight.requires_grad_(False)
+    momentum = optimizer.state[model.layers[0].weight]["momentum_buffer"].clone()
+    optimizer.load_state_dict(saved)
+    assert torch.equal(optimizer.state[model.layers[0].weight]["momentum_buffer"], momentum)
+    assert not optimizer.state[model.lm_head.weight]["exp_avg"].any()
+    trained(optimizer, steps=1)
+
+
+def test_a_state_of_torchs_muon_goes_on() -> None:
+    """Its groups lack keys of ours."""
+    before = torch.optim.Muon(matrices(), lr=0.02)
+    trained(before, steps=2)
+    optimizer = megatron_muon.Muon(matrices(), lr=0.5)
+    optimizer.load_state_dict(before.state_dict())
+    trained(optimizer, steps=1)
+    assert optimizer.param_groups[0]["lr"] == 0.02
+
+
+def test_copying_is_refused() -> None:
+    with pytest.raises(TypeError, match="make another one and give it the state_dict"):
+        copy.deepcopy(megatron_muon.Muon(matrices()))
+
+
+NAMES = {
+    "adamw": (
+        "shared",
+        "model.shared",
+        "tok_emb",
+        "encoder.layers.0.attention.relative_attention_bias",
+        "to_logits",
+        "fc",
+    ),
+    "muon": ("layers.0.fc1", "encoder.layer.0.output.dense", "h.3.attn.c_proj", "shared_experts.up_proj"),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "name"), [(o, name) for o, names in NAMES.items() for name in names])
+def test_names_of_tables_outputs_and_matrices(optimizer: str, name: str) -> None:
+    selection = select([(f"{name}.weight", nn.Parameter(torch.ones(3, 4))), ("layers.0.up.weight", ONE)])
+    assert ONE in {p for group in selection.muon for p in group["params"]}
+    assert [group["optimizer"] for group in (*selection.muon, *selection.adamw) for _ in group["params"]].count(
+        optimizer
+    ) == (2 if optimizer == "muon" else 1)
+
+
+def test_patterns_choose_among_matrices() -> None:
+    """Biases and norms that a pattern finds too are no mistake."""
+    layers = [("layers.0.weight", ONE), ("layers.0.bias", nn.Parameter(torch.ones(3)))]
+    selection = select(layers, matrices=["layers.*"])
+    assert [selection.names[p] for group in selection.muon for p in group["params"]] == ["layers.0.weight"]
+
+
 def test_a_first_step_without_any_gradient_warns() -> None:
     optimizer = megatron_muon.Muon(Model().named_parameters())
     with pytest.warns(UserWarning, match="was the model sharded after the optimizer was made"):
@@ -292,7 +370,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no matrix": (lambda: megatron_muon.Muon([("a", nn.Parameter(torch.ones(3)))]), UserError, "no parameter is a"),
     "1D without names": (groups(ONE, nn.Parameter(torch.ones(3))), UserError, r"parameter 1 has shape \(3,\)"),
     "0D": (lambda: megatron_muon.Muon([nn.Parameter(torch.ones(()))]), UserError, r"parameter 0 has shape \(\)"),
-    "4D by pattern": (wrong(matrices=["conv.weight"]), UserError, r"conv\.weight has shape \(2, 1, 3, 3\)"),
+    "4D by pattern": (
+        wrong(matrices=["conv.weight"]),
+        UserError,
+        r"only parameters that Muon does not take \(conv\.weight\)",
+    ),
     "3D by group": (
         groups({"params": [("experts", nn.Parameter(torch.ones(2, 3, 4)))], "optimizer": "muon"}),
         UserError,
@@ -308,6 +390,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         groups({"params": [ONE], "ns_steps": 3}),
         UserError,
         "sets ns_steps, which holds for the whole",
+    ),
+    "another Muon's group": (groups({"params": [ONE], "use_muon": False}), UserError, "use_muon=False, as of another"),
+    "a group's betas": (
+        groups({"params": [ONE], "betas": (2.0, 0.9)}),
+        UserError,
+        r"betas\[0\] of parameter group 0 2 is out of range",
+    ),
+    "no rows": (groups(nn.Parameter(torch.ones(0, 4))), UserError, r"parameter 0 has shape \(0, 4\)"),
+    "a set that is not there": (wrong(ns_coefficients="nope"), UserError, "^ns_coefficients nope does not exist"),
+    "two coefficients": (wrong(ns_coefficients=(1.0, 2.0)), UserError, "are not numbers"),
+    "one beta": (wrong(adamw_betas=0.9), UserError, "adamw_betas=0.9 are not two numbers"),
+    "the second moment's eps": (
+        wrong(moment2_method="normuon", moment2_eps=0.0),
+        UserError,
+        "^moment2_eps 0 is out of range",
     ),
     "a pattern of nothing": (
         wrong(exclude=["router"]),
@@ -327,7 +424,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "adjust_lr_fn": (wrong(adjust_lr_fn="max"), UserError, "adjust_lr_fn='max' does not exist"),
     "unproven": (wrong(ns_coefficients="cans"), UserError, "^ns_coefficients cans is not stable with fp32_matmul_prec"),
     "no folder": (wrong(offload="nvme"), UserError, "offload='nvme' and offload_dir belong together"),
-    "a group's lr": (groups({"params": [ONE], "lr": -1.0}), UserError, "lr of a group -1 is out of range"),
+    "a group's lr": (groups({"params": [ONE], "lr": -1.0}), UserError, "lr of parameter group 0 -1 is out of range"),
     "a group that is not shared": (wrong(process_group=object()), UserError, "process_group is for share_replicated"),
     "no ranks": (wrong(share_replicated=True), UserError, "share_replicated needs ranks"),
     "split": (wrong(split={"layers.0": (3, 4)}), UserError, r"layers\.0\.weight has 8 rows"),
