@@ -75,10 +75,11 @@ def _plan(
     plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize)
     if plan.oversized and rank == 0:
         largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
+        most = plan.buffer_bytes(wire_dtype.itemsize)
         print(
-            f"megatron-muon: {len(plan.oversized)} of {len(matrices)} matrices do not fit "
-            f"--muon-exchange-buffer-mb {buffer_bytes / 2**20:g}; waves are as large as "
-            f"{largest.name} needs, {plan.buffer_bytes(wire_dtype.itemsize) / 2**20:,.0f} MiB on a rank",
+            f"megatron-muon: {len(plan.oversized)} of {len(matrices)} matrices do not fit an exchange buffer of "
+            f"{buffer_bytes / 2**20:.4g} MiB; waves are as large as {largest.name} needs, {most / 2**20:,.0f} MiB on a "
+            "rank",
             flush=True,
         )
     for other, digest in enumerate(found := of_all_ranks(plan.digest(), group)):
