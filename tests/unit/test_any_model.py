@@ -1,4 +1,4 @@
-"""`megatron_muon.Muon` in one process: equal to torch.optim's, which parameters it takes, what it refuses."""
+"""`megatron_muon.Muon` in one process: equal to torch.optim's, and an optimizer as torch's are."""
 
 from __future__ import annotations
 
@@ -6,41 +6,20 @@ import copy
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim import _muon as torch_muon
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from megatron_muon.fsdp.selection import select
 from megatron_muon.offload.run import close_runs
+from tests.unit.small_model import Model
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(10, 6)
-        self.conv = nn.Conv2d(1, 2, 3)
-        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 6)])
-        self.scale = nn.Parameter(torch.ones(()))
-        self.lm_head = nn.Linear(6, 10, bias=False)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.lm_head(x * self.scale).square().mean()
 
 
 def trained(optimizer: torch.optim.Optimizer, steps: int = 10) -> list[torch.Tensor]:
@@ -146,30 +125,6 @@ def test_the_rest_is_torchs_adamw() -> None:
                      "lm_head.weight"]  # fmt: skip
     for name in names:
         torch.testing.assert_close(model.get_parameter(name), twin.get_parameter(name), rtol=0.0, atol=0.0)
-
-
-def test_who_takes_what_can_be_read_and_changed() -> None:
-    model = Model()
-    optimizer = megatron_muon.Muon(model.named_parameters())
-    table = optimizer.table()
-    for line in (
-        r"muon +2 +96 +\d+\.\d%",
-        r"muon +8 x 6  layers\.0\.weight$",
-        r"adamw +10 x 6  embed_tokens\.weight \(embedding\)$",
-        r"adamw +10 x 6  lm_head\.weight \(output layer\)$",
-        r"adamw +2 x 1 x 3 x 3  conv\.weight \(4D\)$",
-        r"adamw +scalar  scale \(0D\)$",
-    ):
-        assert re.search("^" + line, table, re.MULTILINE), (line, table)
-
-    def taken(**given: Any) -> list[str]:
-        selection = select(model.named_parameters(), **given)
-        return [selection.names[p] for group in selection.muon for p in group["params"]]
-
-    assert taken() == ["layers.0.weight", "layers.1.weight"]
-    assert taken(matrices=["layers.*.weight", "lm_head"]) == ["layers.0.weight", "layers.1.weight", "lm_head.weight"]
-    assert taken(matrices=lambda name, p: p.shape == (6, 8)) == ["layers.1.weight"]
-    assert taken(exclude=["layers.0"]) == ["layers.1.weight"]
 
 
 def test_groups_keep_their_settings() -> None:
@@ -279,35 +234,6 @@ def test_copying_is_refused() -> None:
         copy.deepcopy(megatron_muon.Muon(matrices()))
 
 
-NAMES = {
-    "adamw": (
-        "shared",
-        "model.shared",
-        "tok_emb",
-        "encoder.layers.0.attention.relative_attention_bias",
-        "to_logits",
-        "fc",
-    ),
-    "muon": ("layers.0.fc1", "encoder.layer.0.output.dense", "h.3.attn.c_proj", "shared_experts.up_proj"),
-}
-
-
-@pytest.mark.parametrize(("optimizer", "name"), [(o, name) for o, names in NAMES.items() for name in names])
-def test_names_of_tables_outputs_and_matrices(optimizer: str, name: str) -> None:
-    selection = select([(f"{name}.weight", nn.Parameter(torch.ones(3, 4))), ("layers.0.up.weight", ONE)])
-    assert ONE in {p for group in selection.muon for p in group["params"]}
-    assert [group["optimizer"] for group in (*selection.muon, *selection.adamw) for _ in group["params"]].count(
-        optimizer
-    ) == (2 if optimizer == "muon" else 1)
-
-
-def test_patterns_choose_among_matrices() -> None:
-    """Biases and norms that a pattern finds too are no mistake."""
-    layers = [("layers.0.weight", ONE), ("layers.0.bias", nn.Parameter(torch.ones(3)))]
-    selection = select(layers, matrices=["layers.*"])
-    assert [selection.names[p] for group in selection.muon for p in group["params"]] == ["layers.0.weight"]
-
-
 def test_a_first_step_without_any_gradient_warns() -> None:
     optimizer = megatron_muon.Muon(Model().named_parameters())
     with pytest.warns(UserWarning, match="was the model sharded after the optimizer was made"):
@@ -355,90 +281,6 @@ def test_state_dicts_go_on_as_if_nothing_had_happened(dtype: torch.dtype, settin
         other.load_state_dict(optimizer.state_dict())
 
 
-def wrong(**given: Any) -> Callable[[], Any]:
-    return lambda: megatron_muon.Muon(Model().named_parameters(), **given)
-
-
-def groups(*members: Any) -> Callable[[], Any]:
-    return lambda: megatron_muon.Muon(list(members))
-
-
-ONE = nn.Parameter(torch.ones(3, 4))
-WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a module": (lambda: megatron_muon.Muon(Model()), TypeError, r"pass model\.named_parameters\(\)"),
-    "nothing": (lambda: megatron_muon.Muon([]), UserError, "params is empty"),
-    "no matrix": (lambda: megatron_muon.Muon([("a", nn.Parameter(torch.ones(3)))]), UserError, "no parameter is a"),
-    "1D without names": (groups(ONE, nn.Parameter(torch.ones(3))), UserError, r"parameter 1 has shape \(3,\)"),
-    "0D": (lambda: megatron_muon.Muon([nn.Parameter(torch.ones(()))]), UserError, r"parameter 0 has shape \(\)"),
-    "4D by pattern": (
-        wrong(matrices=["conv.weight"]),
-        UserError,
-        r"only parameters that Muon does not take \(conv\.weight\)",
-    ),
-    "3D by group": (
-        groups({"params": [("experts", nn.Parameter(torch.ones(2, 3, 4)))], "optimizer": "muon"}),
-        UserError,
-        r"experts has shape \(2, 3, 4\)",
-    ),
-    "twice": (groups(("a", ONE), ("b", ONE)), UserError, "b is given twice"),
-    "an empty group": (groups({"params": [ONE]}, {"params": []}), UserError, "group 1 has no parameters"),
-    "a string": (groups("layers"), TypeError, "is a str, not a tensor"),
-    "integers": (groups(("a", nn.Parameter(torch.ones(3, 3).int(), False))), UserError, "a is of torch.int32"),
-    "complex": (groups(("a", nn.Parameter(torch.ones(3, 3).cfloat()))), UserError, "a is of torch.complex64"),
-    "another optimizer": (groups({"params": [ONE], "optimizer": "lion"}), UserError, "choose 'muon' or 'adamw'"),
-    "a group's steps": (
-        groups({"params": [ONE], "ns_steps": 3}),
-        UserError,
-        "sets ns_steps, which holds for the whole",
-    ),
-    "another Muon's group": (groups({"params": [ONE], "use_muon": False}), UserError, "use_muon=False, as of another"),
-    "a group's betas": (
-        groups({"params": [ONE], "betas": (2.0, 0.9)}),
-        UserError,
-        r"betas\[0\] of parameter group 0 2 is out of range",
-    ),
-    "no rows": (groups(nn.Parameter(torch.ones(0, 4))), UserError, r"parameter 0 has shape \(0, 4\)"),
-    "a set that is not there": (wrong(ns_coefficients="nope"), UserError, "^ns_coefficients nope does not exist"),
-    "two coefficients": (wrong(ns_coefficients=(1.0, 2.0)), UserError, "are not numbers"),
-    "one beta": (wrong(adamw_betas=0.9), UserError, "adamw_betas=0.9 are not two numbers"),
-    "the second moment's eps": (
-        wrong(moment2_method="normuon", moment2_eps=0.0),
-        UserError,
-        "^moment2_eps 0 is out of range",
-    ),
-    "a pattern of nothing": (
-        wrong(exclude=["router"]),
-        UserError,
-        r"^exclude router matches none of Muon's 2 matrices; the nearest names are layers\.0\.weight$",
-    ),
-    "one pattern": (wrong(matrices="layers"), UserError, "pass a list of patterns"),
-    "steps": (wrong(ns_steps=0), UserError, r"^ns_steps 0 is out of range"),
-    "momentum": (wrong(momentum=1.0), UserError, r"^momentum 1 is out of range"),
-    "lr": (wrong(lr=-1.0), UserError, r"^lr -1 is out of range"),
-    "nan": (wrong(adamw_lr=math.nan), UserError, r"^adamw_lr nan is not finite"),
-    "exchange": (
-        wrong(exchange="ring"),
-        UserError,
-        "exchange='ring' does not exist; choose one of 'owner', 'allgather'",
-    ),
-    "adjust_lr_fn": (wrong(adjust_lr_fn="max"), UserError, "adjust_lr_fn='max' does not exist"),
-    "unproven": (wrong(ns_coefficients="cans"), UserError, "^ns_coefficients cans is not stable with fp32_matmul_prec"),
-    "no folder": (wrong(offload="nvme"), UserError, "offload='nvme' and offload_dir belong together"),
-    "a group's lr": (groups({"params": [ONE], "lr": -1.0}), UserError, "lr of parameter group 0 -1 is out of range"),
-    "a group that is not shared": (wrong(process_group=object()), UserError, "process_group is for share_replicated"),
-    "no ranks": (wrong(share_replicated=True), UserError, "share_replicated needs ranks"),
-    "split": (wrong(split={"layers.0": (3, 4)}), UserError, r"layers\.0\.weight has 8 rows"),
-    "split of nothing": (wrong(split={"qkv": (3,)}), UserError, "split qkv matches none of Muon's 2 matrices"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_is_refused_by_name(case: str) -> None:
-    act, kind, message = WRONG[case]
-    with pytest.raises(kind, match=message):
-        act()
-
-
 def test_parameters_cannot_be_added_or_moved_later() -> None:
     model = Model()
     optimizer = megatron_muon.Muon(model.named_parameters())
@@ -469,41 +311,3 @@ def test_measured_steps() -> None:
     assert measured.step == 5
     assert 0.0 < measured.values["orthogonality_error"] < 2.0
     assert measured.values["update_rms"] > 0.0
-
-
-@pytest.fixture
-def four_ranks() -> Iterator[None]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def sharded(shape: tuple[int, int], mesh: Any, *placements: Any) -> nn.Parameter:
-    local = torch.empty(shape).chunk(4)[0] if Shard(0) in placements else torch.empty(shape)
-    return nn.Parameter(
-        DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=(4, 1))
-    )
-
-
-def test_fsdps_cpu_offload_is_refused(four_ranks: None) -> None:
-    """Its parameters lie on the CPU, and their mesh is the GPUs'."""
-    like = TensorMeta(torch.Size((8, 4)), (4, 1), torch.float32)
-    spec = DTensorSpec(init_device_mesh("cuda", (4,)), (Shard(0),), like)
-    with pytest.raises(UserError, match=r"w lies on cpu and its mesh on cuda, .* give Muon offload='cpu'"):
-        megatron_muon.Muon([("w", nn.Parameter(DTensor(torch.empty(2, 4), spec, requires_grad=False)))])
-
-
-def test_dtensors_that_muon_cannot_take_are_refused_by_name(four_ranks: None) -> None:
-    row, other = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
-    rows = sharded((8, 4), row, Shard(0))
-    for parameters, message in (
-        ([("w", sharded((8, 4), row, Shard(1)))], r"w is sharded by columns \(S\(1\)\); Muon takes rows"),
-        ([("w", sharded((8, 4), row, Partial()))], r"w has unreduced values"),
-        (
-            [("v", rows), ("w", sharded((8, 4), other, Replicate(), Shard(0)))],
-            "w is on .* and v on .*make one for each",
-        ),
-        ([("v", rows), ("w", nn.Parameter(torch.ones(2, 2)))], r"w is on no mesh \(a plain tensor\) and v on"),
-    ):
-        with pytest.raises(UserError, match=message):
-            megatron_muon.Muon(parameters)

@@ -301,9 +301,8 @@ def test_compiled_functions_run_uncompiled(backend):
         next(calls)
         return x * 2
 
-    for _ in range(3):
-        assert torch.equal(double(torch.ones(2)), torch.full((2,), 2.0))
-    assert next(calls) == 3
+    results = [double(torch.ones(2)) for _ in range(3)]
+    assert all(torch.equal(result, torch.full((2,), 2.0)) for result in results) and next(calls) == 3  # noqa: PT018
     assert torch.compile(dynamic=True)(double) is double
 
 
@@ -311,8 +310,7 @@ def test_training_does_not_load_the_compiler():
     """It took a fifth of a rank's start."""
     script = "import sys; from megatron_muon import cpu; cpu.install(); import megatron.training; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
-    assert "megatron.training" in run.stdout.split()
-    assert "torch._inductor.compile_fx" not in run.stdout.split()
+    assert {"megatron.training", "torch._inductor.compile_fx"} & {*run.stdout.split()} == {"megatron.training"}
 
 
 # ------------------------------------------------------------------------------------------------ collectives
