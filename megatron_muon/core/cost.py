@@ -120,8 +120,12 @@ class Iteration:
     @property
     def gram_is_proven(self) -> bool:
         """Whether the Gram iteration is proven where the standard one is."""
-        name = self.coefficient_type if isinstance(self.coefficient_type, str) else ""
-        return not self.half or self.steps <= GRAM_IN_HALF.get(name, 0)
+        return not self.half or self.steps <= GRAM_IN_HALF.get(self._set, 0)
+
+    @property
+    def _set(self) -> str:
+        """The name of the set; none of coefficients that are given."""
+        return self.coefficient_type if isinstance(self.coefficient_type, str) else ""
 
     def method_for(self, rows: int, cols: int) -> str:
         """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
@@ -168,10 +172,9 @@ class Iteration:
         check_number("muon_num_ns_steps", self.steps)
         if self.method not in METHODS:
             raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
+        chosen = f"--muon-coefficient-type {self.coefficient_type}"
         if not isinstance(self.coefficient_type, str):
             self._check_coefficients(self.coefficient_type)
-            return
-        chosen = f"--muon-coefficient-type {self.coefficient_type}"
         if self.coefficient_type in REVERSING_SETS:
             raise UserError(
                 f"{chosen} turns updates round where one direction dominates a matrix; use another set, such as quintic"
@@ -181,7 +184,7 @@ class Iteration:
                 f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use highest, or another set, "
                 "such as quintic"
             )
-        proven = PROVEN_STEPS.get(self.coefficient_type)
+        proven = PROVEN_STEPS.get(self._set)
         if proven is not None and self.steps not in proven:
             raise UserError(
                 f"--muon-num-ns-steps {self.steps} is not proven with {chosen}; choose one of "

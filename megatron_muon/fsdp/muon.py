@@ -131,9 +131,7 @@ class Muon(MuonState):
     def _build(self, params: Any) -> None:
         """Choose parameters, find out who holds what, and make exchange, plan and state. Collective."""
         given = self._settings
-        hooks = {
-            name: value for name, value in vars(self).items() if name.endswith("_hooks")
-        }  # of one that is refilled
+        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}  # none but on a refill
         self.close()
         self._building = True
         self.selection = select(params, given["matrices"], given["exclude"])

@@ -142,6 +142,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "adjust_lr_fn": (wrong(adjust_lr_fn="max"), UserError, "adjust_lr_fn='max' does not exist"),
     "unproven": (wrong(ns_coefficients="cans"), UserError, "^ns_coefficients cans is not stable with fp32_matmul_prec"),
+    "gram, unproven": (
+        wrong(ns_coefficients=(3.0, -3.2, 1.2), ns_steps=7, ns="gram"),
+        UserError,
+        "^ns gram is not stable in bf16 with 7 steps of ns_coefficients",
+    ),
     "no folder": (wrong(offload="nvme"), UserError, "offload='nvme' and offload_dir belong together"),
     "a group's lr": (groups({"params": [ONE], "lr": -1.0}), UserError, "lr of parameter group 0 -1 is out of range"),
     "a group that is not shared": (wrong(process_group=object()), UserError, "process_group is for share_replicated"),
