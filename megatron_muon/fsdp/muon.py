@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, override
 
 import torch
@@ -355,7 +356,9 @@ class Muon(MuonState):
                 )
         if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
             warnings.warn(
-                "Muon's step found no gradient; was the model sharded after the optimizer was made?", stacklevel=3
+                "Muon's step found no gradient, so nothing moves; if the model was sharded after the optimizer was "
+                "made, make the optimizer after that",
+                skip_file_prefixes=(str(Path(torch.__file__).parent), str(Path(__file__).parent)),
             )
 
 

@@ -255,6 +255,7 @@ def _groups(params: Any) -> list[Mapping[str, Any]]:
 def _check_options(options: Mapping[str, Any], number: int) -> None:
     if options.get(OPTIMIZER, MUON) not in (MUON, ADAMW):
         raise UserError(f"parameter group {number} has optimizer={options[OPTIMIZER]!r}; choose 'muon' or 'adamw'")
+    _check_keys(options, number)
     for name in {"use_muon", "algorithm"} & options.keys():
         raise UserError(
             f"parameter group {number} has {name}={options[name]!r}, as of another Muon; here it is "
@@ -270,6 +271,18 @@ def _check_options(options: Mapping[str, Any], number: int) -> None:
             raise UserError(
                 f"parameter group {number} sets {name}, which holds for the whole optimizer; pass it to Muon"
             )
+
+
+def _check_keys(options: Mapping[str, Any], number: int) -> None:
+    """Refuse misspelt settings and those of the optimizer; what schedulers and users add of their own may stay."""
+    for name in options.keys() - {*_NUMBERS, OPTIMIZER}:
+        if name.startswith("adamw_"):
+            raise UserError(
+                f"parameter group {number} sets {name}, which holds for the whole optimizer; in a group say "
+                f"{name.removeprefix('adamw_')}, with optimizer='adamw'"
+            )
+        if close := difflib.get_close_matches(name, [*_NUMBERS, OPTIMIZER], cutoff=0.8):
+            raise UserError(f"parameter group {number} has {name}; did you mean {close[0]}?")
 
 
 def _check_tensor(name: str, parameter: torch.Tensor) -> None:

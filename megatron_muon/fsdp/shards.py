@@ -171,7 +171,7 @@ def layout_of(
             if one[:2] != other[:2]:
                 raise UserError(
                     f"rank 0 gives {one[0]} {one[1]} where rank {rank} gives {other[0]} {other[1]}; give all ranks the "
-                    "same parameters in the same order"
+                    "same parameters in the same order, with the same matrices= and exclude="
                 )
         if len(theirs) != len(mine):
             raise UserError(f"rank {rank} gives {len(theirs)} matrices and this one {len(mine)}; give all the same")

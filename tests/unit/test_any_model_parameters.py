@@ -111,6 +111,12 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "sets ns_steps, which holds for the whole",
     ),
     "another Muon's group": (groups({"params": [ONE], "use_muon": False}), UserError, "use_muon=False, as of another"),
+    "AdamW's rate in a group": (
+        groups({"params": [ONE], "adamw_lr": 1e-5}),
+        UserError,
+        "sets adamw_lr, which holds for the whole optimizer; in a group say lr, with optimizer='adamw'",
+    ),
+    "a misspelt key": (groups({"params": [ONE], "momentun": 0.9}), UserError, "has momentun; did you mean momentum"),
     "a group's betas": (
         groups({"params": [ONE], "betas": (2.0, 0.9)}),
         UserError,
