@@ -60,9 +60,10 @@ def check(
 ) -> argparse.Namespace:
     """Take a command line through everything by which megatron-core validates it; no process group, nothing written.
 
-    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. `elsewhere` a tokenizer's
-    package and files may be, and not here. `args` stay as they are; returned are those that validation has completed,
-    with the padded size of the vocabulary.
+    A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. For a run that starts
+    `elsewhere` no tokenizer is looked for: package and files may be there, and a hub that cannot be reached is waited
+    for a minute. `args` stay as they are; returned are those that validation has completed, with the padded size of
+    the vocabulary.
 
     Raises a UserError with the reasons of all parts that do not depend on each other, one a line, but for those that
     are about the same flags as lines of `refused`.
@@ -172,7 +173,7 @@ def _build_tokenizer(args: argparse.Namespace, *, elsewhere: bool = False) -> No
     args.tokenizer_type = args.tokenizer_type or DEFAULTS["tokenizer_type"]
     if args.tokenizer_type in TOKENIZER_TYPES:
         check_spec(TokenizerSpec(args.tokenizer_type, args.tokenizer_model, args.vocab_size))
-    with contextlib.suppress(UserError) if elsewhere else contextlib.nullcontext():
+    if not elsewhere:
         build_megatron(args)  # which pads the vocabulary, too
 
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.errors import RunFailedError, UserError, missing_megatron
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
 from megatron_muon.runs.processes import ROOT, THIS_MACHINE, Nodes, python_path
 from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
@@ -142,8 +142,15 @@ def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
 def answer() -> None:
     """The process that settles: reads requests from the file `sys.argv[1]` and writes the answers to `sys.argv[2]`."""
     asked, answers = map(Path, sys.argv[1:])
-    _import_once()
-    answers.write_bytes(pickle.dumps([_answer_in_fork(request) for request in pickle.loads(asked.read_bytes())]))
+    requests = pickle.loads(asked.read_bytes())
+    try:
+        _import_once()
+        answered = [_answer_in_fork(request) for request in requests]
+    except ModuleNotFoundError as error:
+        if not (reason := missing_megatron(error)):
+            raise
+        answered = [UserError(reason)] * len(requests)
+    answers.write_bytes(pickle.dumps(answered))
 
 
 def _import_once() -> None:

@@ -145,6 +145,7 @@ def test_a_full_disk(training: Trainings) -> None:
     assert files.iterations(here / "ck") == [2]
 
 
+@pytest.mark.wide
 def test_damaged_and_vanished(training: Trainings) -> None:
     here = training.folder
     training().checked()
@@ -189,6 +190,7 @@ def test_damaged_and_vanished(training: Trainings) -> None:
     assert files.newest_complete(here / "unmounted") == files.latest(here / "unmounted") == saved[-1]
 
 
+@pytest.mark.wide
 def test_sigterm_writes_a_checkpoint_and_the_exit_status_says_so(training: Trainings) -> None:
     """It reaches one rank; both save, and both end with 75, "try again", which torchrun reports."""
     here = training.folder

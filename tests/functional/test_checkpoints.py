@@ -238,6 +238,7 @@ def remove_entries(folder: Path, *parts: str) -> int:
     return len(gone)
 
 
+@pytest.mark.wide
 def test_another_optimizer_starts_afresh_and_missing_state_is_an_error(training: Trainings) -> None:
     """Adam's checkpoint into Muon and Muon's into Adam: weights and what both keep are loaded, the rest is counted.
 
@@ -322,6 +323,7 @@ def test_weights_are_loaded_in_another_precision_and_without_state(training: Tra
     assert run.losses[0] == pytest.approx(whole["bf16"].losses[2], abs=1e-5)
 
 
+@pytest.mark.wide
 def test_weights_that_the_model_lacks_are_refused(training: Trainings) -> None:
     """Dropped without a word, they left another model: untied to tied went from loss 1.741 to 5.025."""
     untied = training(*FULL, "--untie-embeddings-and-output-weights", "--save", "untied").checked()

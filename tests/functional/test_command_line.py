@@ -86,6 +86,7 @@ def test_the_bare_line(tmp_path, capsys):
     assert "iter_0000003" in shown
 
 
+@pytest.mark.wide
 def test_a_config_file_with_overriding_flags(tmp_path, corpus):
     """Flags override the file, --unset takes one back; and together, on 3 ranks, what runs are made of.
 

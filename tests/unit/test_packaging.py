@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import os
 import re
 import shutil
 import stat
@@ -298,3 +299,21 @@ def test_broken_distributions_are_found_and_their_metadata_removed(tmp_path):
         "good-1.dist-info",
         "other_version-1.dist-info",  # whole, so pip replaces it in the ordinary way
     }
+
+
+@pytest.mark.parametrize("command", ["train --dry-run", "submit --nodes 1", "plan --world-size 2"])
+def test_a_command_that_needs_megatron_says_what_to_install(command, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n", "utf-8")
+    run = subprocess.run(
+        [
+            *(sys.executable, "-c", "from megatron_muon.cli import main; raise SystemExit(main())"),
+            *(*command.split(), "--config", str(ROOT / "configs" / "quickstart.yaml")),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 2
+    (line,) = run.stderr.splitlines()
+    assert line.endswith("pip install 'megatron-muon[megatron]'")
