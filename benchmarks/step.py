@@ -33,6 +33,7 @@ from megatron_muon.core.layout import Layout, RowSplit, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.errors import UserError
@@ -158,9 +159,11 @@ def make_exchange(method: str, problem: Problem) -> Exchange:
     """The exchange of a method; "allgather" is upstream's, with upstream's iteration."""
     orthogonalizer = problem.orthogonalizer
 
-    def batch(indices: Sequence[int]) -> Batch:
+    def batch(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
         matrices = [problem.layout.matrices[index] for index in indices]
-        return UpstreamBatch(matrices, orthogonalizer) if method == "allgather" else orthogonalizer.batch(matrices)
+        if method == "allgather":
+            return UpstreamBatch(matrices, orthogonalizer)
+        return orthogonalizer.batch(matrices, None, portions, problem.teams)
 
     if method.startswith("allgather"):
         return AllGatherExchange(problem.layout, problem.group, batch, device=problem.device)

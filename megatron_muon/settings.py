@@ -53,6 +53,10 @@ class MuonSettings:
     muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway"""
 
+    muon_team_size: Literal["auto", "1", "2", "4", "8"] = "auto"
+    """with the owner scheme: how many ranks of a node own a matrix together, each with a part of it; auto forms teams
+    only where a matrix is more than a rank's share of the work, and where they save time"""
+
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""
 

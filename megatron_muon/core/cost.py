@@ -62,6 +62,11 @@ class Products:
     """Blocks with fewer rows get dense products."""
     multiple_of: int = 1
     """Both sides of a block must be multiples of this, else it gets dense products."""
+    per_byte: int = 1900
+    """Operations in the time in which a team's all-reduce moves a byte: an H100 at 65 % of its bf16 rate, NVLink at
+    75 %."""
+    per_sum: int = 20_000_000_000
+    """Operations in the time that an all-reduce takes whatever its size: 30 microseconds."""
 
     def shares(self, rows: int, cols: int) -> tuple[float, float]:
         """`square` and `symmetric` for a block of `(rows, cols)`."""
@@ -72,7 +77,7 @@ class Products:
 
 
 DENSE = Products()
-HALVES = Products(square=0.75, symmetric=0.75, from_rows=384)
+HALVES = Products(square=0.75, symmetric=0.75, from_rows=384, per_byte=100, per_sum=100_000_000)
 """A processor forms three of the four quarters of a symmetric product.
 
 Measured with torch 2.13 on an AVX-512 processor, one core: the whole iteration takes 0.85 to 0.93 of the time from 512
@@ -82,6 +87,10 @@ KERNEL = Products(square=0.5, from_rows=1024, multiple_of=8)
 
 It takes one block at a time, as A A^T; below 1,024 rows a batch of dense products is fewer launches than it saves
 operations (read from launch times, not measured on a GPU)."""
+
+
+SUM_BYTES = 4
+"""A team adds up its parts of X X^T in fp32."""
 
 
 class ProductCounts(NamedTuple):
@@ -127,24 +136,36 @@ class Iteration:
         """The name of the set; none of coefficients that are given."""
         return self.coefficient_type if isinstance(self.coefficient_type, str) else ""
 
-    def method_for(self, rows: int, cols: int) -> str:
-        """The iteration that blocks of `(rows, cols)` get: "standard" or "gram"."""
+    def method_for(self, rows: int, cols: int, team: int = 1) -> str:
+        """The iteration that blocks of `(rows, cols)` get, each cut by `team` ranks: "standard" or "gram"."""
         if self.method != AUTO:
             return self.method
         if not self.gram_is_proven:
             return STANDARD
-        return min((STANDARD, GRAM), key=lambda method: self._flops(rows, cols, method))
+        return min((STANDARD, GRAM), key=lambda method: self._cost(rows, cols, method, team))
 
-    def flops(self, rows: int, cols: int) -> int:
-        """Operations of the iteration that a block of `(rows, cols)` gets."""
-        return self._flops(rows, cols, self.method_for(rows, cols))
+    def flops(self, rows: int, cols: int, team: int = 1) -> int:
+        """Operations of the iteration that a block of `(rows, cols)` gets, on each rank of a team that cuts it."""
+        return self._flops(rows, cols, self.method_for(rows, cols, team), team)
 
-    def _flops(self, rows: int, cols: int, method: str) -> int:
-        n, m = min(rows, cols), max(rows, cols)
-        square, symmetric = self.products.shares(rows, cols)
+    def cost(self, rows: int, cols: int, team: int = 1) -> int:
+        """The same with the time of the team's sums, as operations."""
+        return self._cost(rows, cols, self.method_for(rows, cols, team), team)
+
+    def _cost(self, rows: int, cols: int, method: str, team: int) -> int:
+        flops = self._flops(rows, cols, method, team)
+        if team == 1:
+            return flops
+        moved = 2 * (team - 1) / team * SUM_BYTES * min(rows, cols) ** 2
+        return flops + round(self.counts(method).gram * (self.products.per_sum + self.products.per_byte * moved))
+
+    def _flops(self, rows: int, cols: int, method: str, team: int) -> int:
+        n, m = min(rows, cols), -(-max(rows, cols) // team)
+        wide, _ = self.products.shares(n, m)
+        square, symmetric = self.products.shares(n, n)
         counts = self.counts(method)
         return round(
-            counts.gram * square * 2 * n * n * m
+            counts.gram * wide * 2 * n * n * m
             + (counts.square * square + counts.symmetric * symmetric) * 2 * n**3
             + counts.wide * 2 * n * n * m
         )

@@ -5,6 +5,9 @@ The standard one takes them on X; the Gram iteration takes them on the small Gra
 twice in a run instead of twice in a step. Which blocks get which is decided in `core.cost`. This module knows
 nothing of matrices, splits or ranks.
 
+A block may be cut along its longer side over the ranks of a team. Each multiplies its own columns; X X^T is the sum of
+the parts', which `total` adds up, and what follows from it every rank computes alike.
+
 The division by the norm is part of the first step: ||X||^2 is the trace of X X^T, which the step needs anyway, and the
 factor goes into the small matrices. So X is rounded once, where it came into the iteration's dtype, and no pass over it
 only scales it.
@@ -12,11 +15,16 @@ only scales it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, REVERSING_SETS, Coefficients, Products, gram_runs
 from megatron_muon.core.errors import UserError
+
+Total = Callable[[torch.Tensor], torch.Tensor]
+"""The sum of a team's parts `(batch, m, m)` of X X^T, of their dtype, the same bits on all its ranks. Collective."""
 
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
 
@@ -37,7 +45,9 @@ def coefficients(coefficient_type: str | Coefficients, steps: int) -> list[tuple
     return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))
 
 
-def standard(x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None) -> torch.Tensor:
+def standard(
+    x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None, total: Total | None = None
+) -> torch.Tensor:
     """The standard iteration.
 
     Args:
@@ -45,22 +55,25 @@ def standard(x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | No
             be near 1, so that squares neither overflow nor vanish; its norm may be any.
         steps: coefficients of each step. A factor on the last step's scales the result.
         least_norm: `(batch, 1, 1)` fp32; a block of a smaller norm is divided by this.
+        total: adds up a team's parts; None where `x` are whole blocks, m <= n only then.
 
     Returns:
         `(batch, m, n)` of the same dtype, orthogonalised. A block with an element that is not finite becomes NaN.
     """
     first, *others = steps
-    r, inverse_norm = _normalized(_product(x, x), least_norm)
+    r, inverse_norm = _normalized(_gram_matrix(x, total), least_norm)
     z = _product(r, r, r, beta=first[1], alpha=first[2])
     x = _with_diagonal(z, first[0], inverse_norm) @ x
     for a, b, c in others:
-        r = _product(x, x)
+        r = _gram_matrix(x, total)
         z = _product(r, r, r, beta=b, alpha=c)
         x = torch.baddbmm(x, z, x, beta=a)
     return x
 
 
-def gram(x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None) -> torch.Tensor:
+def gram(
+    x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None, total: Total | None = None
+) -> torch.Tensor:
     """The Gram iteration with restarts; arguments and result as `standard`.
 
     With R = X X^T a step is X <- Z X and R <- Z R Z for Z = a I + b R + c R^2. All Z are polynomials in R and commute,
@@ -71,7 +84,7 @@ def gram(x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None =
     inverse_norm: torch.Tensor | None = None
     for number, length in enumerate(gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
         run, remaining = remaining[:length], remaining[length:]
-        r = _product(x, x)  # (batch, m, m)
+        r = _gram_matrix(x, total)
         if number == 0:
             r, inverse_norm = _normalized(r, least_norm)
         q: torch.Tensor | None = None
@@ -103,6 +116,12 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
         and torch.cuda.get_device_capability(device) >= (9, 0)
     )
     return KERNEL if kernel else DENSE
+
+
+def _gram_matrix(x: torch.Tensor, total: Total | None) -> torch.Tensor:
+    """X X^T of each block, `(batch, m, m)`."""
+    part = _product(x, x)
+    return part if total is None else total(part)
 
 
 def _normalized(r: torch.Tensor, least_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

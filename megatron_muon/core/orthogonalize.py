@@ -7,6 +7,7 @@ the scale of each block's own shape, and a look at whether the result is finite.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,11 +16,13 @@ from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.batch import BlockBatch, Normalize
+from megatron_muon.core.batch import BlockBatch, Cut, Normalize
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.numbers import check_number
+from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.teams import Teams
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
@@ -102,9 +105,18 @@ class Orthogonalizer:
     def _factor(self, shape: tuple[int, int]) -> float:
         return float(get_muon_scale_factor(*shape, mode=self.scale_mode)) * self.extra_scale_factor
 
-    def batch(self, matrices: Sequence[Matrix], normalize: Normalize | None = None) -> BlockBatch:
-        """Room for these matrices, to be orthogonalised together; `normalize` is given every whole update last."""
-        return BlockBatch(matrices, self.orthogonalize_stack, self.scale, normalize)
+    def batch(
+        self,
+        matrices: Sequence[Matrix],
+        normalize: Normalize | None = None,
+        portions: Sequence[Portion] = (),
+        teams: Teams | None = None,
+    ) -> BlockBatch:
+        """Room for these matrices, and portions of others, to be orthogonalised together.
+
+        `normalize` is given every whole update last; `teams` has those that cut blocks.
+        """
+        return BlockBatch(matrices, self.orthogonalize_stack, self.scale, normalize, portions, teams)
 
     def __call__(self, matrix: torch.Tensor, split: RowSplit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled update of one whole matrix.
@@ -122,27 +134,35 @@ class Orthogonalizer:
         updates, finite = batch.orthogonalize()
         return updates[0], finite
 
-    def orthogonalize_stack(self, stack: torch.Tensor, scale: float, probe: Probe = SILENT) -> torch.Tensor:
-        """Put a stack's scaled updates in its place, zero where one is not finite.
+    def orthogonalize_stack(
+        self, stack: torch.Tensor, scale: float, cut: Cut | None = None, probe: Probe = SILENT
+    ) -> torch.Tensor:
+        """Put a stack's scaled updates in its place, zero where one is not finite. Collective in a team.
 
         Args:
-            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here.
+            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here. With `cut`, n are this
+                rank's columns.
             scale: multiplies the updates.
-            probe: is shown the first update.
+            cut: whole blocks and their team, where the stack has parts of them.
+            probe: is shown the first whole update.
 
         Returns:
-            Whether each update is finite, `(batch,)` bool.
+            Whether each update, or this rank's part of it, is finite, `(batch,)` bool.
         """
         _, rows, cols = stack.shape
+        if cut is not None:
+            cols = -(-cut.longer // len(cut.team.ranks))  # so that all ranks take as many at a time
         together = max(TOGETHER.get(stack.device.type, 2**23) // (rows * cols), 1)
         all_finite = []
         for number, part in enumerate(stack.split(together)):
             exponent = unit_magnitude_exponent(part)
+            if cut is not None:
+                exponent = cut.team.largest(exponent)
             least_norm = None
             if self.eps:
                 least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
-            updates = self._iterate(to_unit_magnitude(part, self.dtype, exponent), scale, least_norm)
-            if number == 0:
+            updates = self._iterate(to_unit_magnitude(part, self.dtype, exponent), scale, least_norm, cut, probe)
+            if number == 0 and cut is None:
                 probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
             _copy_where(finite[:, None, None], updates, part)
@@ -162,15 +182,25 @@ class Orthogonalizer:
             self._iterate(torch.ones(1, rows, cols, dtype=self.dtype, device=self.device), scale)
         return len(kinds)
 
-    def _iterate(self, start: torch.Tensor, scale: float, least_norm: torch.Tensor | None = None) -> torch.Tensor:
+    def _iterate(
+        self,
+        start: torch.Tensor,
+        scale: float,
+        least_norm: torch.Tensor | None = None,
+        cut: Cut | None = None,
+        probe: Probe = SILENT,
+    ) -> torch.Tensor:
         """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype."""
         *first, (a, b, c) = self._steps
         steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
-        iterate = ns.gram if self.iteration.method_for(*start.shape[1:]) == GRAM else ns.standard
+        whole, team, total = start.shape[2], 1, None
+        if cut is not None:
+            whole, team, total = cut.longer, len(cut.team.ranks), functools.partial(cut.team.total, probe=probe)
+        iterate = ns.gram if self.iteration.method_for(start.shape[1], whole, team) == GRAM else ns.standard
         # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
         precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)
         with precise or contextlib.nullcontext():
-            return iterate(start, steps, least_norm)
+            return iterate(start, steps, least_norm, total)
 
 
 def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

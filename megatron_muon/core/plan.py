@@ -1,8 +1,8 @@
 """Who orthogonalises which matrix, and in which waves the rows travel.
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
-itself. It gives every matrix one owner so that the ranks' work is even and few bytes move, then cuts the matrices that
-travel into waves that fit a buffer. Nothing here sends anything.
+itself. It gives every matrix one owner, or a team of them (`assignment`), so that the ranks' work is even and few bytes
+move, then cuts the matrices that travel into waves that fit a buffer. Nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_muon.core.assignment import TeamRules, assign, room_needed
 from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.portions import Portion, Team, rectangles
 
 UPDATE_BYTES = 4
 """Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
@@ -38,7 +40,7 @@ class Plan:
 
     Attributes:
         layout: what is planned.
-        owners: the rank that orthogonalises each matrix, by matrix index.
+        teams: the ranks that orthogonalise each matrix, by matrix index.
         whole: for each rank, the matrices that lie whole on it and that it owns: they need no wire.
         waves: matrix indices that travel together, in the order of the step.
         loads: cost owned by each rank, in the unit of the given costs.
@@ -47,12 +49,21 @@ class Plan:
     """
 
     layout: Layout
-    owners: tuple[int, ...]
+    teams: tuple[Team, ...]
     whole: tuple[tuple[int, ...], ...]
     waves: tuple[tuple[int, ...], ...]
     loads: tuple[float, ...]
     oversized: tuple[int, ...]
     wave_bytes: int
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The first owner of each matrix: the only one where there are no teams."""
+        return tuple(team.ranks[0] for team in self.teams)
+
+    def portions(self, index: int) -> list[Portion]:
+        """What ranks orthogonalise of a matrix."""
+        return self.teams[index].portions(index, self.layout.matrices[index])
 
     @property
     def imbalance(self) -> float:
@@ -64,7 +75,8 @@ class Plan:
         """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine."""
         shapes = [matrix.shape for matrix in self.layout.matrices]
         blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
-        content = json.dumps([shapes, blocks, self.owners, self.whole, self.waves, self.wave_bytes])
+        teams = [(team.ranks, team.cuts) for team in self.teams]
+        content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
@@ -76,21 +88,28 @@ class Plan:
 
     def exchanged_bytes(self, element_bytes: int) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for its own matrices, and its update rows of the others."""
-        received = [0] * self.layout.world_size
+        received = np.zeros(self.layout.world_size, dtype=np.int64)
         for index in itertools.chain(*self.waves):
-            owner = self.owners[index]
-            for shard in self.layout.matrices[index].shards:
+            holders, numbers = held_by(self.layout.matrices[index])
+            for portion, elements in self.common(index):
+                others = holders != portion.rank
                 # Each holder but the owner gets its update rows, and the owner the rows unless it holds them.
-                for rank in {*shard.holders} ^ {owner}:
-                    received[rank] += shard.numel * element_bytes
-        return tuple(received)
+                np.add.at(received, holders[others], elements[numbers[others]])
+                received[portion.rank] += elements.sum() - elements[numbers[~others]].sum()
+        return tuple((received * element_bytes).tolist())
+
+    def common(self, index: int) -> Iterator[tuple[Portion, _Ints]]:
+        """The portions of a matrix, and how many elements each of its shards has of them."""
+        of_shards = rectangles(self.layout.matrices[index].shards)
+        for portion in self.portions(index):
+            yield portion, portion.overlaps(of_shards)
 
     def footprints(self, element_bytes: int) -> Iterator[_Ints]:
         """Bytes that each rank holds for a wave, wave by wave: what it sends, what it assembles, what it returns."""
         for wave in self.waves:
             filled = np.zeros(self.layout.world_size, dtype=np.int64)
             for index in wave:
-                ranks, sizes = _footprint(self.layout.matrices[index], self.owners[index], element_bytes)
+                ranks, sizes = _footprint(self.layout.matrices[index], self.portions(index), element_bytes)
                 filled[ranks] += sizes
             yield filled
 
@@ -108,7 +127,21 @@ def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     return tuple(elements * element_bytes for elements in missing)
 
 
-def make_plan(layout: Layout, costs: Sequence[float], *, buffer_bytes: int, element_bytes: int) -> Plan:
+def held_by(matrix: Matrix) -> tuple[_Ints, _Ints]:
+    """The ranks that hold shards of a matrix, and for each the number of its shard."""
+    pairs = [(holder, number) for number, shard in enumerate(matrix.shards) for holder in shard.holders]
+    holders, numbers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+    return holders, numbers
+
+
+def make_plan(
+    layout: Layout,
+    costs: Sequence[float],
+    *,
+    buffer_bytes: int,
+    element_bytes: int,
+    rules: TeamRules | None = None,
+) -> Plan:
     """Plan a layout.
 
     Args:
@@ -116,6 +149,7 @@ def make_plan(layout: Layout, costs: Sequence[float], *, buffer_bytes: int, elem
         costs: the work of orthogonalising each matrix, in any unit.
         buffer_bytes: what the waves that are under way at a time may fill on a rank.
         element_bytes: of an element on the wire.
+        rules: which teams may own a matrix; None forms none.
 
     Raises:
         ValueError: a cost for each matrix is missing, or the buffer is not positive.
@@ -124,68 +158,25 @@ def make_plan(layout: Layout, costs: Sequence[float], *, buffer_bytes: int, elem
         raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
     if buffer_bytes <= 0:
         raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
-    owners = _assign(layout, costs)
-    loads = [0.0] * layout.world_size
+    wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
+    each = 2 * (element_bytes + UPDATE_BYTES)
+    teams = assign(layout, costs, rules, [room_needed(matrix, each, wave_bytes) for matrix in layout.matrices])
+    loads = np.zeros(layout.world_size)
     whole: list[list[int]] = [[] for _ in range(layout.world_size)]
     travelling = []
-    for index, (matrix, owner) in enumerate(zip(layout.matrices, owners, strict=True)):
-        loads[owner] += costs[index]
-        if len(matrix.shards) == 1 and matrix.shards[0].holders == (owner,):
-            whole[owner].append(index)
+    for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
+        loads[list(team.ranks)] += team.loads
+        if team.cuts is None and len(matrix.shards) == 1 and matrix.shards[0].holders == team.ranks:
+            whole[team.ranks[0]].append(index)
         else:
             travelling.append(index)
-    wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
-    waves, oversized = _waves(layout, owners, costs, travelling, wave_bytes, element_bytes)
-    return Plan(layout, tuple(owners), tuple(map(tuple, whole)), waves, tuple(loads), oversized, wave_bytes)
-
-
-def _assign(layout: Layout, costs: Sequence[float]) -> list[int]:
-    """An owner for each matrix: the most even of a few longest-first assignments, then the one that moves least.
-
-    Each assignment lets a matrix stay with the rank that holds most of it as long as that rank's load stays below a
-    cap, and otherwise gives it to the least loaded rank. A cap of zero is the classical longest-processing-time rule.
-    """
-    order = sorted(range(len(costs)), key=lambda index: (-costs[index], index))
-    held = [sorted((-s.numel, rank) for s in matrix.shards for rank in s.holders) for matrix in layout.matrices]
-    holders = [tuple(rank for _, rank in largest_first) for largest_first in held]
-    fair = max(sum(costs) / layout.world_size, max(costs, default=0.0))
-    best: tuple[float, int] | None = None
-    chosen: list[int] = []
-    for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
-        owners, heaviest = _assign_under(cap, order, costs, holders, layout.world_size)
-        moved = sum(
-            matrix.numel - sum(s.numel for s in matrix.shards if owner in s.holders)
-            for matrix, owner in zip(layout.matrices, owners, strict=True)
-        )
-        # Loads within 3 % of the even share count as equal: below that, bytes decide.
-        merit = (max(heaviest / fair, 1.03) if fair else 0.0, moved)
-        if best is None or merit < best:
-            best, chosen = merit, owners
-    return chosen
-
-
-def _assign_under(
-    cap: float, order: list[int], costs: Sequence[float], holders: list[tuple[int, ...]], world_size: int
-) -> tuple[list[int], float]:
-    """Owners, and the largest load."""
-    loads = np.zeros(world_size)
-    owners = [0] * len(order)
-    for index in order:
-        cost = costs[index]
-        owner = next((rank for rank in holders[index] if loads[rank] + cost <= cap), -1)
-        if owner < 0:
-            owner = int(loads.argmin())
-            least = loads[owner]
-            owner = next((rank for rank in holders[index] if loads[rank] <= least), owner)
-        loads[owner] += cost
-        owners[index] = owner
-    return owners, float(loads.max())
+    waves, oversized = _waves(layout, teams, travelling, wave_bytes, element_bytes)
+    return Plan(layout, tuple(teams), tuple(map(tuple, whole)), waves, tuple(loads.tolist()), oversized, wave_bytes)
 
 
 def _waves(
     layout: Layout,
-    owners: Sequence[int],
-    costs: Sequence[float],
+    teams: Sequence[Team],
     travelling: list[int],
     wave_bytes: int,
     element_bytes: int,
@@ -199,20 +190,23 @@ def _waves(
     Where a matrix is larger than the buffer, every wave may fill what the largest one and its rows take, whatever the
     number of layers: that memory is needed anyway, and alone in a wave a matrix would leave every other rank idle.
     """
-    footprint = {index: _footprint(layout.matrices[index], owners[index], element_bytes) for index in travelling}
+    footprint = {
+        index: _footprint(layout.matrices[index], teams[index].portions(index, layout.matrices[index]), element_bytes)
+        for index in travelling
+    }
     oversized = tuple(index for index, (_, sizes) in footprint.items() if sizes.max() > wave_bytes)
     peak = np.zeros(layout.world_size, dtype=np.int64)
     for ranks, sizes in footprint.values():
         peak[ranks] += sizes
     # A limit smaller than the largest matrix would put every matrix into a wave of its own: a rank has to own it while
     # it serves as many rows to other owners.
-    largest = max((layout.matrices[index].numel for index in travelling), default=0)
+    largest = max((layout.matrices[index].numel // len(teams[index].ranks) for index in travelling), default=0)
     least = 2 * largest * (2 * element_bytes + UPDATE_BYTES)
     room = max(wave_bytes, least) if oversized else wave_bytes
     limit = min(room, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), least))
     waves: list[list[int]] = []
     filled = np.zeros(layout.world_size, dtype=np.int64)
-    for index in _interleave(travelling, owners, costs, layout):
+    for index in _interleave(travelling, teams, layout):
         ranks, sizes = footprint[index]
         if not waves or (filled[ranks] + sizes).max() > limit:
             waves.append([])
@@ -222,24 +216,33 @@ def _waves(
     return tuple(map(tuple, waves)), oversized
 
 
-def _interleave(indices: Sequence[int], owners: Sequence[int], costs: Sequence[float], layout: Layout) -> list[int]:
-    """The matrices ordered by the share of their owner's work that lies before them, costly ones first."""
-    by_owner: dict[int, list[int]] = {}
-    for index in sorted(indices, key=lambda i: (-costs[i], layout.matrices[i].shape, i)):
-        by_owner.setdefault(owners[index], []).append(index)
+def _interleave(indices: Sequence[int], teams: Sequence[Team], layout: Layout) -> list[int]:
+    """The matrices ordered by the share of their owners' work that lies before them, costly ones first."""
+    order = sorted(indices, key=lambda i: (-max(teams[i].loads), layout.matrices[i].shape, i))
+    total, before = np.zeros(layout.world_size), np.zeros(layout.world_size)
+    for index in order:
+        total[list(teams[index].ranks)] += teams[index].loads
+    total[total == 0] = 1.0
     sequence = []
-    for owned in by_owner.values():
-        total = sum(costs[index] for index in owned) or 1.0
-        before = 0.0
-        for index in owned:
-            sequence.append((before / total, index))
-            before += costs[index]
+    for index in order:
+        ranks = list(teams[index].ranks)
+        sequence.append((float((before[ranks] / total[ranks]).max()), index))
+        before[ranks] += teams[index].loads
     sequence.sort()
     return [index for _, index in sequence]
 
 
-def _footprint(matrix: Matrix, owner: int, element_bytes: int) -> tuple[_Ints, _Ints]:
-    """The ranks on which a matrix takes memory while its wave is under way, and how many bytes on each."""
-    parts = {rank: 2 * shard.numel * element_bytes for shard in matrix.shards for rank in shard.holders}
-    parts[owner] = 2 * matrix.numel * (element_bytes + UPDATE_BYTES)
+def _footprint(matrix: Matrix, portions: Sequence[Portion], element_bytes: int) -> tuple[_Ints, _Ints]:
+    """The ranks on which a matrix takes memory while its wave is under way, and how many bytes on each.
+
+    A rank sends its rows and gets their updates; where these come from several ranks it puts them together, too. A sole
+    owner has its own rows with the matrix.
+    """
+    owned = {portion.rank: 0 for portion in portions}
+    for portion in portions:
+        owned[portion.rank] += 2 * portion.numel * (element_bytes + UPDATE_BYTES)
+    sole = len(owned) == 1
+    parts = {rank: (2 if sole else 3) * s.numel * element_bytes for s in matrix.shards for rank in s.holders}
+    for rank, size in owned.items():
+        parts[rank] = size if sole else parts.get(rank, 0) + size
     return np.fromiter(parts.keys(), np.int64), np.fromiter(parts.values(), np.int64)

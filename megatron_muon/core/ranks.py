@@ -2,6 +2,7 @@
 
 # Annotations are no strings here: documentation tools do not find the type parameters of a generic function in them.
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,12 @@ class Alone:
     def rank(self) -> int:
         """The first."""
         return 0
+
+
+def nodes_of(group: dist.ProcessGroup) -> list[int]:
+    """The node of each rank of a group, as torchrun numbers ranks: `LOCAL_WORLD_SIZE` of them on each."""
+    each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    return [rank // each for rank in dist.get_process_group_ranks(group)]
 
 
 def is_first_rank() -> bool:

@@ -60,6 +60,7 @@ def check(given: Mapping[str, Any]) -> None:
     for name, choices in {
         "exchange": ("owner", "allgather"),
         "exchange_dtype": ("auto", "fp32", "bf16"),
+        "team_size": ("auto", "1", "2", "4", "8"),
         "momentum_dtype": ("fp32", "bf16", "int8"),
         "offload": ("none", "cpu", "nvme"),
         "fp32_matmul_prec": ("highest", "high", "medium", "low"),

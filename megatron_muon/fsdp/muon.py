@@ -71,6 +71,7 @@ class Muon(MuonState):
         exchange: "owner" or "allgather": how sharded matrices become whole.
         exchange_buffer_mb: MiB that an exchange may fill on a rank.
         exchange_dtype: what travels: "auto", "fp32" or "bf16".
+        team_size: how many ranks own a matrix together: "auto", "1", "2", "4" or "8", as the flag `--muon-team-size`.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
             broadcasts the update, instead of by all. Needs the same gradients on all ranks.
         process_group: of the ranks that share; None takes all ranks.
@@ -109,6 +110,7 @@ class Muon(MuonState):
         exchange: str = MuonSettings.muon_exchange,
         exchange_buffer_mb: float = MuonSettings.muon_exchange_buffer_mb,
         exchange_dtype: str = MuonSettings.muon_exchange_dtype,
+        team_size: str = MuonSettings.muon_team_size,
         share_replicated: bool = MuonSettings.muon_share_replicated,
         process_group: dist.ProcessGroup | None = None,
         moment2_method: str | None = None,
@@ -163,6 +165,7 @@ class Muon(MuonState):
             buffer_mb=given["exchange_buffer_mb"],
             wire=given["exchange_dtype"],
             device=parameters[0].device,
+            team_size=given["team_size"],
         )
         self.digest = exchange.plan.digest() if isinstance(exchange, PlannedExchange) else ""
         self._placed = [(p, shards.placement_of(p)) for p in parameters]

@@ -172,6 +172,7 @@ class MuonBuilder:
             buffer_mb=config.muon_exchange_buffer_mb,
             wire=config.muon_exchange_dtype,
             device=self.device,
+            team_size=config.muon_team_size,
         )
         if isinstance(exchange, PlannedExchange):
             self.digest = exchange.plan.digest()

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
+from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, make_plan
+from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, held_by, make_plan
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -87,6 +88,7 @@ class Settings:
     buffer_mb: float
     exchange_dtype: str
     iteration: Iteration
+    team_size: str = AUTO
 
     @property
     def element_bytes(self) -> int:
@@ -130,18 +132,24 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
     cost = functools.cache(settings.iteration.flops)
     costs = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in layout.matrices]
     started = time.perf_counter()
-    plan = make_plan(layout, costs, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes)
+    nodes = np.arange(ranks) * group.stride // hardware.node_ranks
+    rules = None
+    if settings.team_size != "1":
+        size = 0 if settings.team_size == AUTO else int(settings.team_size)
+        rules = TeamRules(functools.cache(settings.iteration.cost), nodes.tolist(), size)
+    plan = make_plan(
+        layout, costs, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes, rules=rules
+    )
     seconds = time.perf_counter() - started
-
-    owners, flops = np.array(plan.owners, dtype=np.int64), np.array(costs)
     rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
 
     def products_s(indices: Sequence[int]) -> Floats:
         """Seconds that each rank multiplies for the matrices with these indices."""
-        of = list(indices)
-        return np.bincount(owners[of], weights=flops[of], minlength=ranks) / rate
+        of = [plan.teams[index] for index in indices]
+        members = np.array([rank for team in of for rank in team.ranks], dtype=np.int64)
+        loads = np.array([load for team in of for load in team.loads])
+        return np.bincount(members, weights=loads, minlength=ranks) / rate
 
-    nodes = np.arange(ranks) * group.stride // hardware.node_ranks
     transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
     extra = np.zeros(ranks, dtype=np.int64)
     under_way: deque[Ints] = deque(maxlen=MIN_WAVES)
@@ -184,14 +192,14 @@ def _play(plan: Plan, products_s: Callable[[Sequence[int]], Floats], transfer_s:
 
 def _transfer_s(plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
     """Seconds in which a wave's rows arrive, or its updates leave; rows come from one replica only."""
-    table = [
-        (plan.owners[index], holder, shard.numel * element_bytes)
-        for index in wave
-        for shard in plan.layout.matrices[index].shards
-        for holder in shard.holders
-        if holder != plan.owners[index]
-    ]
-    owners, holders, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T
+    columns: list[tuple[Ints, Ints, Ints]] = []
+    for index in wave:
+        holders, numbers = held_by(plan.layout.matrices[index])
+        for portion, elements in plan.common(index):
+            there = (holders != portion.rank) & (elements[numbers] > 0)
+            sizes = elements[numbers][there] * element_bytes
+            columns.append((np.full(len(sizes), portion.rank), holders[there], sizes))
+    owners, holders, sizes = (np.concatenate(column) for column in zip(*columns, strict=True))
     far = nodes[owners] != nodes[holders]
     return max(
         float(np.bincount(ends[part], weights=sizes[part]).max(initial=0.0)) / (gb_per_s * 1e9)

@@ -45,14 +45,18 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
     return chance.sample(held, len(held))
 
 
-def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list[dict[int, torch.Tensor]]:
+def updates(
+    rank: int, world_size: int, *, seed: int, buffer_bytes: int, team_size: int | None = None
+) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
+    from megatron_muon.core.assignment import TeamRules
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
     from megatron_muon.core.exchange.steps import rectangle_view
     from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
+    from megatron_muon.core.teams import make_teams
 
     chance = random.Random(seed)
     matrices = []
@@ -63,9 +67,13 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
     layout = Layout(world_size, tuple(matrices))
     orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4)
     group = dist.group.WORLD
     assert group is not None
+    rules = None
+    if team_size is not None:
+        rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, team_size)
+    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4, rules=rules)
+    teams = {} if rules is None else make_teams(group, rules.nodes, rules.sizes[-1])
 
     def rows(index: int) -> torch.Tensor:
         full = torch.randn(matrices[index].shape, generator=torch.Generator().manual_seed(index))
@@ -97,20 +105,24 @@ def updates(rank: int, world_size: int, *, seed: int, buffer_bytes: int) -> list
 
     device = torch.device("cpu")
 
-    def batches(indices: Any) -> Any:
-        return orthogonalizer.batch([matrices[i] for i in indices])
+    def batches(indices: Any, portions: Any = ()) -> Any:
+        return orthogonalizer.batch([matrices[i] for i in indices], None, portions, teams)
 
     gathered = AllGatherExchange(layout, group, batches, device=device)
-    owner = OwnerExchange(plan, group, batches, device=device)
+    owner = OwnerExchange(plan, group, batches, device=device, teams=teams)
     results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
     held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
     assert all(set(result) == held for result in results)
     return results
 
 
-def of_all_layouts(rank: int, world_size: int, *, buffer_bytes: int) -> list[list[dict[int, torch.Tensor]]]:
+def of_all_layouts(
+    rank: int, world_size: int, *, buffer_bytes: int, team_size: int | None = None
+) -> list[list[dict[int, torch.Tensor]]]:
     """In a worker: `updates` of one layout after the other."""
-    return [updates(rank, world_size, seed=seed, buffer_bytes=buffer_bytes) for seed in range(LAYOUTS)]
+    return [
+        updates(rank, world_size, seed=seed, buffer_bytes=buffer_bytes, team_size=team_size) for seed in range(LAYOUTS)
+    ]
 
 
 @pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
@@ -121,3 +133,20 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int, buffer_bytes: int
             for found in others:
                 for index, update in expected.items():
                     assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
+
+
+@pytest.mark.parametrize(("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)]))
+@pytest.mark.parametrize("buffer_bytes", [1, 2**20], ids=["smaller than a matrix", "large"])
+def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, buffer_bytes: int) -> None:
+    """To the rounding of sums formed in another order, and the same bits again and with a slow rank."""
+    different = 0
+    for layouts in ranks(world_size, of_all_layouts, buffer_bytes=buffer_bytes, team_size=team_size):
+        for seed, (expected, first, *others) in enumerate(layouts):
+            for index, update in expected.items():
+                where = f"layout {seed}, matrix {index}"
+                error = (first[index] - update).abs().max()
+                assert error < 2e-5, f"{where}: {error}"
+                different += not torch.equal(first[index], update)
+                for again in others:
+                    assert torch.equal(again[index], first[index]), where
+    assert different, "no matrix was cut"

@@ -106,10 +106,10 @@ def blocks_done(rank: int, world_size: int, *, case: Case) -> int:
     done = 0
     original = Orthogonalizer.orthogonalize_stack
 
-    def counting(self: Any, stack: Any, scale: float, probe: Any) -> Any:
+    def counting(self: Any, stack: Any, *rest: Any) -> Any:
         nonlocal done
         done += len(stack)
-        return original(self, stack, scale, probe)
+        return original(self, stack, *rest)
 
     Orthogonalizer.orthogonalize_stack = counting  # this process ends with the task
     Trainer(case).step()

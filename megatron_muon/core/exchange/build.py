@@ -8,6 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.adaptive import SecondMoment
+from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.cost import AUTO
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.exchange.repeated import AllGatherExchange, LocalExchange
 from megatron_muon.core.exchange.shared import SharedExchange
@@ -15,7 +18,9 @@ from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.ranks import of_all_ranks
+from megatron_muon.core.portions import Portion
+from megatron_muon.core.ranks import nodes_of, of_all_ranks
+from megatron_muon.core.teams import make_teams
 
 OWNER, ALL_GATHER, SHARED, LOCAL = "owner", "allgather", "shared", "local"
 
@@ -30,6 +35,7 @@ def make_exchange(
     buffer_mb: float,
     wire: str,
     device: torch.device,
+    team_size: str = AUTO,
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL. Collective, but for LOCAL.
 
@@ -42,14 +48,18 @@ def make_exchange(
         buffer_mb: MiB that the waves under way may fill on a rank.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
+        team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
 
     Raises:
+        UserError: a team has more ranks than a node, or cannot have the second moment's norms.
         RuntimeError: ranks have made different plans.
     """
+    rules = _team_rules(team_size, group, orthogonalizer, moment) if scheme == OWNER else None
+    teams = {} if rules is None else make_teams(group, rules.nodes, rules.sizes[-1])
 
-    def batches(indices: Sequence[int]) -> Batch:
+    def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
         normalize = None if moment is None else moment.normalizer(indices)
-        return orthogonalizer.batch([layout.matrices[i] for i in indices], normalize)
+        return orthogonalizer.batch([layout.matrices[i] for i in indices], normalize, portions, teams)
 
     buffer_bytes = int(buffer_mb * 2**20)
     if scheme == LOCAL:
@@ -57,9 +67,33 @@ def make_exchange(
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype)
-    kind = {OWNER: OwnerExchange, SHARED: SharedExchange}[scheme]
-    return kind(plan, group, batches, wire_dtype=wire_dtype, device=device)
+    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules)
+    if scheme == SHARED:
+        return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
+    return OwnerExchange(plan, group, batches, wire_dtype=wire_dtype, device=device, teams=teams)
+
+
+def _team_rules(
+    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
+) -> TeamRules | None:
+    """Which teams may own a matrix; None for none."""
+    size = 0 if team_size == AUTO else int(team_size)
+    if size == 1 or group.size() == 1:
+        return None
+    if moment is not None and moment.normalizer(()) is not None:
+        if size:
+            raise UserError(
+                f"--muon-team-size {size}: NorMuon keeps the norm of a whole update, which no rank of a team has; use "
+                "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
+            )
+        return None
+    rules = TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
+    if size and size not in rules.sizes:
+        raise UserError(
+            f"--muon-team-size {size} is more than the ranks of a node that share these matrices; use auto, or "
+            f"{rules.sizes[-1]}"
+        )
+    return rules
 
 
 def _plan(
@@ -68,11 +102,12 @@ def _plan(
     orthogonalizer: Orthogonalizer,
     buffer_bytes: int,
     wire_dtype: torch.dtype,
+    rules: TeamRules | None,
 ) -> Plan:
     """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
     matrices, rank = layout.matrices, group.rank()
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize)
+    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize, rules=rules)
     if plan.oversized and rank == 0:
         largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
         most = plan.buffer_bytes(wire_dtype.itemsize)
@@ -88,7 +123,7 @@ def _plan(
                 f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
                 "other; start all ranks with the same settings, software and devices"
             )
-    owned = (matrix for matrix, owner in zip(matrices, plan.owners, strict=True) if owner == rank)
+    owned = (matrix for matrix, team in zip(matrices, plan.teams, strict=True) if team.ranks == (rank,))
     blocks = (block for matrix in owned for block in matrix.blocks)
     if (kinds := orthogonalizer.warm_up(blocks)) and rank == 0:
         print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)

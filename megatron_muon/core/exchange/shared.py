@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.steps import Batch, BatchMaker, InFlight, Parcels, PlannedExchange, RowPhases
+from megatron_muon.core.exchange.steps import Batch, BatchMaker, InFlight, Parcel, Parcels, PlannedExchange, RowPhases
 from megatron_muon.core.probe import Probe
 
 
@@ -47,9 +47,13 @@ class SharedExchange(PlannedExchange):
 
     def _share(self, owner: int, wave: tuple[int, ...], batches: BatchMaker) -> _Share:
         indices = [index for index in wave if self.plan.owners[index] == owner]
-        items = [(owner, index, self.layout.matrices[index].shards[0]) for index in indices]
+        parcels = []
+        for room, index in enumerate(indices):
+            (shard,) = self.layout.matrices[index].shards
+            ((portion, (piece,)),) = ((portion, portion.pieces(shard)) for portion in self.plan.portions(index))
+            parcels.append(Parcel(portion.rank, index, piece, shard, room))
         batch = batches(indices) if owner == self._rank else None
-        return _Share(owner, self._parcels(items, indices), batch)
+        return _Share(owner, self._parcels(parcels), batch)
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
@@ -74,7 +78,7 @@ class SharedExchange(PlannedExchange):
             torch._foreach_copy_(batch.allocate(self._nothing), rows.prepare(parcels.indices))
             updates = self._nothing.new_empty(parcels.numel)
             results, finite = batch.orthogonalize(probe)
-            torch._foreach_copy_(parcels.pieces(updates), results)
+            torch._foreach_copy_(parcels.in_buffer(updates), results)
             parcels.mark(updates, finite)
         return updates
 
@@ -91,4 +95,4 @@ class SharedExchange(PlannedExchange):
         with probe.phase("scatter_wait"):
             updates = flight.wait()
             finite = parcels.finite(updates)
-            rows.finalize(parcels.indices, parcels.pieces(updates), finite)
+            rows.finalize(parcels.indices, parcels.in_buffer(updates), finite)

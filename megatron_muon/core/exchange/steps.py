@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.portions import Piece, Portion
 from megatron_muon.core.probe import Probe
 
 
@@ -47,14 +48,17 @@ class Batch(Protocol):
     """Matrices that are orthogonalised together: filled, run, read."""
 
     def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Room for each whole matrix `(rows, cols)`, of the dtype and on the device of `like`."""
+        """Room for each whole matrix `(rows, cols)`, then each portion, of the dtype and on the device of `like`."""
 
     def orthogonalize(self, probe: Probe) -> tuple[list[torch.Tensor], torch.Tensor]:
         """The scaled update of each matrix, `(rows, cols)`, in its place; which are finite, `(matrices,)` bool."""
 
 
-BatchMaker = Callable[[Sequence[int]], Batch]
-"""Makes the batch of the matrices with the given indices; called at construction, once for each wave."""
+class BatchMaker(Protocol):
+    """Makes a batch; called at construction, once for each wave."""
+
+    def __call__(self, indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
+        """The batch of the whole matrices with these indices, and then of portions of others."""
 
 
 class Exchange(ABC):
@@ -134,8 +138,36 @@ class PlannedExchange(Exchange):
     def _make_routes(self, batches: BatchMaker) -> None:
         """Settle, before the first step, what this rank does in each wave."""
 
-    def _parcels(self, items: Sequence[tuple[int, int, Shard]], owned: Sequence[int]) -> Parcels:
-        return Parcels(items, owned, self.layout.world_size, self._nothing.device)
+    def _parcels(self, parcels: Sequence[Parcel]) -> Parcels:
+        return Parcels(parcels, self.layout.world_size, self._nothing.device)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A rectangle of a matrix between a rank that holds it and one that orthogonalises it.
+
+    Attributes:
+        other: the rank at the other end.
+        index: of the matrix.
+        piece: the rectangle.
+        shard: what the holder has of the matrix.
+        room: where this rank orthogonalises it, the place of the matrix or portion in its batch.
+    """
+
+    other: int
+    index: int
+    piece: Piece
+    shard: Shard
+    room: int = -1
+
+    def in_shard(self, shard: torch.Tensor) -> torch.Tensor:
+        """The rectangle in what the holder has of the matrix: a view."""
+        top, left = self.piece.row - self.shard.row_start, self.piece.col - self.shard.col_start
+        return shard.narrow(0, top, self.piece.rows).narrow(1, left, self.piece.cols)
+
+    def in_room(self, room: torch.Tensor) -> torch.Tensor:
+        """The rectangle in what its owner has of the matrix: a view."""
+        return room.narrow(0, self.piece.room_row, self.piece.rows).narrow(1, self.piece.room_col, self.piece.cols)
 
 
 class Parcels:
@@ -145,50 +177,51 @@ class Parcels:
     are zero. So nothing waits for the device, and no second message is needed.
 
     Args:
-        items: `(other rank, matrix index, shard)`; they are ordered by rank, and within a rank as given.
-        owned: matrices that this rank owns, in the order of its results.
+        parcels: they are ordered by the other rank, and within a rank as given.
         world_size: ranks of the group.
         device: where buffers lie.
 
     Attributes:
-        indices: of the matrices.
+        parcels: in their order.
+        indices: of their matrices.
         counts: elements for each rank of the group, or from it.
         numel: elements in all.
-        places: where this rank owns the matrices, the place of each one among the owned, on the device.
+        rooms: the rooms that they come from, on the device.
     """
 
-    def __init__(
-        self, items: Sequence[tuple[int, int, Shard]], owned: Sequence[int], world_size: int, device: torch.device
-    ) -> None:
-        items = sorted(items, key=itemgetter(0))
-        self.indices = [index for _, index, _ in items]
+    def __init__(self, parcels: Sequence[Parcel], world_size: int, device: torch.device) -> None:
+        self.parcels = sorted(parcels, key=attrgetter("other"))
+        self.indices = [parcel.index for parcel in self.parcels]
         self.counts = [0] * world_size
-        for other, _, shard in items:
-            self.counts[other] += shard.numel
+        for parcel in self.parcels:
+            self.counts[parcel.other] += parcel.piece.numel
         self.numel = sum(self.counts)
-        self._shards = [shard for _, _, shard in items]
-        self._sizes = [shard.numel for shard in self._shards]
-        place = {index: number for number, index in enumerate(owned)}
-        self._places = [place[index] for index in self.indices if index in place]
-        self.places = torch.tensor(self._places, dtype=torch.int64, device=device)
-        starts = [0, *itertools.accumulate(self._sizes)][: len(items)]
+        self._sizes = [parcel.piece.numel for parcel in self.parcels]
+        self.rooms = torch.tensor([parcel.room for parcel in self.parcels], dtype=torch.int64, device=device)
+        starts = [0, *itertools.accumulate(self._sizes)][: len(self.parcels)]
         self._first = torch.tensor(starts, dtype=torch.int64, device=device)
 
-    def pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """A buffer as the rectangles, one after the other: views."""
+    def in_buffer(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The rectangles `(rows, cols)` in a buffer: views."""
         pieces = buffer.split(self._sizes)
-        return [piece.view(shard.rows, shard.cols) for shard, piece in zip(self._shards, pieces, strict=True)]
+        shapes = ((parcel.piece.rows, parcel.piece.cols) for parcel in self.parcels)
+        return [piece.view(shape) for shape, piece in zip(shapes, pieces, strict=True)]
 
-    def rectangles(self, owned: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The rectangles of owned matrices: views."""
-        return [rectangle_view(owned[place], shard) for shard, place in zip(self._shards, self._places, strict=True)]
+    def in_rooms(self, rooms: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The rectangles in what this rank orthogonalises: views."""
+        return [parcel.in_room(rooms[parcel.room]) for parcel in self.parcels]
+
+    def in_shards(self, shards: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """The rectangles in what this rank holds of the matrices, by index: views."""
+        return [parcel.in_shard(shards[parcel.index]) for parcel in self.parcels]
 
     def mark(self, buffer: torch.Tensor, finite: torch.Tensor) -> None:
-        """Mark the updates that are not `finite`, `(updates,)` bool."""
-        buffer[self._first] = torch.where(finite, buffer[self._first], torch.nan)
+        """Mark the updates that are not `finite`, `(rooms,)` bool."""
+        first = buffer[self._first]
+        buffer[self._first] = torch.where(finite[self.rooms], first, torch.nan)
 
     def finite(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Which updates are finite, `(updates,)` bool; takes the marks away."""
+        """Which updates are finite, `(parcels,)` bool; takes the marks away."""
         first = buffer[self._first]
         finite = first.isfinite()
         buffer[self._first] = torch.where(finite, first, 0.0)
@@ -197,11 +230,15 @@ class Parcels:
 
 @dataclass
 class InFlight:
-    """A collective under way with the buffers that it reads and writes; they live until it has been waited for."""
+    """A collective under way with the buffers that it reads and writes; they live until it has been waited for.
+
+    What a rank has for itself, `kept`, waits with them.
+    """
 
     work: Any
     received: torch.Tensor
     sent: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
         """The received elements, in the order of the parcels that were expected."""

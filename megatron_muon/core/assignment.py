@@ -1,0 +1,218 @@
+"""Who owns which matrix: one rank, or a team where a matrix is more than a rank's share.
+
+The work of all ranks is made as even as it can be; of even assignments that which moves the fewest bytes is taken. A
+team costs more than it saves on a small matrix: every member repeats the polynomial of the Gram matrix and waits for
+the sums. So the planner looks for the lowest load that some sizes of teams reach, and takes teams only where they
+bring it down.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import numpy as np
+
+from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.portions import TEAM_SIZES, Team, chunks
+
+_GAIN = 0.9
+"""Teams are taken where they bring the largest load to this part of what it is without them."""
+
+
+@dataclass(frozen=True)
+class TeamRules:
+    """Which teams may own a matrix.
+
+    Attributes:
+        cost: the work of each rank of a team on a block, from its rows, its columns and the size of the team.
+        nodes: the node of each rank; a team lies in one.
+        size: of every team; 0 leaves it to the planner.
+    """
+
+    cost: Callable[[int, int, int], float]
+    nodes: Sequence[int]
+    size: int = 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """That teams may have, from 1 on."""
+        most = max(Counter(self.nodes).values(), default=1)
+        wanted = (1, self.size) if self.size else TEAM_SIZES
+        return tuple(size for size in wanted if size <= most)
+
+
+@dataclass(frozen=True)
+class _Division:
+    """How a team of some size divides the blocks of a matrix: `Team.cuts`, and what each rank has to do."""
+
+    cuts: tuple[tuple[int, int], ...] | None
+    loads: tuple[float, ...]
+
+    @property
+    def heaviest(self) -> float:
+        return max(self.loads)
+
+
+def assign(layout: Layout, costs: Sequence[float], rules: TeamRules | None, least: Sequence[int]) -> list[Team]:
+    """The owners of each matrix.
+
+    Args:
+        layout: all matrices of the group.
+        costs: the work of orthogonalising each matrix by one rank, in the unit of `rules.cost`.
+        rules: which teams may be formed; None forms none.
+        least: for each matrix the size of a team that it needs for its memory.
+    """
+    alone = [_Division(None, (cost,)) for cost in costs]
+    teams, heaviest = _place(layout, alone, ())
+    if rules is None or rules.sizes == (1,):
+        return teams
+    divide = cache(partial(_divide, rules))
+    blocks = [tuple(matrix.blocks) for matrix in layout.matrices]
+    if rules.size:
+        wanted = [rules.size] * len(blocks)
+    else:
+        wanted = _sizes(layout.world_size, blocks, costs, divide, rules, heaviest, least)
+    divisions = [
+        divide(of, min(size, max(rules.sizes))) if size > 1 else one
+        for of, size, one in zip(blocks, wanted, alone, strict=True)
+    ]
+    if all(len(division.loads) == 1 for division in divisions):
+        return teams
+    return _place(layout, divisions, rules.nodes)[0]
+
+
+def _sizes(
+    ranks: int,
+    blocks: Sequence[tuple[tuple[int, int], ...]],
+    costs: Sequence[float],
+    divide: Callable[[tuple[tuple[int, int], ...], int], _Division],
+    rules: TeamRules,
+    heaviest: float,
+    least: Sequence[int],
+) -> list[int]:
+    """The size of each matrix's team."""
+    kinds = Counter(zip(blocks, costs, least, strict=True))
+
+    def options(kind: tuple[tuple[tuple[int, int], ...], float, int]) -> dict[int, _Division]:
+        of, cost, smallest = kind
+        found = {1: _Division(None, (cost,))} | {size: divide(of, size) for size in rules.sizes if size > 1}
+        return {size: division for size, division in found.items() if size >= min(smallest, max(rules.sizes))}
+
+    of_kind = {kind: options(kind) for kind in kinds}
+
+    def chosen(limit: float) -> dict[object, int]:
+        """The smallest teams of which no rank has more to do than `limit`; where there is none, the fastest."""
+        sizes: dict[object, int] = {}
+        for kind, found in of_kind.items():
+            fastest = min(found, key=lambda size: found[size].heaviest)
+            sizes[kind] = next((size for size, division in found.items() if division.heaviest <= limit), fastest)
+        return sizes
+
+    def bound(sizes: dict[object, int]) -> float:
+        """A load that some rank reaches."""
+        divisions = [(of_kind[kind][sizes[kind]], count) for kind, count in kinds.items()]
+        mean = sum(sum(division.loads) * count for division, count in divisions) / ranks
+        return max(mean, *(division.heaviest for division, _ in divisions))
+
+    limits = sorted({division.heaviest for found in of_kind.values() for division in found.values()})
+    best = min((chosen(limit) for limit in limits), key=bound, default={})
+    if bound(best) > _GAIN * heaviest:
+        best = chosen(float("inf"))
+    return [best[kind] for kind in zip(blocks, costs, least, strict=True)]
+
+
+def _divide(rules: TeamRules, blocks: tuple[tuple[int, int], ...], size: int) -> _Division:
+    """Divide a matrix's blocks over a team: each goes to one rank, or to 2, 4, ... that lie side by side."""
+    sizes = [each for each in TEAM_SIZES if each <= size]
+    cost = {(block, each): rules.cost(*block, each) for block in set(blocks) for each in sizes if each <= max(block)}
+    order = sorted(range(len(blocks)), key=lambda number: (-cost[blocks[number], 1], number))
+    best: _Division | None = None
+    for limit in sorted(set(cost.values())) if not rules.size else [0.0]:
+        loads = np.zeros(size)
+        cuts = [(0, 1)] * len(blocks)
+        for number in order:
+            options = [each for each in sizes if (blocks[number], each) in cost]
+            if rules.size:
+                count = options[-1]
+            else:
+                fits = [each for each in options if cost[blocks[number], each] <= limit]
+                count = fits[0] if fits else min(options, key=lambda each: cost[blocks[number], each])
+            first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
+            loads[first : first + count] += cost[blocks[number], count]
+            cuts[number] = (first, count)
+        division = _Division(tuple(cuts), tuple(loads.tolist()))
+        if best is None or division.heaviest < best.heaviest:
+            best = division
+    assert best is not None
+    return best
+
+
+def _place(layout: Layout, divisions: Sequence[_Division], nodes: Sequence[int]) -> tuple[list[Team], float]:
+    """The most even of a few longest-first assignments, then the one that moves least; and its largest load.
+
+    Each assignment lets a matrix with one owner stay with the rank that holds most of it as long as that rank's load
+    stays below a cap, and otherwise gives it to the least loaded rank. A cap of zero is the classical
+    longest-processing-time rule. A team takes the ranks of a node whose largest load is the least.
+    """
+    order = sorted(range(len(divisions)), key=lambda index: (-divisions[index].heaviest, index))
+    held = [sorted((-s.numel, rank) for s in matrix.shards for rank in s.holders) for matrix in layout.matrices]
+    holders = [tuple(rank for _, rank in largest_first) for largest_first in held]
+    largest = max((division.heaviest for division in divisions), default=0.0)
+    fair = max(sum(sum(division.loads) for division in divisions) / layout.world_size, largest)
+    sizes = {len(division.loads) for division in divisions} - {1}
+    places = {
+        size: np.array([ranks for ranks in chunks(nodes, size) if len(ranks) == size], dtype=np.int64) for size in sizes
+    }
+    best: tuple[float, int] | None = None
+    chosen: list[Team] = []
+    most = 0.0
+    for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
+        teams, heaviest = _place_under(cap, order, divisions, holders, places, layout.world_size)
+        moved = sum(
+            matrix.numel - sum(s.numel for s in matrix.shards if team.ranks[0] in s.holders)
+            for matrix, team in zip(layout.matrices, teams, strict=True)
+            if len(team.ranks) == 1
+        )
+        # Loads within 3 % of the even share count as equal: below that, bytes decide.
+        merit = (max(heaviest / fair, 1.03) if fair else 0.0, moved)
+        if best is None or merit < best:
+            best, chosen, most = merit, teams, heaviest
+    return chosen, most
+
+
+def _place_under(
+    cap: float,
+    order: Sequence[int],
+    divisions: Sequence[_Division],
+    holders: Sequence[tuple[int, ...]],
+    places: dict[int, np.ndarray[tuple[int, int], np.dtype[np.int64]]],
+    world_size: int,
+) -> tuple[list[Team], float]:
+    """Owners, and the largest load."""
+    loads = np.zeros(world_size)
+    teams: list[Team | None] = [None] * len(order)
+    for index in order:
+        division = divisions[index]
+        if len(division.loads) > 1:
+            of_size = places[len(division.loads)]
+            ranks = of_size[int((loads[of_size] + division.loads).max(axis=1).argmin())]
+        else:
+            (cost,) = division.loads
+            owner = next((rank for rank in holders[index] if loads[rank] + cost <= cap), -1)
+            if owner < 0:
+                owner = int(loads.argmin())
+                least = loads[owner]
+                owner = next((rank for rank in holders[index] if loads[rank] <= least), owner)
+            ranks = np.array([owner])
+        loads[ranks] += division.loads
+        teams[index] = Team(tuple(ranks.tolist()), division.loads, division.cuts)
+    assert None not in teams
+    return teams, float(loads.max())  # type: ignore[return-value]
+
+
+def room_needed(matrix: Matrix, bytes_each: int, wave_bytes: int) -> int:
+    """The smallest team in which no rank has more than `wave_bytes` of a matrix; the largest where there is none."""
+    return next((size for size in TEAM_SIZES if matrix.numel * bytes_each <= size * wave_bytes), TEAM_SIZES[-1])
