@@ -65,6 +65,7 @@ class Problem:
     gradients: tuple[torch.Tensor, ...]
     orthogonalizer: Orthogonalizer
     plan: Plan
+    teams: Teams
     group: dist.ProcessGroup
     device: torch.device
 

@@ -9,17 +9,19 @@ bring it down.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
 
 import numpy as np
 
-from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.layout import Layout
 from megatron_muon.core.portions import TEAM_SIZES, Team, chunks
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of what it is without them."""
+
+_TRIED = 4
+"""So many choices of sizes are tried."""
 
 
 @dataclass(frozen=True)
@@ -53,78 +55,72 @@ class _Division:
 
     @property
     def heaviest(self) -> float:
+        """What the rank with most to do has to do."""
         return max(self.loads)
 
 
-def assign(layout: Layout, costs: Sequence[float], rules: TeamRules | None, least: Sequence[int]) -> list[Team]:
+def _heaviest(division: _Division) -> float:
+    return division.heaviest
+
+
+def assign(layout: Layout, costs: Sequence[float], rules: TeamRules | None) -> list[Team]:
     """The owners of each matrix.
 
     Args:
         layout: all matrices of the group.
         costs: the work of orthogonalising each matrix by one rank, in the unit of `rules.cost`.
         rules: which teams may be formed; None forms none.
-        least: for each matrix the size of a team that it needs for its memory.
     """
     alone = [_Division(None, (cost,)) for cost in costs]
     teams, heaviest = _place(layout, alone, ())
     if rules is None or rules.sizes == (1,):
         return teams
-    divide = cache(partial(_divide, rules))
     blocks = [tuple(matrix.blocks) for matrix in layout.matrices]
-    if rules.size:
-        wanted = [rules.size] * len(blocks)
-    else:
-        wanted = _sizes(layout.world_size, blocks, costs, divide, rules, heaviest, least)
-    divisions = [
-        divide(of, min(size, max(rules.sizes))) if size > 1 else one
-        for of, size, one in zip(blocks, wanted, alone, strict=True)
-    ]
-    if all(len(division.loads) == 1 for division in divisions):
-        return teams
-    return _place(layout, divisions, rules.nodes)[0]
+    limit = float("inf") if rules.size else _GAIN * heaviest
+    for divisions in _divisions(layout.world_size, blocks, costs, rules):
+        placed, heaviest = _place(layout, divisions, rules.nodes)
+        if heaviest <= limit:
+            teams, limit = placed, heaviest * (1.0 - 1e-9)
+    return teams
 
 
-def _sizes(
-    ranks: int,
-    blocks: Sequence[tuple[tuple[int, int], ...]],
-    costs: Sequence[float],
-    divide: Callable[[tuple[tuple[int, int], ...], int], _Division],
-    rules: TeamRules,
-    heaviest: float,
-    least: Sequence[int],
-) -> list[int]:
-    """The size of each matrix's team."""
-    kinds = Counter(zip(blocks, costs, least, strict=True))
+_Blocks = tuple[tuple[int, int], ...]
+_Kind = tuple[_Blocks, float]
+"""What matrices have in common: their blocks, and what one rank has to do for them."""
 
-    def options(kind: tuple[tuple[tuple[int, int], ...], float, int]) -> dict[int, _Division]:
-        of, cost, smallest = kind
-        found = {1: _Division(None, (cost,))} | {size: divide(of, size) for size in rules.sizes if size > 1}
-        return {size: division for size, division in found.items() if size >= min(smallest, max(rules.sizes))}
 
-    of_kind = {kind: options(kind) for kind in kinds}
+def _divisions(
+    ranks: int, blocks: Sequence[_Blocks], costs: Sequence[float], rules: TeamRules
+) -> Iterator[list[_Division]]:
+    """Some choices of a size for each matrix's team: those whose largest load can be the lowest, that one first."""
+    kinds: Counter[_Kind] = Counter(zip(blocks, costs, strict=True))
+    options = {
+        (of, cost): {size: _divide(rules, of, size) if size > 1 else _Division(None, (cost,)) for size in rules.sizes}
+        for of, cost in kinds
+    }
 
-    def chosen(limit: float) -> dict[object, int]:
+    def chosen(limit: float) -> dict[_Kind, _Division]:
         """The smallest teams of which no rank has more to do than `limit`; where there is none, the fastest."""
-        sizes: dict[object, int] = {}
-        for kind, found in of_kind.items():
-            fastest = min(found, key=lambda size: found[size].heaviest)
-            sizes[kind] = next((size for size, division in found.items() if division.heaviest <= limit), fastest)
-        return sizes
+        return {
+            kind: next((d for d in found.values() if d.heaviest <= limit), min(found.values(), key=_heaviest))
+            for kind, found in options.items()
+        }
 
-    def bound(sizes: dict[object, int]) -> float:
+    def bound(choice: Mapping[_Kind, _Division]) -> float:
         """A load that some rank reaches."""
-        divisions = [(of_kind[kind][sizes[kind]], count) for kind, count in kinds.items()]
-        mean = sum(sum(division.loads) * count for division, count in divisions) / ranks
-        return max(mean, *(division.heaviest for division, _ in divisions))
+        mean = sum(sum(choice[kind].loads) * count for kind, count in kinds.items()) / ranks
+        return max(mean, *map(_heaviest, choice.values()))
 
-    limits = sorted({division.heaviest for found in of_kind.values() for division in found.values()})
-    best = min((chosen(limit) for limit in limits), key=bound, default={})
-    if bound(best) > _GAIN * heaviest:
-        best = chosen(float("inf"))
-    return [best[kind] for kind in zip(blocks, costs, least, strict=True)]
+    if rules.size:
+        choices = [{kind: found[max(found)] for kind, found in options.items()}]
+    else:
+        limits = sorted({division.heaviest for found in options.values() for division in found.values()})
+        choices = sorted(map(chosen, limits), key=bound)[:_TRIED]
+    for choice in choices:
+        yield [choice[kind] for kind in zip(blocks, costs, strict=True)]
 
 
-def _divide(rules: TeamRules, blocks: tuple[tuple[int, int], ...], size: int) -> _Division:
+def _divide(rules: TeamRules, blocks: _Blocks, size: int) -> _Division:
     """Divide a matrix's blocks over a team: each goes to one rank, or to 2, 4, ... that lie side by side."""
     sizes = [each for each in TEAM_SIZES if each <= size]
     cost = {(block, each): rules.cost(*block, each) for block in set(blocks) for each in sizes if each <= max(block)}
@@ -211,8 +207,3 @@ def _place_under(
         teams[index] = Team(tuple(ranks.tolist()), division.loads, division.cuts)
     assert None not in teams
     return teams, float(loads.max())  # type: ignore[return-value]
-
-
-def room_needed(matrix: Matrix, bytes_each: int, wave_bytes: int) -> int:
-    """The smallest team in which no rank has more than `wave_bytes` of a matrix; the largest where there is none."""
-    return next((size for size in TEAM_SIZES if matrix.numel * bytes_each <= size * wave_bytes), TEAM_SIZES[-1])

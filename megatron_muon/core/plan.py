@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.assignment import TeamRules, assign, room_needed
+from megatron_muon.core.assignment import TeamRules, assign
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.portions import Portion, Team, rectangles
 
@@ -159,8 +159,7 @@ def make_plan(
     if buffer_bytes <= 0:
         raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
     wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
-    each = 2 * (element_bytes + UPDATE_BYTES)
-    teams = assign(layout, costs, rules, [room_needed(matrix, each, wave_bytes) for matrix in layout.matrices])
+    teams = assign(layout, costs, rules)
     loads = np.zeros(layout.world_size)
     whole: list[list[int]] = [[] for _ in range(layout.world_size)]
     travelling = []
