@@ -65,7 +65,6 @@ class Problem:
     gradients: tuple[torch.Tensor, ...]
     orthogonalizer: Orthogonalizer
     plan: Plan
-    teams: Teams
     group: dist.ProcessGroup
     device: torch.device
 
@@ -161,10 +160,9 @@ def make_exchange(method: str, problem: Problem) -> Exchange:
     orthogonalizer = problem.orthogonalizer
 
     def batch(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
+        assert not portions, "the plan has no teams"
         matrices = [problem.layout.matrices[index] for index in indices]
-        if method == "allgather":
-            return UpstreamBatch(matrices, orthogonalizer)
-        return orthogonalizer.batch(matrices, None, portions, problem.teams)
+        return UpstreamBatch(matrices, orthogonalizer) if method == "allgather" else orthogonalizer.batch(matrices)
 
     if method.startswith("allgather"):
         return AllGatherExchange(problem.layout, problem.group, batch, device=problem.device)

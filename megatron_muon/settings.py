@@ -11,7 +11,8 @@ from megatron_muon.core.cost import Iteration
 
 Offload = Literal["none", "cpu", "nvme"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
-OFFLOADS, DTYPES = get_args(Offload), get_args(MomentumDtype)
+TeamSize = Literal["auto", "1", "2", "4", "8"]
+OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""
@@ -53,7 +54,7 @@ class MuonSettings:
     muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway"""
 
-    muon_team_size: Literal["auto", "1", "2", "4", "8"] = "auto"
+    muon_team_size: TeamSize = "auto"
     """with the owner scheme: how many ranks of a node own a matrix together, each with a part of it; auto forms teams
     only where a matrix is more than a rank's share of the work, and where they save time"""
 

@@ -186,5 +186,6 @@ def _part(side: int, place: int, count: int) -> tuple[int, int]:
 def _common(
     starts: np.ndarray[Any, np.dtype[np.int64]], counts: np.ndarray[Any, np.dtype[np.int64]], start: int, count: int
 ) -> np.ndarray[Any, np.dtype[np.int64]]:
-    common: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(starts + counts, start + count)
-    return np.maximum(common - np.maximum(starts, start), 0)
+    ends: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(starts + counts, start + count)
+    common: np.ndarray[Any, np.dtype[np.int64]] = np.maximum(ends - np.maximum(starts, start), 0)
+    return common

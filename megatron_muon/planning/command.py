@@ -7,6 +7,7 @@ even it is, what travels, what memory it takes and what a step may cost on a nam
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Ints, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
-from megatron_muon.settings import MuonSettings
+from megatron_muon.settings import TEAM_SIZES, MuonSettings
 
 EVEN = 1.05
 """Loads whose maximum is within this factor of the mean count as even."""
@@ -62,6 +63,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="buffer of the waves on a rank (the config's --muon-exchange-buffer-mb, or 256)")  # fmt: skip
     add("--exchange-dtype", choices=("auto", "fp32", "bf16"),
         help="what travels; auto: as Newton-Schulz starts (the config's --muon-exchange-dtype, or auto)")  # fmt: skip
+    add("--team-size", choices=TEAM_SIZES,
+        help="ranks that own a matrix together (the config's --muon-team-size, or auto)")  # fmt: skip
     add("--ns", choices=("auto", "standard", "gram"), help="the iteration (the config's --muon-ns, or auto)")
     add("--ns-dtype", choices=("bf16", "fp32"),
         help="its precision (the config's --muon-fp32-matmul-prec: bf16 for medium and without it)")  # fmt: skip
@@ -91,6 +94,7 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
         "settings": {
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": settings.exchange_dtype,
+            "team_size": settings.team_size,
             "ns": settings.iteration.method,
             "ns_dtype": "bf16" if settings.iteration.half else "fp32",
             "ns_steps": settings.iteration.steps,
@@ -121,7 +125,12 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints], element_bytes: i
         "parameters": sum(matrix.numel for matrix in matrices),
         "ns_load": {
             "max_over_mean": float(loads.max()) / mean if loads.any() else 1.0,
-            "least_possible": max(largest / mean, 1.0),  # by any plan, for the sake of the costliest matrix
+            "least_possible": max(largest / mean, 1.0),  # with these teams, for the sake of the costliest matrix
+        },
+        "matrices_of_teams": {
+            str(size): count
+            for size, count in sorted(Counter(len(t.ranks) for item in plans for t in item.plan.teams).items())
+            if size > 1
         },
         "exchange_bytes": {
             "max_per_rank": int(total(lambda plan: plan.exchanged_bytes(element_bytes)).max()),
@@ -192,7 +201,8 @@ def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Sett
     iteration.check()
     half = iteration.half
     iteration = replace(iteration, products=hardware.products(half=half))
-    return Settings(buffer, ("bf16" if half else "fp32") if exchange == "auto" else exchange, iteration)
+    dtype = ("bf16" if half else "fp32") if exchange == "auto" else exchange
+    return Settings(buffer, dtype, iteration, args.team_size or config.muon_team_size)
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
@@ -230,7 +240,7 @@ def notes(figures: dict[str, Any]) -> list[str]:
         load, least = group["ns_load"].values()
         why = f"{group['matrices'] / group['ranks']:.1f} matrices a rank, of few sizes, leave little choice"
         if load <= EVEN * least:
-            why = f"the largest matrix alone is {least:.2f} times a rank's even share"
+            why = f"one matrix, or a team's part of it, is {least:.2f} times a rank's even share"
         if load > EVEN:
             lines.append(f"{group['name']}, uneven: {why}")
     if figures["oversized"]:
@@ -264,6 +274,9 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "matrices": lambda c: f"{c['matrices']:,}",
     "parameters in them": lambda c: f"{c['parameters'] / 1e6:,.1f} M",
     "owners' load, max / mean": lambda c: f"{c['ns_load']['max_over_mean']:.3f}",
+    "matrices that teams own": lambda c: (
+        ", ".join(f"{count:,} of {size} ranks" for size, count in c["matrices_of_teams"].items()) or "none"
+    ),
     "most received by a rank": lambda c: _size(c["exchange_bytes"]["max_per_rank"]),
     "  by all-gather": lambda c: _size(c["exchange_bytes"]["allgather_per_rank"]),
     "  owner scheme": _saving,

@@ -118,7 +118,7 @@ class GroupPlan:
     group: Group
     plan: Plan
     seconds: float  # of planning
-    largest: float  # operations of the costliest matrix
+    largest: float  # work of the costliest matrix, on the rank of its team with most of it
     extra_bytes: int  # the most that a rank holds for waves under way and for a filler between them
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
@@ -162,7 +162,7 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         group=group,
         plan=plan,
         seconds=seconds,
-        largest=max(costs, default=0.0),
+        largest=max((max(team.loads) for team in plan.teams), default=0.0),
         extra_bytes=int((extra + np.array(fillers) * 2 * UPDATE_BYTES).max()),  # of a filler a matrix and its update
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=2 * sum(transfer_s) * 1e3,

@@ -1,0 +1,199 @@
+"""Teams: what each rank has of a block, who gets one, and the iteration over its parts."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.core import newton_schulz as ns
+from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.cost import DENSE, KERNEL, Iteration
+from megatron_muon.core.layout import Layout, Matrix, RowSplit, row_sharded
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.portions import TEAM_SIZES, Team, chunks, rectangles
+
+# What each rank has
+
+
+@given(data=st.data())
+def test_portions_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
+    groups, parts = data.draw(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=3)))
+    split, cols = RowSplit(groups, tuple(parts)), data.draw(st.integers(1, 40))
+    bounds = sorted(data.draw(st.lists(st.integers(0, split.rows), min_size=2, max_size=2)))
+    held = [bounds[0], bounds[1] - bounds[0], split.rows - bounds[1]]
+    matrix = row_sharded("w", (split.rows, cols), held, split)
+    size = data.draw(st.sampled_from(TEAM_SIZES[1:]))
+    cuts = []
+    for block in matrix.blocks:
+        count = data.draw(st.sampled_from([each for each in TEAM_SIZES if each <= min(size, max(block))]))
+        cuts.append((data.draw(st.integers(0, size // count - 1)) * count, count))
+    team = Team(tuple(range(size)), (0.0,) * size, tuple(cuts))
+
+    numbers = torch.arange(1, matrix.numel + 1).view(matrix.shape)
+    blocks = [view.reshape(shape) for view, shape in zip(split.views(numbers), matrix.blocks, strict=True)]
+    seen = torch.zeros_like(numbers)
+    rooms: list[list[torch.Tensor]] = [[] for _ in blocks]
+    for portion in team.portions(0, matrix):
+        room = torch.zeros(portion.shape, dtype=numbers.dtype)
+        common = portion.overlaps(rectangles(matrix.shards))
+        for shard, elements in zip(matrix.shards, common, strict=True):
+            pieces = portion.pieces(shard)
+            assert sum(piece.numel for piece in pieces) == elements
+            for piece in pieces:
+                there = slice(piece.row, piece.row + piece.rows), slice(piece.col, piece.col + piece.cols)
+                assert shard.row_start <= piece.row
+                assert piece.row + piece.rows <= shard.row_start + shard.rows
+                seen[there] += 1
+                room[piece.room_row : piece.room_row + piece.rows, piece.room_col : piece.room_col + piece.cols] = (
+                    numbers[there]
+                )
+        assert portion.block is not None
+        rooms[portion.block].append(room)
+    assert seen.eq(1).all()
+    for block, of_block in zip(blocks, rooms, strict=True):
+        assert torch.equal(torch.cat(of_block, dim=0 if len(block) > block.shape[1] else 1), block)
+
+
+def test_parts_of_long_sides_are_multiples_of_eight() -> None:
+    team = Team((0, 1, 2, 3), (0.0,) * 4, ((0, 4),))
+    assert [p.shape for p in team.portions(0, Matrix("w", (64, 201)))] == [(64, 48), (64, 56), (64, 48), (64, 49)]
+    assert [p.shape for p in team.portions(0, Matrix("w", (63, 5)))] == [(15, 5), (16, 5), (16, 5), (16, 5)]
+
+
+def test_teams_lie_in_one_node() -> None:
+    assert chunks([0, 0, 0, 1, 1, 1], 2) == [(0, 1), (2,), (3, 4), (5,)]
+    assert chunks([0, 1, 0, 1], 2) == [(0, 2), (1, 3)]
+
+
+# Who gets one
+
+
+def rules(ranks: int, *, node: int = 8, size: int = 0) -> TeamRules:
+    return TeamRules(Iteration(products=KERNEL).cost, [rank // node for rank in range(ranks)], size)
+
+
+def plan_of(shapes: list[tuple[int, int]], ranks: int, teams: TeamRules | None) -> Plan:
+    matrices = []
+    for number, shape in enumerate(shapes):
+        held = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
+        matrices.append(row_sharded(str(number), shape, held))
+    costs = [float(Iteration(products=KERNEL).flops(*shape)) for shape in shapes]
+    return make_plan(Layout(ranks, tuple(matrices)), costs, buffer_bytes=2**28, element_bytes=2, rules=teams)
+
+
+def sizes(plan: Plan) -> list[int]:
+    return [len(team.ranks) for team in plan.teams]
+
+
+def test_a_matrix_beyond_a_ranks_share_gets_a_team() -> None:
+    shapes = [(28672, 4096), *[(4096, 4096)] * 2]
+    alone, together = plan_of(shapes, 8, None), plan_of(shapes, 8, rules(8))
+    assert sizes(together)[0] > 1
+    assert max(together.loads) < 0.6 * max(alone.loads)
+    for index, team in enumerate(together.teams):
+        assert len(team.loads) == len(team.ranks), index
+    assert sum(together.loads) == pytest.approx(sum(sum(team.loads) for team in together.teams))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "ranks"), [([(4096, 4096)] * 64, 8), ([(64, 256), (64, 64)], 4)], ids=["even", "small"]
+)
+def test_where_teams_save_nothing_there_are_none(shapes: list[tuple[int, int]], ranks: int) -> None:
+    plan = plan_of(shapes, ranks, rules(ranks))
+    assert set(sizes(plan)) == {1}
+    assert plan == plan_of(shapes, ranks, None)
+
+
+def test_a_size_holds_for_all() -> None:
+    assert sizes(plan_of([(4096, 4096)] * 64, 8, rules(8, size=4))) == [4] * 64
+
+
+def test_members_share_a_node() -> None:
+    plan = plan_of([(28672, 4096)] * 4, 24, rules(24, node=4))
+    assert max(sizes(plan)) == 4
+    assert all(len({rank // 4 for rank in team.ranks}) == 1 for team in plan.teams)
+
+
+def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
+    split = RowSplit(1, (4096, 4096))
+    matrix = row_sharded("gate_up", (8192, 4096), [4096, 4096], split)
+    cost = float(2 * Iteration(products=KERNEL).flops(4096, 4096))
+    plan = make_plan(Layout(2, (matrix,)), [cost], buffer_bytes=2**28, element_bytes=2, rules=rules(2))
+    assert plan.teams[0].cuts == ((0, 1), (1, 1))
+    assert plan.loads == (cost / 2, cost / 2)
+
+
+def test_more_ranks_make_a_step_no_slower() -> None:
+    """Llama 3's matrices of 32 layers: the largest load falls, or stays, up to 4,096 ranks."""
+    shapes = [shape for _ in range(32) for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))]
+    loads = [max(plan_of(shapes, ranks, rules(ranks)).loads) for ranks in (64, 128, 256, 1024, 4096)]
+    assert all(after <= before for before, after in itertools.pairwise(loads)), loads
+    assert loads[-1] < 0.5 * max(plan_of(shapes, 4096, None).loads)
+
+
+def test_what_a_team_costs() -> None:
+    """A team of 8 on 4096 x 28672: 6 a / 8 + 11 of 6 a + 11 dense products, a = 7, and the time of three sums."""
+    n, iteration = 4096, Iteration(products=DENSE)
+    assert iteration.flops(n, 7 * n) == (12 * 7 + 22) * n**3
+    assert iteration.flops(n, 7 * n, 8) == (12 * 7 // 8 * 8 / 8 + 22 + 0.5) * n**3
+    moved = 2 * 7 / 8 * 4 * n * n
+    assert iteration.cost(n, 7 * n, 8) == pytest.approx(
+        iteration.flops(n, 7 * n, 8) + 3 * (DENSE.per_sum + DENSE.per_byte * moved)
+    )
+    assert iteration.cost(n, 7 * n) == iteration.flops(n, 7 * n)
+
+
+# The iteration over parts
+
+Iterate = Callable[..., torch.Tensor]
+
+
+def in_parts(iterate: Iterate, x: torch.Tensor, steps: ns.Coefficients, members: int) -> torch.Tensor:
+    """The iteration by threads that stand for a team's ranks."""
+    parts = [part.contiguous() for part in x.tensor_split(members, dim=2)]
+    given: list[torch.Tensor] = [x] * members
+    results: list[torch.Tensor] = [x] * members
+    meeting = threading.Barrier(members, timeout=60)
+
+    def member(place: int) -> None:
+        def total(part: torch.Tensor) -> torch.Tensor:
+            given[place] = part.float()
+            meeting.wait()
+            found = torch.stack(given).sum(dim=0).to(part.dtype)
+            meeting.wait()
+            return found
+
+        results[place] = iterate(parts[place], steps, None, total)
+
+    threads = [threading.Thread(target=member, args=(place,)) for place in range(members)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return torch.cat(results, dim=2)
+
+
+@pytest.mark.parametrize("iterate", [ns.gram, ns.standard])
+@pytest.mark.parametrize("members", [2, 8])
+@pytest.mark.parametrize("rank", [8, 96], ids=["few directions", "all directions"])
+def test_parts_are_as_exact_as_the_whole(iterate: Iterate, members: int, rank: int) -> None:
+    """Against fp32, with bf16 products: the error of parts is that of whole blocks."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(3, 96, rank, generator=generator), torch.randn(3, rank, 250, generator=generator))
+    x = left @ right + 1e-3 * torch.randn(3, 96, 250, generator=generator)
+    x = (x / x.abs().amax(dim=(1, 2), keepdim=True)).bfloat16()
+    steps = ns.coefficients("quintic", 5)
+    exact = iterate(x.float(), steps)
+    torch.testing.assert_close(in_parts(iterate, x.float(), steps, members), exact, rtol=0.0, atol=2e-5)
+
+    def error(found: torch.Tensor) -> float:
+        return float((found.float() - exact).norm() / exact.norm())
+
+    of_parts, of_whole = error(in_parts(iterate, x, steps, members)), error(iterate(x, steps))
+    assert 0.0 < of_parts < 1.2 * of_whole
