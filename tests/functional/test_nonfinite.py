@@ -110,6 +110,7 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
         Case(strategy="no_shard", layers=1),
         Case(strategy="no_shard", layers=1, optimizer={"muon_share_replicated": True}),
         Case(strategy="optim_grads_params", layers=1),
+        Case(strategy="optim_grads_params", layers=1, optimizer={"muon_team_size": "2"}),
         Case(strategy="optim", layers=1, optimizer={"muon_exchange": "allgather"}),
         Case(strategy="optim_grads_params", layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
         Case(
