@@ -40,6 +40,20 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
+@pytest.fixture
+def delayed_ranks(ranks: Pool) -> Iterator[Pool]:
+    """The ranks with delayed collectives."""
+    with ranks.delayed():
+        yield ranks
+
+
+@pytest.fixture(params=["gloo", pytest.param("delayed", marks=pytest.mark.wide)])
+def delayed_too(request: pytest.FixtureRequest) -> None:
+    """Runs a test a second time with delayed collectives."""
+    if request.param == "delayed":
+        request.getfixturevalue("delayed_ranks")
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     """The flags to train on a tiny corpus."""
