@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,18 +41,11 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture
-def delayed_ranks(ranks: Pool) -> Iterator[Pool]:
-    """The ranks with delayed collectives."""
-    with ranks.delayed():
-        yield ranks
-
-
 @pytest.fixture(params=["gloo", pytest.param("delayed", marks=pytest.mark.wide)])
-def delayed_too(request: pytest.FixtureRequest) -> None:
-    """Runs a test a second time with delayed collectives."""
-    if request.param == "delayed":
-        request.getfixturevalue("delayed_ranks")
+def delayed_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
+    """Runs a test a second time, `wide`, with delayed collectives (delayed.py)."""
+    with ranks.delayed() if request.param == "delayed" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ Within `delayed_collectives` an asynchronous collective is carried out when it i
     wait    the ranks compare what they carry out; then what is sent is read, and what is received is written
     after   what was only sent is filled with NaN
 
-A rank sleeps at random, seeded, before both. Until the wait the buffers are the program's to keep: the work has none of
-them. So whoever reads a buffer too early reads NaN, whoever changes a sent one too early sends that, and an error says
-that a buffer was freed too early, that a received one was written to, or that nobody waited. Ranks that wait in
-different orders would wait for each other: they get an error that names two of them.
+A rank sleeps at random, seeded, before both. The work keeps no buffer alive. So whoever reads a buffer too early reads
+NaN, and whoever changes what is sent too early sends the change; a buffer that is freed before the wait, or written to
+although it is being filled, and a collective that nobody waits for, are errors. Ranks that wait in different orders,
+which NCCL allows, would wait for each other here: they get an error that names two of them.
 
 The methods of ProcessGroup are replaced, so that no function of torch.distributed and no group is left out; one that
 is not in the table below is refused. Collectives that are not asynchronous are delayed and compared, no more.
@@ -90,7 +90,7 @@ class _Delays:
         self.all_gather = dist.ProcessGroup.allgather
 
     def sleep(self) -> None:
-        """Hardly ever long, so that ranks lie apart by more than one collective now and then."""
+        """Mostly short, now and then long."""
         time.sleep(_LONGEST_S * self.chance.random() ** 8)
 
 
@@ -133,7 +133,7 @@ class _Delayed:
         args = tree_map_only(_Buffer, self._tensor, self._args)
         written = tree_leaves(args[:1])
         if self._asynchronous and not all(_poisoned(tensor) for tensor in written):
-            self._fail("what it writes was written to before that")
+            self._fail("a buffer that it fills was written to before the wait")
         for tensor, values in zip(written, self._aside, strict=False):
             tensor.copy_(values)
         self._delays.sleep()
@@ -164,7 +164,7 @@ class _Delayed:
 
     def _tensor(self, buffer: _Buffer) -> torch.Tensor:
         tensor = buffer.tensor()
-        return self._fail("a buffer of it was freed before that") if tensor is None else tensor
+        return self._fail("one of its buffers was freed before the wait") if tensor is None else tensor
 
     def _fail(self, what: str) -> Any:
         raise DelayedError(f"rank {self._delays.rank} waits for {self}: {what}")
@@ -178,7 +178,7 @@ class _Delayed:
         try:
             self._delays.all_gather(self._group, [everyone], [mine], options).wait()
         except RuntimeError:
-            self._fail(f"not all of them came; {self._whereabouts()}")
+            self._fail(f"not all of them wait for it; {self._whereabouts()}")
         for rank, text in zip(dist.get_process_group_ranks(self._group), everyone, strict=True):
             if (theirs := bytes(text.tolist()).decode().strip()) != self._text:
                 self._fail(f"rank {rank} waits for {theirs}; all ranks must wait in one order")
@@ -188,7 +188,7 @@ class _Delayed:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"delayed {self._delays.rank}", self._text)
         found = []
-        for rank in set(dist.get_process_group_ranks(self._group)) - {self._delays.rank}:
+        for rank in sorted({*dist.get_process_group_ranks(self._group)} - {self._delays.rank}):
             try:
                 store.wait([f"delayed {rank}"], datetime.timedelta(seconds=3))
                 found.append(f"rank {rank} waits for {store.get(f'delayed {rank}').decode()}")
