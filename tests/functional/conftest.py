@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,13 @@ def ranks() -> Iterator[Pool]:
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(params=["gloo", pytest.param("delayed", marks=pytest.mark.wide)])
+def delayed_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
+    """Runs a test a second time, `wide`, with delayed collectives (delayed.py)."""
+    with ranks.delayed() if request.param == "delayed" else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="module")

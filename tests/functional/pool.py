@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ class Pool:
     """Workers for up to `MAX_RANKS` ranks, started at the first task."""
 
     def __init__(self) -> None:
+        self._delay_seed: int | None = None
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._tasks = 0
@@ -65,7 +66,8 @@ class Pool:
         self._start(world_size)
         self._tasks += 1
         store = Path(self._folder.name) / f"store-{self._tasks}"
-        task = pickle.dumps((function.__module__, function.__qualname__, world_size, str(store), kwargs))
+        name = (function.__module__, function.__qualname__)
+        task = pickle.dumps((*name, world_size, str(store), self._delay_seed, kwargs))
         ranks = self._workers[:world_size]
         try:
             for worker in ranks:
@@ -82,6 +84,15 @@ class Pool:
             self.kill()
             raise RankError(f"{function.__qualname__} failed on {world_size} ranks\n{report}")
         return [result for _, result in answers]
+
+    @contextlib.contextmanager
+    def delayed(self, seed: int = 1) -> Iterator[Pool]:
+        """Tasks run with delayed collectives (delayed.py) meanwhile."""
+        self._delay_seed = seed
+        try:
+            yield self
+        finally:
+            self._delay_seed = None
 
     @property
     def pids(self) -> list[int]:
@@ -196,8 +207,12 @@ def _work(index: int, address: str) -> None:
             sys.exit(f"the task's process ended with status {status}")
 
 
-def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwargs: dict[str, Any]) -> tuple[str, Any]:
+def _answer(
+    rank: int, module: str, name: str, world_size: int, store: str, delay_seed: int | None, kwargs: dict[str, Any]
+) -> tuple[str, Any]:
     import torch.distributed as dist
+
+    from tests.functional.delayed import delayed_collectives
 
     try:
         dist.init_process_group(
@@ -211,7 +226,9 @@ def _answer(rank: int, module: str, name: str, world_size: int, store: str, kwar
             RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size)
         )
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as torchrun does; the process group is there
-        result = getattr(importlib.import_module(module), name)(rank, world_size, **kwargs)
+        function = getattr(importlib.import_module(module), name)
+        with contextlib.nullcontext() if delay_seed is None else delayed_collectives(delay_seed):
+            result = function(rank, world_size, **kwargs)
         pickle.dumps(result)
         dist.barrier()
     except BaseException:

@@ -19,6 +19,8 @@ from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.usefixtures("delayed_too")
+
 STEPS = 10
 CHECKED = (1, 2, STEPS)
 METHODS = ("adamuon", "normuon")

@@ -20,6 +20,8 @@ from megatron_muon.core.probe import SILENT
 from tests.functional.pool import Pool
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.usefixtures("delayed_too")
+
 LAYOUTS = 20
 
 

@@ -18,6 +18,8 @@ from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import assert_same_bits, check, run
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.usefixtures("delayed_too")
+
 SHARDED = STRATEGIES[1:]
 OUTER = "optim_grads_params, outer optim"
 WHOLE = {"muon_tp_mode": "duplicated"}

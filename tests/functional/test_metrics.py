@@ -18,6 +18,8 @@ from tests.functional.test_layouts import MOE, TP
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.usefixtures("delayed_too")
+
 QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {
     "owner": (2, Case(optimizer=QUIET)),

@@ -23,7 +23,8 @@ from megatron_muon.core.plan import make_plan
 from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import PAGE, Header, MomentumFile
-from megatron_muon.offload.store import DISK, HOST, RecordStore
+from megatron_muon.offload.ring import Piece, Ring
+from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 from tests.unit.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
 
@@ -53,7 +54,7 @@ class Work:
 class Trial:
     """Rank 0 of two trains: real store, optimizer and exchange."""
 
-    def __init__(self, gpu: Gpu, folder: Path, *, place: str, nesterov: bool = True) -> None:
+    def __init__(self, gpu: Gpu, folder: Path, *, place: str, nesterov: bool = True, staging_pages: int = 3) -> None:
         self.gpu = gpu
         self.behind: list[bool] = []  # whether a record's copy back lies behind the products that were enqueued last
         self.order: list[str] = []
@@ -89,13 +90,13 @@ class Trial:
             weight_decay=0.1,
             decoupled_weight_decay=True,
             names={weight: f"w{i}" for i, weight in enumerate(self.weights)},
-            store=self._store(held, folder, place),
+            store=self._store(held, folder, place, PAGE * staging_pages),
         )
         self.store = self.muon.store
         assert self.store is not None
         self.store.take_back = self._noting(self.store.take_back)  # type: ignore[method-assign]
 
-    def _store(self, held: Any, folder: Path, place: str) -> RecordStore:
+    def _store(self, held: Any, folder: Path, place: str, staging_bytes: int) -> RecordStore:
         sizes = [4 * shard.numel for shard in held]
         self.file = MomentumFile(folder, Header("run", 0, 0, "dense0", "fp32", PAGE * len(sizes)))
         self.file.take_space()
@@ -107,7 +108,7 @@ class Trial:
             [place] * len(held),
             codec_of("fp32"),
             device=torch.device("cuda", 0),
-            staging_bytes=3 * PAGE,  # a record a part
+            staging_bytes=staging_bytes,  # three pages: a record a part
             files=files,
         )
 
@@ -180,10 +181,14 @@ def test_rows_are_prepared_beside_products(trial: Callable[..., Trial], place: s
     assert one_stream.order.index("products") < len(one_stream.order) - one_stream.order[::-1].index("rows")
 
 
-def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
-    """And their memory is used again only behind what reads them."""
+@pytest.mark.parametrize("early", [False, True])
+def test_rows_of_two_waves_exist_at_most(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, early: bool
+) -> None:
+    """And their memory is used again only behind what reads them; `early` is the negative control."""
     one = trial(place=DISK)
-    prepare_stream = one.store.prepare_stream  # type: ignore[union-attr]
+    assert one.store is not None
+    prepare_stream = one.store.prepare_stream
     assert prepare_stream is not None
     alive: list[int] = []
     most: list[int] = []
@@ -191,7 +196,7 @@ def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
     prepare, finalize = one.muon.prepare, one.muon.finalize
 
     def watched(indices: Sequence[int]) -> list[torch.Tensor]:
-        assert one.gpu.early == []
+        assert one.gpu.early == [], "memory of rows that are still read"
         rows = prepare(indices)
         for values in rows:
             alive.append(wave)
@@ -208,9 +213,20 @@ def test_rows_of_two_waves_exist_at_most(trial: Callable[..., Trial]) -> None:
         one.gpu.early.clear()
         end_step()
 
-    end_step = one.store.end_step  # type: ignore[union-attr]
-    one.store.end_step = between_steps  # type: ignore[union-attr, method-assign]
+    def behind_nothing(indices: Sequence[int]) -> list[torch.Tensor]:
+        """Its event, behind which a wave's rows have been read, is one of long ago."""
+        with monkeypatch.context() as patch:
+            patch.setattr(one.gpu.products, "record_event", lambda: Event(one.gpu, {}, 0.0))
+            return prepare_beside(indices)
+
+    prepare_beside, end_step = prepare_stream.prepare, one.store.end_step
+    one.store.end_step = between_steps  # type: ignore[method-assign]
     one.muon.prepare, one.muon.finalize = watched, counted  # type: ignore[method-assign]
+    if early:
+        monkeypatch.setattr(prepare_stream, "prepare", behind_nothing)
+        with pytest.raises(AssertionError, match="memory of rows that are still read"):
+            one.train()
+        return
     one.train()
     assert max(most) == 2
     assert alive == []
@@ -226,18 +242,74 @@ def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
     assert gpu.driver.registered == {}
 
 
-@pytest.mark.parametrize("missing", ["rows", "gradients", "copies in"])
-def test_the_paper_shows_a_missing_wait(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    """Negative control."""
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.wide) for seed in range(1, 12))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("place", [HOST, DISK])
+def test_no_piece_of_the_ring_is_rewritten_before_its_event(trial: Callable[..., Trial], place: str, seed: int) -> None:
+    """However long transfers and products take, and whatever the ring's size; and no bit differs from no offload."""
+    expected = trial(place=DEVICE).train()
+    for staging_pages in (3, 4 + seed % 9):
+        one = trial(place=place, staging_pages=staging_pages)
+        one.gpu.restart(seed)
+        assert all(torch.equal(*both) for both in zip(one.train(), expected, strict=True))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("place", [HOST, DISK])
+def test_transfers_overlap_products(trial: Callable[..., Trial], place: str, seed: int) -> None:
+    """On a timeline on which both take their time, of a GPU that transfers about as much as it multiplies."""
+    one = trial(place=place)
+    one.gpu.restart(seed)
+    one.train()
+    assert one.gpu.hidden() > 0.5
+
+
+def test_the_timeline_shows_transfers_that_hold_products_up(trial: Callable[..., Trial]) -> None:
+    """Negative control: with the products on one stream, no transfer overlaps them."""
     one = trial(place=DISK)
+    assert one.store is not None
+    one.store.prepare_stream = None
+    one.store._streams[:] = [one.gpu.products] * 2
+    one.gpu.restart(0)
+    one.train()
+    assert one.gpu.hidden() == 0.0
+
+
+WAITS = ["rows", "gradients", "copies in", "copies out", "copies out, on the host", "writes", "a slot too many"]
+
+
+@pytest.mark.parametrize("place", [HOST, DISK])
+@pytest.mark.parametrize("missing", WAITS)
+def test_the_paper_shows_a_missing_wait(
+    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, missing: str, place: str
+) -> None:
+    """Negative control: without one of the waits, or with a ring that gives out its first slot as its last one too."""
+    one = trial(place=place)
+    assert one.store is not None
     prepare = one.store.prepare_stream._stream  # type: ignore[union-attr]
-    victim, name = {
-        "rows": (one.gpu.products, "wait_stream"),
-        "gradients": (prepare, "wait_stream"),
-        "copies in": (prepare, "wait_event"),
+    submit, take = one.store._writers.submit, Ring.take
+
+    def give_back_at_once(run: Any, staged: Any, *args: Any) -> Any:
+        staged.give_back()
+        return submit(run, staged, *args)
+
+    def take_one_too_many(ring: Ring, size: int) -> Piece | None:
+        piece = take(ring, size)
+        if piece is not None and piece.end == ring.size:
+            piece.memory = ring.memory[: piece.memory.numel()]
+        return piece
+
+    victim, name, instead = {
+        "rows": (one.gpu.products, "wait_stream", lambda other: None),
+        "gradients": (prepare, "wait_stream", lambda other: None),
+        "copies in": (prepare, "wait_event", lambda event: None),
+        "copies out": (one.store._streams[1], "wait_event", lambda event: None),
+        "copies out, on the host": (Event, "synchronize", lambda event: None),
+        "writes": (one.store._writers, "submit", give_back_at_once),
+        "a slot too many": (Ring, "take", take_one_too_many),
     }[missing]
-    monkeypatch.setattr(victim, name, lambda other: None)
+    monkeypatch.setattr(victim, name, instead)
     with pytest.raises(AssertionError, match="does not wait for"):
         one.train()

@@ -1,0 +1,234 @@
+"""Updates stay exact when no collective is carried out before it is waited for; what gloo hides is found there.
+
+The suites of exact updates, exchanges, layouts, second moments, metrics and offload run with delayed collectives too,
+with `-m ''` (the fixture `delayed_too`). Here is a case of each exchange for every run.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.functional import test_exact_updates as exact
+from tests.functional import test_offload as offload
+from tests.functional.case import Case
+from tests.functional.delayed import DelayedError, delayed_collectives
+from tests.functional.pool import Pool, RankError
+from tests.functional.wide import wide_but
+
+CASES = {
+    "owner": Case(layers=1, optimizer=exact.ONE_MATRIX_A_WAVE),
+    "allgather": Case(layers=1, optimizer={"muon_exchange": "allgather"}),
+    "shared": Case(layers=1, strategy="no_shard", optimizer={"muon_share_replicated": True}),
+}
+
+
+def issue(rank: int, world_size: int, **how: Any) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor | None]]:
+    """Each collective of a step: its name, its work, what it receives and, where that is another tensor, sends."""
+
+    def numbers(size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return (torch.arange(size) + 10.0 * rank + 1.0).to(dtype)
+
+    sent = numbers(2 * world_size - 1)
+    to, of = [1] * world_size, [1] * world_size
+    to[(rank + 1) % world_size] += world_size - 1
+    of[(rank - 1) % world_size] += world_size - 1
+    received = torch.empty(sum(of))
+    yield "all_to_all_single", dist.all_to_all_single(received, sent, of, to, **how), received, sent
+    both = numbers(3, torch.bfloat16)
+    yield "broadcast", dist.broadcast(both, group_src=world_size - 1, **how), both, None
+    both = numbers(3, torch.float64)[1]  # a number, as metrics sum
+    yield "all_reduce", dist.all_reduce(both, op=dist.ReduceOp.MAX, **how), both, None
+    received, sent = torch.empty(2 * world_size), numbers(2)
+    yield "all_gather_into_tensor", dist.all_gather_into_tensor(received, sent, **how), received, sent
+    received = torch.full((2 * world_size,), -1.0)
+    sent = received[2 * rank : 2 * rank + 2].copy_(numbers(2))
+    yield "in place", dist.all_gather_into_tensor(received, sent, **how), received, None
+    received, sent = torch.empty(2), numbers(2 * world_size)
+    yield "reduce_scatter_tensor", dist.reduce_scatter_tensor(received, sent, **how), received, sent
+
+
+def carry_out(rank: int, world_size: int, *, late: bool, **how: Any) -> dict[str, torch.Tensor]:
+    """In a worker: what each collective received; with `late`, what its buffers hold before and after its wait."""
+    results = {}
+    for name, work, received, sent in issue(rank, world_size, **how):
+        kept = None if sent is None else sent.clone()
+        if late:
+            assert received.isnan().all(), name
+        if work is not None:
+            work.wait()
+        if kept is not None:
+            assert sent.isnan().all() if late else torch.equal(sent, kept), name  # type: ignore[union-attr]
+        results[name] = received
+    return results
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_buffers_hold_nothing_before_the_wait_and_the_same_after_it(ranks: Pool, asynchronous: bool) -> None:
+    plain = ranks(3, carry_out, late=False)
+    with ranks.delayed():
+        delayed = ranks(3, carry_out, late=asynchronous, async_op=asynchronous)
+    for expected, found in zip(plain, delayed, strict=True):
+        for name, values in expected.items():
+            assert torch.equal(values, found[name]), name
+
+
+MISUSES = {
+    "written to": r"rank 0 waits for allreduce 1 .*: a buffer that it fills was written to before the wait",
+    "freed": r"rank 0 waits for allreduce 1 of ranks \[0, 1\]: one of its buffers was freed before the wait",
+    "not waited for": r"rank 0 never waited for allreduce 2 of ranks \[0, 1\]",
+    "another order": r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one order",
+    "another collective": r"rank 0 waits for allreduce 1 .*: rank 1 waits for barrier 1 ",
+    "refused": r"delayed collectives do not know ProcessGroup\.send: add it to tests\.functional\.delayed",
+}
+
+
+def misuse(rank: int, how: str) -> None:
+    """What the buffers and the works of collectives are not for."""
+    sums = [torch.ones(2) for _ in range(2)]
+    if how == "another collective":
+        (dist.barrier if rank == 1 else dist.all_reduce)(*sums[rank + 1 :])
+        return
+    if how == "refused":
+        dist.isend(sums[0], 1 - rank)
+        return
+    works = [dist.all_reduce(values, async_op=True) for values in sums]
+    if how == "written to":
+        sums[0][1] = 0.0
+    elif how == "freed":
+        del sums[0]
+    elif how == "another order" and rank == 1:
+        works.reverse()
+    elif how == "not waited for":
+        works.pop()
+    for work in works:
+        work.wait()
+
+
+def misuses(rank: int, world_size: int) -> dict[str, str]:
+    """In a worker: the error of each misuse."""
+    errors = {}
+    for how in MISUSES:
+        with pytest.raises((DelayedError, NotImplementedError)) as raised, delayed_collectives(0):
+            misuse(rank, how)
+        errors[how] = str(raised.value)
+    return errors
+
+
+def test_misuse_is_an_error(ranks: Pool) -> None:
+    errors = ranks(2, misuses)[0]
+    for how, message in MISUSES.items():
+        assert re.match(message, errors[how]), how
+
+
+def wait_across(rank: int, world_size: int, *, delayed: bool) -> None:
+    """In a worker: each rank waits for the collectives of two groups in another order."""
+    groups = [dist.new_group(list(range(world_size))) for _ in range(2)]
+    sums = [torch.ones(1) for _ in groups]
+    with delayed_collectives(0, patience_s=1.0) if delayed else nullcontext():
+        works = [dist.all_reduce(sums[i], group=group, async_op=True) for i, group in enumerate(groups)]
+        for work in works if rank == 0 else works[::-1]:
+            work.wait()
+
+
+def test_ranks_that_would_wait_for_each_other_are_named(ranks: Pool) -> None:
+    """Across groups too, where no message in the one group can tell the other."""
+    ranks(2, wait_across, delayed=False)
+    with pytest.raises(RankError, match=r"rank 0 waits for allreduce 1 .*not all .*; rank 1 waits for allreduce 1"):
+        ranks(2, wait_across, delayed=True)
+
+
+@contextmanager
+def buggy(bug: str) -> Iterator[None]:
+    """Bugs that gloo hides: when they strike, the collective is through."""
+    from megatron_muon.core.exchange.steps import InFlight
+
+    all_to_all, wait = dist.all_to_all_single, InFlight.wait
+    buffer = torch.empty(2**16)
+
+    def through(work: Any) -> Any:
+        while hasattr(work, "is_completed") and not work.is_completed():
+            time.sleep(1e-4)
+        return work
+
+    def read_early(flight: Any) -> torch.Tensor:
+        through(flight.work)
+        early = flight.received.clone()
+        wait(flight)
+        return early
+
+    def never_wait(flight: Any) -> torch.Tensor:
+        through(flight.work)
+        return flight.received
+
+    def send_from_one_buffer(receive: torch.Tensor, send: torch.Tensor, *counts: Any, **how: Any) -> Any:
+        return through(all_to_all(receive, buffer[: send.numel()].copy_(send), *counts, **how))
+
+    def free(receive: torch.Tensor, send: torch.Tensor, *counts: Any, **how: Any) -> Any:
+        return through(all_to_all(receive, send.clone(), *counts, **how))
+
+    place, name, instead = {
+        "reads early": (InFlight, "wait", read_early),
+        "never waits": (InFlight, "wait", never_wait),
+        "reuses what it sends": (dist, "all_to_all_single", send_from_one_buffer),
+        "frees what it sends": (dist, "all_to_all_single", free),
+    }[bug]
+    with mock.patch.object(place, name, instead):
+        yield
+
+
+def run_buggy(rank: int, world_size: int, *, bug: str, case: Case) -> Any:
+    """In a worker: as the suite of exact updates, with a bug in the exchange."""
+    with buggy(bug):
+        return exact.run(rank, world_size, cases={"": case})
+
+
+FREED = r"rank \d waits for all_?to_?all.*: one of its buffers was freed before the wait"
+BUGS = [
+    ("owner", "reads early", "weight after 1 steps"),
+    ("owner", "reuses what it sends", "weight after 1 steps"),
+    ("owner", "frees what it sends", FREED),
+    ("owner", "never waits", r"one of its buffers was freed before the wait|never waited for|weight after 1 steps"),
+    ("shared", "reads early", r"rank \d has other values"),
+    ("shared", "never waits", r"rank \d has other values"),
+]
+
+
+@pytest.mark.parametrize(("exchange", "bug", "error"), wide_but([*BUGS[:2], BUGS[4]], BUGS))
+def test_a_bug_that_gloo_hides_is_found(ranks: Pool, exchange: str, bug: str, error: str) -> None:
+    """Negative control: it passes the suite of exact updates with plain gloo, and not with delays."""
+    case = CASES[exchange]
+
+    def check() -> None:
+        exact.check(ranks(2, run_buggy, bug=bug, case=case)[0][""], case, atol=2e-6)
+
+    check()
+    with ranks.delayed(), pytest.raises(AssertionError, match=error):
+        check()
+
+
+@pytest.mark.parametrize("seed", wide_but([1], range(1, 9)))
+def test_delays_change_no_update(ranks: Pool, seed: int) -> None:
+    """By any exchange; with one matrix for each wave a rank always has a collective under way."""
+    with ranks.delayed(seed):
+        seen = ranks(3, exact.run, cases=CASES)[0]
+    for label, case in CASES.items():
+        exact.check(seen[label], case, atol=2e-6)
+    exact.assert_same_bits(seen)
+
+
+def test_delays_change_no_update_from_momentum_on_disk(ranks: Pool, tmp_path: Path) -> None:
+    _, _, *disk = offload.offloads(tmp_path / "momentum")
+    plain = ranks(2, offload.train, case=CASES["owner"], settings=[{}])
+    with ranks.delayed():
+        for expected, found in zip(plain, ranks(2, offload.train, case=CASES["owner"], settings=disk), strict=True):
+            assert [offload.differing(expected[0], bits) for bits in found] == [[], []]
