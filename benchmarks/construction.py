@@ -73,6 +73,7 @@ def megatron_fsdp(modules: list[nn.Module]) -> Any:
             chunk_size_factor=group.chunk_size_factor,
         )
     return SimpleNamespace(
+        ddp_config=ddp_config,
         parameter_groups=groups,
         param_to_param_group={p: number for number, group in enumerate(groups) for p in group.params},
         dist_index=FSDPDistributedIndex(device_mesh=mesh, dp_shard_dim="dp", tp_dim="tp"),

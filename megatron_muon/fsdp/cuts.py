@@ -92,11 +92,11 @@ class BufferCut:
 
     def shards(self, parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...]:
         """The shards of an optimizer's parameter, which is a matrix of this shape over the ranks of the group."""
+        if self._buffer.ddp_config.data_parallel_sharding_strategy == "no_shard":
+            return everywhere(shape, len(self._ranks))
         original = parameter.orig_param
         bucket = self._buffer.parameter_groups[self._buffer.param_to_param_group[original]]
         data = bucket.main_weight_buffer or bucket.model_weight_buffer
-        if data is None:  # no_shard
-            return everywhere(shape, len(self._ranks))
         if bucket.is_expert_param not in self._places:
             self._places[bucket.is_expert_param] = self._find(bucket.is_expert_param)
         item = data.item_index_map[data.param_idx[original]]
