@@ -1,21 +1,23 @@
 """What a rank takes to build its Muon for many matrices on many ranks: seconds and memory, by stage, in one process.
 
-    python -m benchmarks.construction --ranks 4096 --layers 24 --experts 512
+    OMP_NUM_THREADS=1 python -m benchmarks.construction --ranks 4096 --layers 24 --experts 512
 
 The process is one rank of torch's fake process group. A mixture of experts without expert parallelism, the largest
-group there is, lies in Megatron-FSDP's own buckets, on the meta device; or, with `--cut dtensor`, every matrix is cut
-over all ranks, as by `fully_shard` of FSDP2. Layout, its check against other ranks, plan and routes are those of a run,
-with the collectives of the fake group. Each stage runs twice, for its time and under tracemalloc: "peak" is the most
-that its Python and numpy objects take while it runs, "kept" what is left.
+group there is, lies in Megatron-FSDP's own buckets, on the meta device; or, with `dtensor`, every matrix is cut over
+all ranks, as by `fully_shard` of FSDP2. Layout, its check against other ranks, plan and routes are those of a run, with
+the collectives of the fake group. Each stage runs twice: for its seconds, which are the processor's and do not depend
+on what else runs, and under tracemalloc, for the most that its Python and numpy objects take and what is left of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import pickle
 import time
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,20 +82,35 @@ def megatron_fsdp(modules: list[nn.Module]) -> Any:
     )
 
 
-def measured[T](name: str, act: Callable[[], T], seconds: dict[str, float]) -> T:
-    """What `act` returns; prints what it takes."""
-    gc.collect()
-    start = time.perf_counter()
-    result = act()
-    seconds[name] = time.perf_counter() - start
-    del result
-    gc.collect()
-    tracemalloc.start()
-    result = act()
-    kept, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    print(f"{name:<24}{seconds[name]:>9.2f}{peak / 2**20:>11,.0f}{kept / 2**20:>11,.0f}", flush=True)
-    return result
+@dataclass
+class Table:
+    """The stages so far: seconds in all, MiB that they have left, the most MiB at a time."""
+
+    seconds: float = 0.0
+    kept: float = 0.0
+    peak: float = 0.0
+
+    def measure[T](self, name: str, act: Callable[[], T]) -> T:
+        """What `act` returns; prints what it takes."""
+        gc.collect()
+        start = time.process_time()
+        result = act()
+        elapsed = time.process_time() - start
+        del result
+        gc.collect()
+        tracemalloc.start()
+        result = act()
+        kept, peak = (size / 2**20 for size in tracemalloc.get_traced_memory())
+        tracemalloc.stop()
+        self.line(name, elapsed, peak, kept)
+        self.peak = max(self.peak, self.kept + peak)
+        self.seconds, self.kept = self.seconds + elapsed, self.kept + kept
+        return result
+
+    @staticmethod
+    def line(name: str, *figures: float) -> None:
+        """Print one line of the table."""
+        print(f"{name:<20}{figures[0]:>9.2f}{figures[1]:>11,.0f}{figures[2]:>11,.0f}", flush=True)
 
 
 def main() -> None:
@@ -104,7 +121,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--buffer-mb", type=float, default=256.0)
-    parser.add_argument("--cut", choices=["megatron", "dtensor"], default="megatron")
+    parser.add_argument("cut", nargs="?", choices=["megatron", "dtensor"], default="megatron")
     args = parser.parse_args()
     dist.init_process_group("fake", rank=args.rank, world_size=args.ranks, store=FakeStore())
     group, device = dist.group.WORLD, torch.device("cpu")
@@ -150,17 +167,23 @@ def main() -> None:
 
         return OwnerExchange(plan, group, batches, device=device, wire_dtype=torch.bfloat16)
 
-    seconds: dict[str, float] = {}
-    print(f"{'stage':<24}{'seconds':>9}{'peak MiB':>11}{'kept MiB':>11}")
-    made = measured("layout", layout, seconds)
-    measured("check over ranks", lambda: checked(made), seconds)
-    planned = measured("plan", lambda: plan(made), seconds)
-    measured("routes", lambda: routes(planned), seconds)
+    table = Table()
+    print(f"{'stage':<20}{'seconds':>9}{'peak MiB':>11}{'kept MiB':>11}")
+    made = table.measure("layout", layout)
+    table.measure("check over ranks", lambda: checked(made))
+    planned = table.measure("plan", lambda: plan(made))
+    table.measure("routes", lambda: routes(planned))
+    table.line("all", table.seconds, table.peak, table.kept)
     shards = sum(len(matrix.shards) for matrix in made.matrices)
-    print(f"{'all':<24}{sum(seconds.values()):>9.2f}")
+    told = pickle.dumps([(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in made.held(args.rank)])
+    tracemalloc.start()
+    objects = pickle.loads(told)
+    gathered = [args.ranks * size / 2**30 for size in (len(told), tracemalloc.get_traced_memory()[0])]
+    assert len(objects) == len(parameters)
     print(
         f"{len(parameters):,} matrices in {shards:,} shards on {args.ranks:,} ranks, as rank {args.rank}; "
-        f"{len(planned.waves)} waves, load {planned.imbalance:.2f} times the mean"
+        f"{len(planned.waves)} waves, load {planned.imbalance:.2f} times the mean\n"
+        f"were every rank to send its rectangles: {gathered[0]:,.1f} GiB of pickles, {gathered[1]:,.1f} GiB of objects"
     )
     dist.destroy_process_group()
 

@@ -69,11 +69,12 @@ def bucket_shards(
 
     Source: megatron-core's `DataParallelBuffer._get_item_slice_in_shard`.
     """
-    (all_rows, cols), shards = part, []
+    (rows, cols), shards = part, []
     down, right = (size * (size != of_all) for size, of_all in zip(part, shape, strict=True))  # from part to part
     parts = range(places.ranks.shape[2]) if down or right else (None,)
-    for piece in range(start // piece_size, (start + all_rows * cols - 1) // piece_size + 1):
-        first, end = (min(max(edge * piece_size - start, 0), all_rows * cols) // cols for edge in (piece, piece + 1))
+    for piece in range(start // piece_size, (start + rows * cols - 1) // piece_size + 1):
+        first = max(piece * piece_size - start, 0) // cols
+        end = min((piece + 1) * piece_size - start, rows * cols) // cols
         if end > first:
             for number in parts:
                 rank, replicas = places.holders(piece, number)

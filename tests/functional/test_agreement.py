@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_muon
 from tests.functional import frameworks, model
@@ -18,7 +21,6 @@ from tests.functional.wide import wide_but
 
 def refusals(rank: int, world_size: int) -> list[str]:
     """In a worker: what Muon says where the last rank gives something else than the others."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     from megatron_muon.core.errors import UserError
@@ -114,9 +116,48 @@ def test_construction_sends_no_python_objects(ranks: Pool, name: str) -> None:
     assert all(ranks(LAYOUTS[name][0], built_without_objects, name=name))
 
 
+MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+
+def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, shared: bool) -> set[int]:
+    """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which may share their state.
+
+    Muon itself checks that each rank holds what the layout says.
+    """
+    mesh = init_device_mesh("cpu", (2, world_size // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
+    net: Any = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))))
+    if experimental:
+        library = importlib.import_module(f"{MEGATRON_FSDP}.experimental")
+        placement = importlib.import_module(f"{MEGATRON_FSDP}.experimental.placement")
+        flat, whole, partial = placement.Flat(), placement.Replicate(), placement.Partial(dist.ReduceOp.AVG)
+        placements = [[flat, flat]] * 3 if shared else [[whole, flat], [partial, flat], [whole, flat]]
+        library.fully_shard(net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements))
+    else:
+        net = importlib.import_module(MEGATRON_FSDP).fully_shard_model(
+            net,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            dp_outer_dim="outer",
+            tp_dim="tp",
+            hybrid_fsdp_group=dist.group.WORLD,
+            fsdp_unit_modules=[nn.Sequential],
+            outer_dp_sharding_strategy="optim" if shared else "no_shard",
+        )
+        net._replace_param_with_distributed_if_needed()
+    layout = megatron_muon.Muon(net.named_parameters()).exchange.layout
+    assert any(len(matrix.shards) > 1 for matrix in layout.matrices)
+    return {len(shard.holders) for matrix in layout.matrices for shard in matrix.shards}
+
+
+@pytest.mark.parametrize(
+    ("experimental", "shared"), wide_but([(False, True)], [(False, False), (False, True), (True, False), (True, True)])
+)
+def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool, shared: bool) -> None:
+    assert ranks(4, holders_on_two_axes, experimental=experimental, shared=shared) == [{1 if shared else 2}] * 4
+
+
 def on_its_half(rank: int, world_size: int) -> list[int]:
     """In a worker: FSDP2 on a mesh of two dimensions that has half of the ranks; those of the optimizer's group."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 1, world_size // 2), mesh_dim_names=("half", "replicate", "shard"))
