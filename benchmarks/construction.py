@@ -117,13 +117,13 @@ def main() -> None:
     """Build it all as one rank would, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=512)
     parser.add_argument("--buffer-mb", type=float, default=256.0)
     parser.add_argument("cut", nargs="?", choices=["megatron", "dtensor"], default="megatron")
     args = parser.parse_args()
-    dist.init_process_group("fake", rank=args.rank, world_size=args.ranks, store=FakeStore())
+    rank = args.ranks // 4
+    dist.init_process_group("fake", rank=rank, world_size=args.ranks, store=FakeStore())
     group, device = dist.group.WORLD, torch.device("cpu")
     assert group is not None
     modules = [layer(args.experts) for _ in range(args.layers)]
@@ -151,7 +151,7 @@ def main() -> None:
         return Layout(args.ranks, tuple(matrices))
 
     def checked(layout: Layout) -> None:
-        held = layout.held(args.rank)
+        held = layout.held(rank)
         rectangles = [(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in held]
         check_alike(layout, rectangles, group, remedy="")
 
@@ -175,13 +175,13 @@ def main() -> None:
     table.measure("routes", lambda: routes(planned))
     table.line("all", table.seconds, table.peak, table.kept)
     shards = sum(len(matrix.shards) for matrix in made.matrices)
-    told = pickle.dumps([(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in made.held(args.rank)])
+    told = pickle.dumps([(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in made.held(rank)])
     tracemalloc.start()
     objects = pickle.loads(told)
     gathered = [args.ranks * size / 2**30 for size in (len(told), tracemalloc.get_traced_memory()[0])]
     assert len(objects) == len(parameters)
     print(
-        f"{len(parameters):,} matrices in {shards:,} shards on {args.ranks:,} ranks, as rank {args.rank}; "
+        f"{len(parameters):,} matrices in {shards:,} shards on {args.ranks:,} ranks, as rank {rank}; "
         f"{len(planned.waves)} waves, load {planned.imbalance:.2f} times the mean\n"
         f"were every rank to send its rectangles: {gathered[0]:,.1f} GiB of pickles, {gathered[1]:,.1f} GiB of objects"
     )
