@@ -9,9 +9,12 @@ decide who orthogonalises what.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +26,9 @@ MAX_RANKS = 1 << 20
 
 MAX_NUMEL = 1 << 40
 """Most elements of a matrix, so that sums over matrices and bytes stay in 64 bits. None is so large."""
+
+Rectangle = tuple[int, int, int, int]
+"""`(row_start, rows, col_start, cols)` of a whole matrix."""
 
 
 class LayoutError(ValueError):
@@ -70,7 +76,7 @@ def whole(rows: int) -> RowSplit:
     return RowSplit(groups=1, parts=(rows,))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shard:
     """The rectangle of a matrix that one rank holds, or several ranks alike.
 
@@ -110,7 +116,10 @@ class Shard:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks."""
+    """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks.
+
+    Matrices that are cut alike may have the same tuple of shards, which then exists, and is checked, once.
+    """
 
     name: str
     shape: tuple[int, int]
@@ -190,6 +199,7 @@ class Layout:
     def __post_init__(self) -> None:
         check_ranks(self.world_size)
         seen: set[str] = set()
+        checked: set[tuple[int, tuple[int, int]]] = set()
         for matrix in self.matrices:
             name, split = matrix.name, matrix.split
             if matrix.numel > MAX_NUMEL:
@@ -197,47 +207,80 @@ class Layout:
             if name in seen:
                 raise LayoutError(f"{name}: this name stands for two matrices")
             seen.add(name)
-            held: set[int] = set()
-            for rank in (rank for shard in matrix.shards for rank in shard.holders):
-                if not 0 <= rank < self.world_size:
-                    raise LayoutError(f"{name}: rank {rank} is not in a group of {self.world_size}")
-                if rank in held:
-                    raise LayoutError(f"{name}: rank {rank} holds two shards; a rank holds one rectangle of a matrix")
-                held.add(rank)
-            matrix.check_tiling()
+            if (cut := (id(matrix.shards), matrix.shape)) not in checked:
+                self._check_holders(matrix)
+                matrix.check_tiling()
+                checked.add(cut)
             if split.rows != matrix.shape[0]:
                 raise LayoutError(
                     f"{name}: blocks of {split.groups} x {list(split.parts)} rows do not make its "
                     f"{matrix.shape[0]} rows"
                 )
 
+    def _check_holders(self, matrix: Matrix) -> None:
+        name, held = matrix.name, set[int]()
+        for rank in (rank for shard in matrix.shards for rank in shard.holders):
+            if not 0 <= rank < self.world_size:
+                raise LayoutError(f"{name}: rank {rank} is not in a group of {self.world_size}")
+            if rank in held:
+                raise LayoutError(f"{name}: rank {rank} holds two shards; a rank holds one rectangle of a matrix")
+            held.add(rank)
+
+    def digest(self) -> int:
+        """A hash of all that is in the layout, 0 <= digest < 2**63: equal layouts have equal ones, on any rank."""
+        content = hashlib.sha256(repr(self.world_size).encode())
+        of_shards: dict[int, bytes] = {}
+        for matrix in self.matrices:
+            content.update(repr((matrix.name, matrix.shape, matrix.split.groups, matrix.split.parts)).encode())
+            if id(matrix.shards) not in of_shards:
+                of_shards[id(matrix.shards)] = hashlib.sha256(array("q", _numbers(matrix.shards))).digest()
+            content.update(of_shards[id(matrix.shards)])
+        return int.from_bytes(content.digest()[:8]) >> 1
+
     def held(self, rank: int) -> list[Shard]:
         """What `rank` holds of each matrix; a shard without rows where it holds nothing."""
-        return [matrix.shard_of(rank) or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in self.matrices]
+        found: dict[int, Shard | None] = {}
+        for matrix in self.matrices:
+            if id(matrix.shards) not in found:
+                found[id(matrix.shards)] = matrix.shard_of(rank)
+        return [found[id(matrix.shards)] or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in self.matrices]
+
+
+def _numbers(shards: Sequence[Shard]) -> Iterator[int]:
+    for shard in shards:
+        yield from (shard.rank, shard.row_start, shard.rows, shard.col_start, shard.cols)
+        yield from (len(shard.replicas), *shard.replicas)
 
 
 def from_rectangles(
-    name: str,
-    shape: tuple[int, int],
-    rectangles: Sequence[tuple[int, int, int, int]],
-    split: RowSplit | None = None,
+    name: str, shape: tuple[int, int], rectangles: Sequence[Rectangle], split: RowSplit | None = None
 ) -> Matrix:
     """The matrix of which each rank holds the given rectangle; equal rectangles are replicas.
 
-    `rectangles` has `(row_start, rows, col_start, cols)` for each rank of the group, without elements where it holds
-    none; `split` None makes the matrix one block.
+    `rectangles` has one for each rank of the group, without elements where it holds none; `split` None makes the matrix
+    one block.
     """
-    holders: dict[tuple[int, int, int, int], list[int]] = {}
+    return Matrix(name, shape, as_shards(rectangles), split or whole(shape[0]))
+
+
+def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:
+    """The shards of a matrix of which each rank of the group holds one of the `rectangles`, in the order of ranks."""
+    holders: dict[Rectangle, list[int]] = {}
     for rank, (row_start, rows, col_start, cols) in enumerate(rectangles):
         if rows and cols:
             holders.setdefault((row_start, rows, col_start, cols), []).append(rank)
-    shards = tuple(Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
-    return Matrix(name, shape, shards, split or whole(shape[0]))
+    return tuple(Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
 
 
 def replicated(name: str, shape: tuple[int, int], world_size: int, split: RowSplit | None = None) -> Matrix:
     """The matrix that every rank holds whole."""
-    return from_rectangles(name, shape, [(0, shape[0], 0, shape[1])] * world_size, split)
+    return Matrix(name, shape, everywhere(shape, world_size), split or whole(shape[0]))
+
+
+@functools.cache
+def everywhere(shape: tuple[int, int], world_size: int) -> tuple[Shard, ...]:
+    """The one shard of a matrix that every rank holds whole."""
+    return as_shards([(0, shape[0], 0, shape[1])] * world_size)
 
 
 def row_sharded(

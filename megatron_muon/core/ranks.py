@@ -3,10 +3,14 @@
 # Annotations are no strings here: documentation tools do not find the type parameters of a generic function in them.
 
 import os
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_object_coll_device
 
 from megatron_muon.core.errors import UserError
 
@@ -47,6 +51,33 @@ def of_all_ranks[T](value: T, group: dist.ProcessGroup | Alone | None = None) ->
     everyone: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(everyone, value, group=group)
     return everyone
+
+
+def numbers_of_all_ranks(numbers: Sequence[int], group: dist.ProcessGroup | Alone | None = None) -> list[list[int]]:
+    """The int64 numbers of each rank of a group, on every rank, in one collective of a tensor.
+
+    Construction asks all ranks this way: eight bytes a number and rank, where objects are pickled. Collective.
+    """
+    if not dist.is_initialized() or isinstance(group, Alone):
+        return [list(numbers)]
+    mine = torch.tensor(numbers, dtype=torch.int64, device=_get_object_coll_device(group))
+    everyone = mine.new_empty(dist.get_world_size(group) * len(numbers))
+    dist.all_gather_into_tensor(everyone, mine, group=group)
+    found: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
+    return found
+
+
+def new_group_of(label: int, *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A process group of the ranks that give the same label. Collective over all ranks.
+
+    Every rank makes the groups of all labels, in one order, as torch.distributed.new_group wants it.
+    """
+    members = defaultdict[int, list[int]](list)
+    for rank, (theirs,) in enumerate(numbers_of_all_ranks([label])):
+        members[theirs].append(rank)
+    made = {each: dist.new_group(members[each], backend=backend, timeout=timeout) for each in sorted(members)}
+    group: dist.ProcessGroup = made[label]
+    return group
 
 
 def of_first_rank[T](make: Callable[[], T]) -> T:

@@ -5,13 +5,13 @@
     Megatron-FSDP      DTensors cut unevenly; the model that wraps them has noted where each part begins
     its next version   DTensors that are views of a DBuffer, which knows its own range
 
-Each tells the rectangle of this rank; the ranks then tell each other. Only the names of attributes are known here, so
+Each tells the rectangle of this rank, and `cuts` what the others have. Only the names of attributes are known here, so
 none of these frameworks is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -22,11 +22,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
-from megatron_muon.core.ranks import Alone, of_all_ranks
-
-Rectangle = tuple[int, int, int, int]
-"""`(row_start, rows, col_start, cols)` of a whole matrix."""
+from megatron_muon.core.layout import Layout, Matrix, Rectangle, RowSplit, Shard, everywhere, whole
+from megatron_muon.core.ranks import Alone, new_group_of
+from megatron_muon.fsdp.cuts import BufferCut, check_alike, dbuffer_shards, dtensor_shards
 
 
 def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
@@ -42,15 +40,15 @@ def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
     if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
         if getattr(model.ddp_config, "megatron_fsdp_use_decoupled_grad", False):
             raise UserError(f"{name}: Megatron-FSDP keeps its gradient apart; leave out use_decoupled_grad=True")
-        offsets, sizes = noted_part(model.param_and_grad_buffer, _name_within(model, parameter))
+        buffer = model.param_and_grad_buffer
+        offsets, sizes = noted_part(buffer, buffer.param_to_name[cast(Any, parameter).orig_param])
     elif (group := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
         sizes = tuple(parameter._local_tensor.shape)
         owned = group.main_weight._get_owned_range(_place_within(group, parameter))
         offsets = (0 if owned is None else owned.tensor_relative_offset // parameter.shape[1], 0)
     else:
-        sizes, offsets = compute_local_shape_and_global_offset(
-            parameter.shape, parameter.device_mesh, parameter.placements
-        )
+        sizes = tuple(parameter._local_tensor.shape)
+        _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
     return offsets[0], sizes[0], offsets[1], sizes[1]
 
 
@@ -65,12 +63,6 @@ def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
         return (0,) * tensor.ndim, tuple(tensor.shape)
     noted = tensor._local_tensor.__create_chunk_list__()[0]
     return noted.offsets, noted.sizes
-
-
-def _name_within(model: Any, parameter: torch.Tensor) -> str:
-    buffer = model.param_and_grad_buffer
-    names: Iterator[str] = (name for name, each in buffer.optimizer_named_parameters if each is parameter)
-    return next(names)
 
 
 def _place_within(group: Any, parameter: torch.Tensor) -> int:
@@ -142,15 +134,15 @@ def _shown_mesh(mesh: DeviceMesh | None) -> str:
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The process group of all ranks of a mesh. Collective over all ranks of the run where it has to be made."""
-    ranks = sorted(mesh.mesh.flatten().tolist())
     if mesh.ndim == 1:
         return mesh.get_group()
-    everyone = of_all_ranks(tuple(ranks))
+    ranks = sorted(mesh.mesh.flatten().tolist())
     if len(ranks) == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD
-    made = {each: dist.new_group(list(each)) for each in sorted(set(everyone))}
-    return cast(dist.ProcessGroup, made[tuple(ranks)])
+    group = new_group_of(ranks[0])
+    assert dist.get_process_group_ranks(group) == ranks, "meshes of two ranks overlap"
+    return group
 
 
 def layout_of(
@@ -162,26 +154,29 @@ def layout_of(
     """Who holds which rectangle of the matrices. Collective.
 
     Raises:
-        UserError: a rank's parameters are others than those of the first.
+        UserError: a rank's parameters are others than those of the first, or cut in a way that is not known here.
     """
-    mine = [(names[p], tuple(p.shape), rectangle_of(names[p], p)) for p in parameters]
-    everyone = of_all_ranks(mine, group)
-    for rank, theirs in enumerate(everyone):
-        for one, other in zip(everyone[0], theirs, strict=False):
-            if one[:2] != other[:2]:
-                raise UserError(
-                    f"rank 0 gives {one[0]} {one[1]} where rank {rank} gives {other[0]} {other[1]}; give all ranks the "
-                    "same parameters in the same order, with the same matrices= and exclude="
-                )
-        if len(theirs) != len(mine):
-            raise UserError(f"rank {rank} gives {len(theirs)} matrices and this one {len(mine)}; give all the same")
-    matrices = (
-        from_rectangles(
-            names[p],
-            (p.shape[0], p.shape[1]),
-            [theirs[index][2] for theirs in everyone],
-            splits.get(p, whole(p.shape[0])),
-        )
-        for index, p in enumerate(parameters)
-    )
-    return Layout(group.size(), tuple(matrices))
+    buffers: dict[int, BufferCut] = {}
+    alike: dict[Any, tuple[Shard, ...]] = {}  # of DTensors, which are cut alike where shape and placements are the same
+
+    def shards_of(parameter: Any, shape: tuple[int, int]) -> tuple[Shard, ...]:
+        if isinstance(group, Alone) or not isinstance(parameter, DTensor):
+            return everywhere(shape, group.size())
+        if (model := getattr(parameter, "_megatron_fsdp_model", None)) is not None:
+            if id(buffer := model.param_and_grad_buffer) not in buffers:
+                buffers[id(buffer)] = BufferCut(buffer, group)
+            return buffers[id(buffer)].shards(parameter, shape)
+        if (members := getattr(parameter, "_mfsdp_parameter_group", None)) is not None:
+            return dbuffer_shards(members.main_weight, _place_within(members, parameter), shape, group)
+        if (cut := (shape, tuple(parameter.placements))) not in alike:
+            alike[cut] = dtensor_shards(shape, parameter.device_mesh, parameter.placements, group)
+        return alike[cut]
+
+    mine, matrices = [rectangle_of(names[p], p) for p in parameters], []
+    for p in parameters:
+        shape = p.shape[0], p.shape[1]
+        matrices.append(Matrix(names[p], shape, shards_of(p, shape), splits.get(p, whole(shape[0]))))
+    layout = Layout(group.size(), tuple(matrices))
+    remedy = "give all ranks the same parameters in the same order, with the same matrices=, exclude= and split="
+    check_alike(layout, mine, group, remedy=remedy)
+    return layout

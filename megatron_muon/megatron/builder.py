@@ -130,9 +130,8 @@ class MuonBuilder:
             )
             self.layout = Layout(ranks, tuple(matrices))
         else:
-            self.rectangles = mp.local_rectangles(self.model_chunks)
-            self.layout = mp.layout_of(
-                self.parameters, self.names, self.rectangles, self.splits, self.group, over_tp=self.over_tp
+            self.layout, self.rectangles = mp.layout_of(
+                self.parameters, self.names, self.model_chunks, self.splits, self.group, over_tp=self.over_tp
             )
         self.compute_group = self.group
         if self.device.type != "cpu" and self.config.muon_ns_device == "cpu":
@@ -143,8 +142,7 @@ class MuonBuilder:
         config, matrices = self.config, self.layout.matrices
         columns = [(0, matrix.shape[1]) for matrix in matrices]
         if not self.is_replicated:
-            held = [self.rectangles[parameter] for parameter in self.parameters]
-            columns = [(start % cols, count) for (_, _, start, count), (_, cols) in zip(held, columns, strict=True)]
+            columns = [(start, count) for _, _, start, count in self.rectangles]
         holding = Holding(
             self.layout,
             self.group,

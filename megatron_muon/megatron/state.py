@@ -7,6 +7,7 @@ torch's AdamW makes state at the first gradient and none for empty shards.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon import cpu
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, local_rows
-from megatron_muon.core.ranks import of_all_ranks, say
+from megatron_muon.core.ranks import numbers_of_all_ranks, say
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
+
+_PLACES = (DEVICE, HOST, DISK)
 
 
 def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
@@ -77,16 +80,17 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
 
 def _report(name: str, here: Counter[str]) -> int:
     """Prints what the fullest rank has of each place, and all ranks together; all bytes of all ranks."""
-    ranks = of_all_ranks(here)
-    text = _places({place: max(rank[place] for rank in ranks) for place in (DEVICE, HOST, DISK)})
+    ranks = numbers_of_all_ranks([here[place] for place in _PLACES])
+    in_all = [sum(sizes) for sizes in zip(*ranks, strict=True)]
+    text = _shown([max(sizes) for sizes in zip(*ranks, strict=True)])
     if len(ranks) > 1:
-        text += f" on the fullest rank; on all {len(ranks)} ranks {_places(sum(ranks, Counter()))}"
+        text += f" on the fullest rank; on all {len(ranks)} ranks {_shown(in_all)}"
     say(f"optimizer state: {name}: {text}")
-    return sum(rank.total() for rank in ranks)
+    return sum(in_all)
 
 
-def _places(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{place} {_mb(sizes[place])} MB" for place in (DEVICE, HOST, DISK))
+def _shown(sizes: Sequence[int]) -> str:
+    return ", ".join(f"{place} {_mb(size)} MB" for place, size in zip(_PLACES, sizes, strict=True))
 
 
 def _mb(size: int) -> str:

@@ -1,7 +1,7 @@
 """The matrices of a config's model and who holds which of their rows, without ranks.
 
 megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
-parameters into buckets and place them there. Left is the arithmetic: a bucket is cut into equal pieces, a piece a rank.
+parameters into buckets and place them there. `fsdp/cuts.py` cuts the buckets, as it does in a run.
 
 A model with Transformer Engine's layers is built of megatron-core's local ones, which have the same matrices in the
 same order; norms that Transformer Engine fuses into a projection stand elsewhere, and come after the matrices in a
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
@@ -24,8 +24,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.training import training
 
-from megatron_muon.core.layout import Layout, Matrix, Shard
+from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.cuts import Places, bucket_shards
 from megatron_muon.megatron import validation
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.config_file import check_flags, load_config, merge
@@ -113,7 +114,7 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
         check_supported(settings, [model])
         size = sum(parameter.numel() for parameter in model.parameters())
         bucket_size = training.resolve_ddp_bucket_size(ddp_config, groups.dp_cp, args.overlap_grad_reduce, size)
-        shards = cut(model, groups, ddp_config, bucket_size)
+        starts = in_buckets(model, groups, ddp_config, bucket_size)
         make_whole(model, groups)
         kinds = {
             "dense": (groups.intra_dp_cp.size(), groups.tp.size(), 1),
@@ -125,14 +126,15 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
     planned = []
     for kind, (ranks, tensor, expert) in kinds.items():
         parts = tensor if over_tp else 1
+        # Tensor-parallel ranks lie together, instances apart.
+        places = Places(np.arange(instances * ranks * parts).reshape(instances, ranks, parts))
         matrices = []
         for parameter, name in muon_matrices([model]).items():
             if getattr(parameter, "allreduce", True) is (kind == "experts"):  # as megatron-core tells its groups apart
                 continue
             shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
-            held = _over_replicas(shards[parameter.orig_param], shape, part, ranks, parts, instances)
-            split = mp.block_split(parameter, settings, over_tp=over_tp)
-            matrices.append(Matrix(name, shape, tuple(sorted(held, key=lambda shard: shard.rank)), split))
+            shards = bucket_shards(*starts[parameter.orig_param], part, shape, places)
+            matrices.append(Matrix(name, shape, shards, mp.block_split(parameter, settings, over_tp=over_tp)))
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))
             planned.append(Group(kind, layout, expert * tensor // parts, parts))
@@ -152,41 +154,27 @@ def group_experts(model: torch.nn.Module) -> None:
             del experts.local_experts
 
 
-def cut(
+def in_buckets(
     model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
-) -> dict[torch.Tensor, list[Shard]]:
-    """The row shards of each trained matrix over the data-parallel ranks of one instance, rows counted in its part."""
+) -> dict[torch.Tensor, tuple[int, int]]:
+    """Where each trained matrix begins in its bucket, and the size of the bucket's pieces, one a data-parallel rank."""
     units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
     strategy = ddp_config.data_parallel_sharding_strategy
     policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
-    shards = {}
+    starts = {}
     for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
-        world_size = (groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size()
         items, _, first = buffers.build_data_parallel_buffer_index(
             [parameter.shape for parameter in bucket.params],
             data_parallel_rank=0,
-            data_parallel_world_size=world_size,
+            data_parallel_world_size=(groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size(),
             is_data_distributed=True,
             ddp_config=ddp_config,
             chunk_size_factor=bucket.chunk_size_factor,
         )
         for number, parameter in enumerate(bucket.params):
             if parameter.ndim > 1:
-                shards[parameter] = list(_pieces(items[number], first.size))
-    return shards
-
-
-def _pieces(item: Any, size: int) -> Iterator[Shard]:
-    """What of a parameter lies in each of the bucket's pieces of `size` elements; a cut falls between rows.
-
-    Source: megatron-core's `DataParallelBuffer._get_item_slice_in_shard`.
-    """
-    cols = item.shape[-1]
-    start, end = item.global_data_index, item.global_data_index + item.size
-    for rank in range(start // size, (end - 1) // size + 1):
-        first, last = max(rank * size - start, 0) // cols, min((rank + 1) * size - start, item.size) // cols
-        if last > first:
-            yield Shard(rank, first, last - first, 0, cols)
+                starts[parameter] = items[number].global_data_index, first.size
+    return starts
 
 
 def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
@@ -206,22 +194,3 @@ def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
                 whole.__dict__.update(part.__dict__, orig_param=part)
                 made[part] = whole
             module.register_parameter(name, made[part])
-
-
-def _over_replicas(
-    shards: Sequence[Shard], shape: tuple[int, int], part: tuple[int, int], ranks: int, parts: int, instances: int
-) -> Iterator[Shard]:
-    """The shards of one tensor-parallel rank's part over the `ranks` of an instance, as those of a matrix over all.
-
-    Tensor-parallel ranks lie together, instances apart; of a matrix that they do not cut, parts are replicas.
-    """
-    down, right = (whole * (whole != cut) for whole, cut in zip(part, shape, strict=True))  # from part to part
-    for shard in shards:
-        holders: dict[tuple[int, int, int, int], list[int]] = {}
-        for number in range(parts):
-            rectangle = (shard.row_start + number * down, shard.rows, shard.col_start + number * right, shard.cols)
-            held = holders.setdefault(rectangle, [])
-            held += [(instance * ranks + shard.rank) * parts + number for instance in range(instances)]
-        for rectangle, held in holders.items():
-            first, *others = sorted(held)
-            yield Shard(first, *rectangle, replicas=tuple(others))

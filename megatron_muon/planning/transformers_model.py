@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch.distributed.tensor.placement_types import Shard
 
-from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.cuts import placed_shards
 from megatron_muon.fsdp.selection import select
 from megatron_muon.planning.estimate import Group
 
@@ -40,10 +43,9 @@ def read_model(path: Path, world_size: int) -> Group:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None
     selection = select(model.named_parameters())
-    matrices = []
-    for parameter in (p for group in selection.muon for p in group["params"]):
-        rows, cols = parameter.shape
-        each = -(-rows // world_size)  # as torch.chunk cuts: the last ranks may have fewer, or none
-        held = [min(each, max(rows - each * rank, 0)) for rank in range(world_size)]
-        matrices.append(row_sharded(selection.names[parameter], (rows, cols), held))
+    parameters = [p for group in selection.muon for p in group["params"]]
+    ranks = np.arange(world_size)
+    shapes = {p: (p.shape[0], p.shape[1]) for p in parameters}
+    cut = {shape: placed_shards(shape, ranks, [Shard(0)]) for shape in set(shapes.values())}
+    matrices = (Matrix(selection.names[p], shape, cut[shape]) for p, shape in shapes.items())
     return Group("fully_shard", Layout(world_size, tuple(matrices)))

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -220,14 +221,17 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
     cpu.install(force=True)
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
 
-    from megatron_muon.planning.matrices import cut
+    from megatron_muon.fsdp.cuts import Places, bucket_shards
+    from megatron_muon.planning.matrices import in_buckets
 
     model = torch.nn.Module()
     for index, shape in enumerate(sizes):
         model.register_parameter(f"w{index}", torch.nn.Parameter(torch.empty(shape, device="meta")))
     ddp_config = SimpleNamespace(data_parallel_sharding_strategy="optim")
     groups = SimpleNamespace(intra_dp_cp=SimpleNamespace(size=lambda: world_size))
-    shards = cut(model, groups, ddp_config, None)
+    places = Places(np.arange(world_size).reshape(1, world_size, 1))
+    starts = in_buckets(model, groups, ddp_config, None)
+    shards = {p: bucket_shards(*starts[p], tuple(p.shape), tuple(p.shape), places) for p in model.parameters()}
     policy = buffers.BucketingPolicy(None, [], "optim")
     (bucket,) = buffers._get_parameter_groups(model, policy, {})[0]
     for rank in range(world_size):

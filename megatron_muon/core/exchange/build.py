@@ -17,9 +17,9 @@ from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
-from megatron_muon.core.ranks import nodes_of, of_all_ranks
+from megatron_muon.core.ranks import nodes_of, numbers_of_all_ranks
 from megatron_muon.core.teams import make_teams
 
 OWNER, ALL_GATHER, SHARED, LOCAL = "owner", "allgather", "shared", "local"
@@ -117,7 +117,8 @@ def _plan(
             "rank",
             flush=True,
         )
-    for other, digest in enumerate(found := of_all_ranks(plan.digest(), group)):
+    found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
+    for other, digest in enumerate(found):
         if digest != found[0]:
             raise RuntimeError(
                 f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "

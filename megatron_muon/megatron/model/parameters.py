@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
-from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
-from megatron_muon.core.ranks import of_all_ranks
+from megatron_muon.core.layout import Layout, Matrix, Rectangle, RowSplit, whole
+from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.shards import Rectangle, noted_part
+from megatron_muon.fsdp.cuts import BufferCut, check_alike
+from megatron_muon.fsdp.shards import noted_part
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 
@@ -129,28 +131,26 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
     """
     if tensor_parallel.size() == 1:
         return data_parallel
-    peers = of_all_ranks(dist.get_process_group_ranks(data_parallel), tensor_parallel)
-    return _new_groups({rank for ranks in peers for rank in ranks}, like=data_parallel)
+    first = min(dist.get_process_group_ranks(data_parallel))
+    label = min(numbers_of_all_ranks([first], tensor_parallel))[0]
+    group = new_group_of(label, timeout=_timeout(data_parallel))
+    assert group.size() == data_parallel.size() * tensor_parallel.size(), "tensor-parallel peers share their groups"
+    return group
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for tensors in host memory. A collective over all ranks of the run."""
-    return _new_groups(dist.get_process_group_ranks(group), like=group, backend="gloo")
+    return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo", timeout=_timeout(group))
 
 
-def _new_groups(mine: Iterable[int], *, like: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
-    """Make the group that each rank names; this rank's, whose collectives wait as long as those of `like`."""
-    ranks = tuple(sorted(mine))
+def _timeout(like: dist.ProcessGroup) -> timedelta:
+    """How long a group's collectives wait: --distributed-timeout-minutes."""
     device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
-    timeout = like._get_backend(device).options._timeout  # --distributed-timeout-minutes
-    made = {
-        each: dist.new_group(list(each), backend=backend, timeout=timeout) for each in sorted(set(of_all_ranks(ranks)))
-    }
-    group: dist.ProcessGroup = made[ranks]
-    return group
+    timeout: timedelta = like._get_backend(device).options._timeout
+    return timeout
 
 
-def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
+def _local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
     """What this rank holds of each sharded matrix or stack.
 
     Raises a UserError where tensor parallelism cuts the experts of a stack.
@@ -177,29 +177,31 @@ def local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangl
 def layout_of(
     parameters: Sequence[torch.Tensor],
     names: Mapping[torch.Tensor, str],
-    rectangles: Mapping[torch.Tensor, Rectangle],
+    model_chunks: Sequence[Any],
     splits: Sequence[RowSplit],
     group: dist.ProcessGroup,
     *,
     over_tp: bool,
-) -> Layout:
-    """The layout of sharded parameters over the ranks of `group`, as Megatron-FSDP cut them into `rectangles`.
+) -> tuple[Layout, list[Rectangle]]:
+    """The layout of sharded parameters over the ranks of `group`, and what this rank holds of each. Collective.
 
     `splits` has the blocks of each. Ranks that hold the same rectangle are replicas: instances of the distributed
     optimizer, or tensor-parallel ranks where a parameter is not cut by tensor parallelism. `over_tp` as for
-    `matrix_shape`. Collective.
+    `matrix_shape`.
+
+    Raises:
+        UserError: Megatron-FSDP has cut them in a way that is not known here, or otherwise on other ranks.
     """
-    shapes = [matrix_shape(parameter, over_tp=over_tp) for parameter in parameters]
-    # A part begins at a multiple of its size, so the remainder is the place within the part.
-    mine = [
-        (row_start % shape[0], rows, col_start % shape[1], cols)
-        for shape, (row_start, rows, col_start, cols) in zip(
-            shapes, map(rectangles.__getitem__, parameters), strict=True
-        )
-    ]
-    everyone = of_all_ranks(mine, group)
-    matrices = (
-        from_rectangles(names[parameter], shape, held, split)
-        for parameter, shape, split, *held in zip(parameters, shapes, splits, *everyone, strict=True)
-    )
-    return Layout(group.size(), tuple(matrices))
+    rectangles = _local_rectangles(model_chunks)
+    buffers = [chunk.param_and_grad_buffer for chunk in model_chunks]
+    cuts = {p: cut for b in buffers for cut in [BufferCut(b, group)] for _, p in b.optimizer_named_parameters}
+    matrices, mine = [], []
+    for parameter, split in zip(parameters, splits, strict=True):
+        shape = matrix_shape(parameter, over_tp=over_tp)
+        row_start, rows, col_start, cols = rectangles[parameter]
+        # A part begins at a multiple of its size, so the remainder is the place within the part.
+        mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
+        matrices.append(Matrix(names[parameter], shape, cuts[parameter].shards(parameter, shape), split))
+    layout = Layout(group.size(), tuple(matrices))
+    check_alike(layout, mine, group, remedy="start all ranks with the same flags and software")
+    return layout, mine

@@ -1,0 +1,174 @@
+"""Ranks work out the same layout, each by itself: what happens where they do not, or a framework cuts otherwise."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import megatron_muon
+from tests.functional import frameworks, model
+from tests.functional.pool import Pool
+from tests.functional.test_layouts import LAYOUTS
+from tests.functional.wide import wide_but
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """In a worker: what Muon says where the last rank gives something else than the others."""
+    from torch.distributed.fsdp import fully_shard
+
+    from megatron_muon.core.errors import UserError
+
+    net, last = frameworks.Net(), rank == world_size - 1
+    fully_shard(net, mesh=init_device_mesh("cpu", (world_size,)))
+    named = list(net.named_parameters())
+    said = []
+    for others, options in (
+        (named[::-1], {}),
+        (named, {"exclude": ["narrow"]}),
+        (named, {"split": {"layers.*.0.weight": (19, 19)}}),
+    ):
+        with pytest.raises(UserError) as caught:
+            megatron_muon.Muon(others if last else named, **(options if last else {}))
+        said.append(str(caught.value))
+    return said
+
+
+def test_ranks_that_give_other_matrices_are_named(ranks: Pool) -> None:
+    """By every rank alike: none goes on and waits for the others."""
+    first, *others = ranks(3, refusals)
+    assert all(other == first for other in others)
+    of_order, of_number, of_blocks = first
+    remedy = "; give all ranks the same parameters in the same order, with the same matrices=, exclude= and split="
+    given = "rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2)"
+    assert of_order == given + remedy
+    assert of_number == "rank 0 gives 6 matrices and rank 2 gives 5" + remedy
+    assert of_blocks == "layers.0.0.weight: rank 0 has blocks of (38,) rows and rank 2 of (19, 19)" + remedy
+
+
+def cut_otherwise(rank: int, world_size: int) -> str:
+    """In a worker: what the optimizer says to a Megatron-FSDP whose pieces, on rank 1, are not what they seem."""
+    from megatron_muon.errors import UserError
+
+    make = model._optimizer
+
+    def make_otherwise(case: Any, wrapped: Any, groups: Any) -> Any:
+        bucket = wrapped.param_and_grad_buffer.parameter_groups[0]
+        data = bucket.main_weight_buffer or bucket.model_weight_buffer
+        size = data.bucket_index.size + (rank == 1) * world_size * bucket.chunk_size_factor
+        data.bucket_index = data.bucket_index._replace(size=size)
+        return make(case, wrapped, groups)
+
+    model._optimizer = make_otherwise  # this process ends with the task
+    with pytest.raises(UserError) as caught:
+        model.Trainer(LAYOUTS["cp2"][1].but(context=1, strategy="optim"))
+    return str(caught.value)
+
+
+def test_a_framework_that_cuts_otherwise_is_refused(ranks: Pool) -> None:
+    """Rows that are taken for others would train to a worse loss, silently."""
+    first, second = ranks(2, cut_otherwise)
+    assert first == "rank 1 of the group holds other rows than the layout gives it; see that rank's message"
+    place = r"(rows \d+ to \d+, columns \d+ to \d+|no rows)"
+    message = rf"decoder\S+: rank 1 of the group holds {place}, where the framework's cut as .* gives {place}; cuts are"
+    (found,) = re.findall(message, second)
+    assert found[0] != found[1]
+
+
+def refuse_objects() -> None:
+    """Make every collective of Python objects that this package calls an error, until the process ends.
+
+    Megatron-FSDP's own construction has one for each parameter, and megatron-core's one for each parameter group.
+    """
+
+    def refusing(collective: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals["__name__"]
+            assert not caller.startswith("megatron_muon"), f"{caller} sends Python objects"
+            return collective(*args, **kwargs)
+
+        return called
+
+    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"):
+        setattr(dist, name, refusing(getattr(dist, name)))
+
+
+def built_without_objects(rank: int, world_size: int, *, name: str) -> bool:
+    """In a worker: build a layout's optimizer without collectives of Python objects, which are refused."""
+    from megatron_muon.core.ranks import of_all_ranks
+
+    refuse_objects()
+    with pytest.raises(AssertionError, match=r"megatron_muon\.core\.ranks sends Python objects"):
+        of_all_ranks(rank)
+    trainer = model.Trainer(LAYOUTS[name][1])
+    return all(member.optimizer.state for member in trainer.optimizer.chained_optimizers)
+
+
+@pytest.mark.parametrize("name", wide_but(["hsdp tp2", "expert tp2"], LAYOUTS))
+def test_construction_sends_no_python_objects(ranks: Pool, name: str) -> None:
+    """The rectangles of 25,000 matrices from each of 4,096 ranks would be 10 GB on every rank."""
+    assert all(ranks(LAYOUTS[name][0], built_without_objects, name=name))
+
+
+MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+
+def holders_on_two_axes(rank: int, world_size: int, *, experimental: bool, shared: bool) -> set[int]:
+    """In a worker: how many ranks hold each shard of a model on a mesh of two instances, which may share their state.
+
+    Muon itself checks that each rank holds what the layout says.
+    """
+    mesh = init_device_mesh("cpu", (2, world_size // 2, 1), mesh_dim_names=("outer", "dp", "tp"))
+    net: Any = nn.Sequential(nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))))
+    if experimental:
+        library = importlib.import_module(f"{MEGATRON_FSDP}.experimental")
+        placement = importlib.import_module(f"{MEGATRON_FSDP}.experimental.placement")
+        flat, whole, partial = placement.Flat(), placement.Replicate(), placement.Partial(dist.ReduceOp.AVG)
+        placements = [[flat, flat]] * 3 if shared else [[whole, flat], [partial, flat], [whole, flat]]
+        library.fully_shard(net, mesh["outer", "dp"], placement.Placements(["outer", "dp"], *placements))
+    else:
+        net = importlib.import_module(MEGATRON_FSDP).fully_shard_model(
+            net,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            dp_outer_dim="outer",
+            tp_dim="tp",
+            hybrid_fsdp_group=dist.group.WORLD,
+            fsdp_unit_modules=[nn.Sequential],
+            outer_dp_sharding_strategy="optim" if shared else "no_shard",
+        )
+        net._replace_param_with_distributed_if_needed()
+    layout = megatron_muon.Muon(net.named_parameters()).exchange.layout
+    assert any(len(matrix.shards) > 1 for matrix in layout.matrices)
+    return {len(shard.holders) for matrix in layout.matrices for shard in matrix.shards}
+
+
+@pytest.mark.parametrize(
+    ("experimental", "shared"), wide_but([(False, True)], [(False, False), (False, True), (True, False), (True, True)])
+)
+def test_instances_hold_the_same_or_share(ranks: Pool, experimental: bool, shared: bool) -> None:
+    assert ranks(4, holders_on_two_axes, experimental=experimental, shared=shared) == [{1 if shared else 2}] * 4
+
+
+def on_its_half(rank: int, world_size: int) -> list[int]:
+    """In a worker: FSDP2 on a mesh of two dimensions that has half of the ranks; those of the optimizer's group."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1, world_size // 2), mesh_dim_names=("half", "replicate", "shard"))
+    net = frameworks.Net()
+    fully_shard(net, mesh=mesh["replicate", "shard"])
+    refuse_objects()
+    optimizer = megatron_muon.Muon(net.named_parameters())
+    net(frameworks.tokens(1)[0]).backward()
+    optimizer.step()
+    return dist.get_process_group_ranks(optimizer.group)
+
+
+def test_a_mesh_of_some_ranks_gets_a_group(ranks: Pool) -> None:
+    assert ranks(4, on_its_half) == [[0, 1], [0, 1], [2, 3], [2, 3]]
