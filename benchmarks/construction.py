@@ -16,7 +16,7 @@ import gc
 import pickle
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -30,11 +30,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.placement_types import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import OwnerExchange
+from megatron_muon.core.exchange.steps import Batch
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.portions import Portion
 from megatron_muon.fsdp.cuts import BufferCut, check_alike, dtensor_shards
 
 HIDDEN, EXPERT, SHARED, LATENT = 2048, 512, 1024, 512
@@ -157,13 +160,14 @@ def main() -> None:
 
     def plan(layout: Layout) -> Plan:
         costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
-        made = make_plan(layout, costs, buffer_bytes=int(args.buffer_mb * 2**20), element_bytes=2)
+        rules = TeamRules(orthogonalizer.iteration.cost, [rank // 8 for rank in range(layout.world_size)])
+        made = make_plan(layout, costs, buffer_bytes=int(args.buffer_mb * 2**20), element_bytes=2, rules=rules)
         made.digest()
         return made
 
     def routes(plan: Plan) -> OwnerExchange:
-        def batches(indices: Any) -> Any:
-            return orthogonalizer.batch([plan.layout.matrices[index] for index in indices])
+        def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
+            return orthogonalizer.batch([plan.layout.matrices[index] for index in indices], None, portions)
 
         return OwnerExchange(plan, group, batches, device=device, wire_dtype=torch.bfloat16)
 

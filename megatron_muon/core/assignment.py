@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -77,7 +78,9 @@ def assign(layout: Layout, costs: Sequence[float], rules: TeamRules | None) -> l
         return teams
     blocks = [tuple(matrix.blocks) for matrix in layout.matrices]
     limit = float("inf") if rules.size else _GAIN * heaviest
-    for divisions in _divisions(layout.world_size, blocks, costs, rules):
+    for bound, divisions in _divisions(layout.world_size, blocks, costs, rules):
+        if bound > limit:
+            break
         placed, heaviest = _place(layout, divisions, rules.nodes)
         if heaviest <= limit:
             teams, limit = placed, heaviest * (1.0 - 1e-9)
@@ -91,8 +94,8 @@ _Kind = tuple[_Blocks, float]
 
 def _divisions(
     ranks: int, blocks: Sequence[_Blocks], costs: Sequence[float], rules: TeamRules
-) -> Iterator[list[_Division]]:
-    """Some choices of a size for each matrix's team: those whose largest load can be the lowest, that one first."""
+) -> Iterator[tuple[float, list[_Division]]]:
+    """Some choices of a size for each matrix's team, with a load that some rank has then; the lowest such load first."""
     kinds: Counter[_Kind] = Counter(zip(blocks, costs, strict=True))
     options = {
         (of, cost): {size: _divide(rules, of, size) if size > 1 else _Division(None, (cost,)) for size in rules.sizes}
@@ -117,7 +120,7 @@ def _divisions(
         limits = sorted({division.heaviest for found in options.values() for division in found.values()})
         choices = sorted(map(chosen, limits), key=bound)[:_TRIED]
     for choice in choices:
-        yield [choice[kind] for kind in zip(blocks, costs, strict=True)]
+        yield bound(choice), [choice[kind] for kind in zip(blocks, costs, strict=True)]
 
 
 def _divide(rules: TeamRules, blocks: _Blocks, size: int) -> _Division:
@@ -154,8 +157,13 @@ def _place(layout: Layout, divisions: Sequence[_Division], nodes: Sequence[int])
     longest-processing-time rule. A team takes the ranks of a node whose largest load is the least.
     """
     order = sorted(range(len(divisions)), key=lambda index: (-divisions[index].heaviest, index))
-    held = [sorted((-s.numel, rank) for s in matrix.shards for rank in s.holders) for matrix in layout.matrices]
-    holders = [tuple(rank for _, rank in largest_first) for largest_first in held]
+    held: dict[int, dict[int, int]] = {}  # elements by rank, most first, of matrices that share their shards
+    for matrix in layout.matrices:
+        if id(matrix.shards) not in held:
+            largest_first = sorted((-s.numel, rank) for s in matrix.shards for rank in s.holders)
+            held[id(matrix.shards)] = {rank: -numel for numel, rank in largest_first}
+    by_cut = {cut: np.fromiter(by_rank, np.int64) for cut, by_rank in held.items()}
+    holders = [by_cut[id(matrix.shards)] for matrix in layout.matrices]
     largest = max((division.heaviest for division in divisions), default=0.0)
     fair = max(sum(sum(division.loads) for division in divisions) / layout.world_size, largest)
     sizes = {len(division.loads) for division in divisions} - {1}
@@ -168,7 +176,7 @@ def _place(layout: Layout, divisions: Sequence[_Division], nodes: Sequence[int])
     for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
         teams, heaviest = _place_under(cap, order, divisions, holders, places, layout.world_size)
         moved = sum(
-            matrix.numel - sum(s.numel for s in matrix.shards if team.ranks[0] in s.holders)
+            matrix.numel - held[id(matrix.shards)].get(team.ranks[0], 0)
             for matrix, team in zip(layout.matrices, teams, strict=True)
             if len(team.ranks) == 1
         )
@@ -183,8 +191,8 @@ def _place_under(
     cap: float,
     order: Sequence[int],
     divisions: Sequence[_Division],
-    holders: Sequence[tuple[int, ...]],
-    places: dict[int, np.ndarray[tuple[int, int], np.dtype[np.int64]]],
+    holders: Sequence[np.ndarray[Any, np.dtype[np.int64]]],
+    places: Mapping[int, np.ndarray[Any, np.dtype[np.int64]]],
     world_size: int,
 ) -> tuple[list[Team], float]:
     """Owners, and the largest load."""
@@ -197,12 +205,11 @@ def _place_under(
             ranks = of_size[int((loads[of_size] + division.loads).max(axis=1).argmin())]
         else:
             (cost,) = division.loads
-            owner = next((rank for rank in holders[index] if loads[rank] + cost <= cap), -1)
-            if owner < 0:
-                owner = int(loads.argmin())
-                least = loads[owner]
-                owner = next((rank for rank in holders[index] if loads[rank] <= least), owner)
-            ranks = np.array([owner])
+            of_holders = loads[holders[index]]
+            owner = int(loads.argmin())
+            fits = of_holders + cost <= cap
+            fits = fits if fits.any() else of_holders <= loads[owner]
+            ranks = holders[index][fits.argmax(keepdims=True)] if fits.any() else np.array([owner])
         loads[ranks] += division.loads
         teams[index] = Team(tuple(ranks.tolist()), division.loads, division.cuts)
     assert None not in teams

@@ -106,10 +106,11 @@ class Plan:
 
     def footprints(self, element_bytes: int) -> Iterator[_Ints]:
         """Bytes that each rank holds for a wave, wave by wave: what it sends, what it assembles, what it returns."""
+        footprints = _Footprints(element_bytes)
         for wave in self.waves:
             filled = np.zeros(self.layout.world_size, dtype=np.int64)
             for index in wave:
-                ranks, sizes = _footprint(self.layout.matrices[index], self.portions(index), element_bytes)
+                ranks, sizes = footprints.of(self.layout.matrices[index], self.portions(index))
                 filled[ranks] += sizes
             yield filled
 
@@ -189,14 +190,20 @@ def _waves(
     Where a matrix is larger than the buffer, every wave may fill what the largest one and its rows take, whatever the
     number of layers: that memory is needed anyway, and alone in a wave a matrix would leave every other rank idle.
     """
-    footprint = {
-        index: _footprint(layout.matrices[index], teams[index].portions(index, layout.matrices[index]), element_bytes)
-        for index in travelling
-    }
-    oversized = tuple(index for index, (_, sizes) in footprint.items() if sizes.max() > wave_bytes)
+    footprints = _Footprints(element_bytes)
+
+    def footprint(index: int) -> tuple[_Ints, _Ints]:
+        matrix = layout.matrices[index]
+        return footprints.of(matrix, teams[index].portions(index, matrix))
+
     peak = np.zeros(layout.world_size, dtype=np.int64)
-    for ranks, sizes in footprint.values():
+    beyond = []
+    for index in travelling:
+        ranks, sizes = footprint(index)
         peak[ranks] += sizes
+        if sizes.max() > wave_bytes:
+            beyond.append(index)
+    oversized = tuple(beyond)
     # A limit smaller than the largest matrix would put every matrix into a wave of its own: a rank has to own it while
     # it serves as many rows to other owners.
     largest = max((layout.matrices[index].numel // len(teams[index].ranks) for index in travelling), default=0)
@@ -206,7 +213,7 @@ def _waves(
     waves: list[list[int]] = []
     filled = np.zeros(layout.world_size, dtype=np.int64)
     for index in _interleave(travelling, teams, layout):
-        ranks, sizes = footprint[index]
+        ranks, sizes = footprint(index)
         if not waves or (filled[ranks] + sizes).max() > limit:
             waves.append([])
             filled[:] = 0
@@ -231,17 +238,36 @@ def _interleave(indices: Sequence[int], teams: Sequence[Team], layout: Layout) -
     return [index for _, index in sequence]
 
 
-def _footprint(matrix: Matrix, portions: Sequence[Portion], element_bytes: int) -> tuple[_Ints, _Ints]:
-    """The ranks on which a matrix takes memory while its wave is under way, and how many bytes on each.
+class _Footprints:
+    """What matrices take on each rank while their wave is under way; those that share their shards are counted once.
 
     A rank sends its rows and gets their updates; where these come from several ranks it puts them together, too. A sole
     owner has its own rows with the matrix.
     """
-    owned = {portion.rank: 0 for portion in portions}
-    for portion in portions:
-        owned[portion.rank] += 2 * portion.numel * (element_bytes + UPDATE_BYTES)
-    sole = len(owned) == 1
-    parts = {rank: (2 if sole else 3) * s.numel * element_bytes for s in matrix.shards for rank in s.holders}
-    for rank, size in owned.items():
-        parts[rank] = size if sole else parts.get(rank, 0) + size
-    return np.fromiter(parts.keys(), np.int64), np.fromiter(parts.values(), np.int64)
+
+    def __init__(self, element_bytes: int) -> None:
+        self._element_bytes = element_bytes
+        self._held: dict[int, tuple[_Ints, _Ints]] = {}  # ranks in ascending order, and their elements
+
+    def of(self, matrix: Matrix, portions: Sequence[Portion]) -> tuple[_Ints, _Ints]:
+        """The ranks on which a matrix takes memory, each once, and how many bytes on each."""
+        if id(matrix.shards) not in self._held:
+            holders, numbers = held_by(matrix)
+            order = holders.argsort()
+            elements = np.array([shard.numel for shard in matrix.shards], dtype=np.int64)[numbers]
+            self._held[id(matrix.shards)] = holders[order], elements[order]
+        holders, elements = self._held[id(matrix.shards)]
+        owned: dict[int, int] = {}
+        for portion in portions:
+            each = 2 * portion.numel * (self._element_bytes + UPDATE_BYTES)
+            owned[portion.rank] = owned.get(portion.rank, 0) + each
+        sole = len(owned) == 1
+        sizes = (2 if sole else 3) * self._element_bytes * elements
+        places = np.searchsorted(holders, list(owned))
+        more: dict[int, int] = {}
+        for (rank, size), place in zip(owned.items(), places.tolist(), strict=True):
+            if place == len(holders) or holders[place] != rank:
+                more[rank] = size
+            else:
+                sizes[place] = size + (0 if sole else sizes[place])
+        return np.append(holders, list(more)).astype(np.int64), np.append(sizes, list(more.values())).astype(np.int64)

@@ -129,7 +129,7 @@ class OwnerExchange(PlannedExchange):
 
     def _route(self, wave: Sequence[int], batches: BatchMaker) -> _Route:
         """This rank's part in a wave."""
-        rank, teams = self._rank, self.plan.teams
+        rank, teams, own = self._rank, self.plan.teams, self.layout.held(self._rank)
         alone = [index for index in wave if teams[index].ranks == (rank,)]
         portions = [
             portion
@@ -144,11 +144,12 @@ class OwnerExchange(PlannedExchange):
         for index in wave:
             matrix = self.layout.matrices[index]
             is_team = teams[index].cuts is not None
-            if matrix.shard_of(rank) is not None and index not in rooms:
+            if own[index].numel and index not in rooms:
                 given.append(index)
             for portion in self.plan.portions(index):
                 room = rooms.get(portion if is_team else index, -1) if portion.rank == rank else -1
-                for shard in matrix.shards if portion.rank == rank or index in given else ():
+                held = (own[index],) if own[index].numel else ()
+                for shard in matrix.shards if portion.rank == rank else held:
                     self._add(parts, portion, shard, room, is_team=is_team)
         parcels = {name: self._parcels(found) for name, found in vars(parts).items()}
         arriving = [*parcels["returned"].parcels, *parcels["home"].parcels]
