@@ -78,13 +78,14 @@ def assign(layout: Layout, costs: Sequence[float], rules: TeamRules | None) -> l
         return teams
     blocks = [tuple(matrix.blocks) for matrix in layout.matrices]
     limit = float("inf") if rules.size else _GAIN * heaviest
+    chosen: list[_Division] | None = None
     for bound, divisions in _divisions(layout.world_size, blocks, costs, rules):
         if bound > limit:
             break
-        placed, heaviest = _place(layout, divisions, rules.nodes)
+        _, heaviest = _place(layout, divisions, rules.nodes, caps=(0.0,))
         if heaviest <= limit:
-            teams, limit = placed, heaviest * (1.0 - 1e-9)
-    return teams
+            chosen, limit = divisions, heaviest * (1.0 - 1e-9)
+    return teams if chosen is None else _place(layout, chosen, rules.nodes)[0]
 
 
 _Blocks = tuple[tuple[int, int], ...]
@@ -95,7 +96,7 @@ _Kind = tuple[_Blocks, float]
 def _divisions(
     ranks: int, blocks: Sequence[_Blocks], costs: Sequence[float], rules: TeamRules
 ) -> Iterator[tuple[float, list[_Division]]]:
-    """Some choices of a size for each matrix's team, with a load that some rank has then; the lowest such load first."""
+    """Some choices of sizes of teams, each with a load that some rank has then; the one with the lowest load first."""
     kinds: Counter[_Kind] = Counter(zip(blocks, costs, strict=True))
     options = {
         (of, cost): {size: _divide(rules, of, size) if size > 1 else _Division(None, (cost,)) for size in rules.sizes}
@@ -118,7 +119,8 @@ def _divisions(
         choices = [{kind: found[max(found)] for kind, found in options.items()}]
     else:
         limits = sorted({division.heaviest for found in options.values() for division in found.values()})
-        choices = sorted(map(chosen, limits), key=bound)[:_TRIED]
+        different = {tuple(choice.values()): choice for choice in map(chosen, limits)}
+        choices = sorted(different.values(), key=bound)[:_TRIED]
     for choice in choices:
         yield bound(choice), [choice[kind] for kind in zip(blocks, costs, strict=True)]
 
@@ -149,11 +151,16 @@ def _divide(rules: TeamRules, blocks: _Blocks, size: int) -> _Division:
     return best
 
 
-def _place(layout: Layout, divisions: Sequence[_Division], nodes: Sequence[int]) -> tuple[list[Team], float]:
+def _place(
+    layout: Layout,
+    divisions: Sequence[_Division],
+    nodes: Sequence[int],
+    caps: Sequence[float] = (0.0, 1.0, 1.01, 1.03),
+) -> tuple[list[Team], float]:
     """The most even of a few longest-first assignments, then the one that moves least; and its largest load.
 
     Each assignment lets a matrix with one owner stay with the rank that holds most of it as long as that rank's load
-    stays below a cap, and otherwise gives it to the least loaded rank. A cap of zero is the classical
+    stays below a cap, in even shares, and otherwise gives it to the least loaded rank. A cap of zero is the classical
     longest-processing-time rule. A team takes the ranks of a node whose largest load is the least.
     """
     order = sorted(range(len(divisions)), key=lambda index: (-divisions[index].heaviest, index))
@@ -173,8 +180,8 @@ def _place(layout: Layout, divisions: Sequence[_Division], nodes: Sequence[int])
     best: tuple[float, int] | None = None
     chosen: list[Team] = []
     most = 0.0
-    for cap in (0.0, fair, 1.01 * fair, 1.03 * fair):
-        teams, heaviest = _place_under(cap, order, divisions, holders, places, layout.world_size)
+    for cap in caps:
+        teams, heaviest = _place_under(cap * fair, order, divisions, holders, places, layout.world_size)
         moved = sum(
             matrix.numel - held[id(matrix.shards)].get(team.ranks[0], 0)
             for matrix, team in zip(layout.matrices, teams, strict=True)
