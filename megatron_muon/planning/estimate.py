@@ -105,8 +105,18 @@ class Group:
 
     def ranks_in(self, world_size: int) -> Ints:
         """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
+        return self._places(world_size) % self.layout.world_size
+
+    def members(self, rank: int, world_size: int) -> list[int]:
+        """The global ranks of the group of this kind that `rank` is in, in the order of the group."""
+        places, beside = self._places(world_size), np.arange(world_size) // self.together % self.stride
+        number = places // self.layout.world_size
+        (ranks,) = np.nonzero((beside == beside[rank]) & (number == number[rank]))
+        return [int(member) for member in ranks]
+
+    def _places(self, world_size: int) -> Ints:
         ranks, together = np.arange(world_size), self.together
-        return (ranks // (self.stride * together) * together + ranks % together) % self.layout.world_size
+        return ranks // (self.stride * together) * together + ranks % together
 
 
 @dataclass(frozen=True)

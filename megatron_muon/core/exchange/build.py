@@ -30,6 +30,7 @@ def make_exchange(
     buffer_mb: float,
     wire: str,
     device: torch.device,
+    plan: Plan | None = None,
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL. Collective, but for LOCAL.
 
@@ -42,6 +43,7 @@ def make_exchange(
         buffer_mb: MiB that the waves under way may fill on a rank.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
+        plan: of OWNER and SHARED, where it has been made before; None makes it.
 
     Raises:
         RuntimeError: ranks have made different plans.
@@ -57,7 +59,7 @@ def make_exchange(
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype)
+    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, plan)
     kind = {OWNER: OwnerExchange, SHARED: SharedExchange}[scheme]
     return kind(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
@@ -68,11 +70,12 @@ def _plan(
     orthogonalizer: Orthogonalizer,
     buffer_bytes: int,
     wire_dtype: torch.dtype,
+    made: Plan | None,
 ) -> Plan:
     """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
     matrices, rank = layout.matrices, group.rank()
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize)
+    plan = made or make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize)
     if plan.oversized and rank == 0:
         largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
         most = plan.buffer_bytes(wire_dtype.itemsize)
