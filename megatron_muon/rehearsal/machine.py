@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megatron_muon.patching import Patches
 from megatron_muon.planning.estimate import Hardware
@@ -30,7 +29,7 @@ def device_of(hardware: Hardware) -> torch.device:
 @contextlib.contextmanager
 def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
     """Fake tensors on the machine's device, recorded."""
-    with Patches() as patches, FakeTensorMode(), recorder:
+    with Patches() as patches, recorder:
         patches.replace(torch.cuda, "get_device_capability", lambda device=None: _CAPABILITY[hardware.symmetric_kernel])
         patches.replace(torch.cuda, "synchronize", lambda device=None: recorder.host_waits("torch.cuda.synchronize"))
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)

@@ -128,7 +128,7 @@ class _Chunk(SimpleNamespace):
 
 def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
     """Build a rank's optimizers and take two steps."""
-    recorder = Recorder(machine.device_of(rehearsal.hardware).type)
+    recorder = Recorder(machine.device_of(rehearsal.hardware))
     trace = RankTrace(rank, recorder.groups, steps=recorder.steps, synchronizations=recorder.synchronizations)
     with contextlib.redirect_stdout(io.StringIO()), process_groups.world(rank, rehearsal.world_size, recorder):
         with machine.on(rehearsal.hardware, recorder):

@@ -1,24 +1,30 @@
 """Records what a rank enqueues on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
 
-A `Recorder` is a dispatch mode above torch's fake mode: it sees every operation with its fake result. Memory is counted
-by storage, from the operation that makes it until nothing refers to it any more. Operations that make the host wait
-for the device are noted with the line that asked for them.
+A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Memory is counted by storage,
+from the operation that makes it until nothing refers to it any more. Operations that make the host wait for the device
+are noted with the line that asked for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, override
+from typing import Any, NamedTuple, override
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
@@ -32,19 +38,37 @@ _OTHER = "other"
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm}
 _COPIES = {_aten._to_copy.default, _aten.copy_.default}
+_ON_ONE_DEVICE = {_aten.new_empty.default, _aten.empty_like.default, _aten.zeros_like.default}
 
 HOST_WAITS = (DataDependentOutputException, DynamicOutputShapeException)
 """What the fake mode raises where the host asks for a value: there is none."""
 
 
-class Recorder(TorchDispatchMode):
+class _Kind(NamedTuple):
+    """What a recorder does with an operation."""
+
+    is_product: bool
+    makes_memory: bool
+    is_copy: bool
+    is_quick: bool
+    """Its shapes follow from torch's meta kernels alone: views, operations on lists, and such."""
+
+
+@functools.cache
+def _kind(func: Any) -> _Kind:
+    makes_memory = any(value.alias_info is None for value in func._schema.returns)
+    is_quick = func.is_view or func in _ON_ONE_DEVICE or func.overloadpacket.__name__.startswith("_foreach_")
+    return _Kind(func.overloadpacket in _PRODUCTS, makes_memory, func in _COPIES, is_quick)
+
+
+class Recorder(FakeTensorMode):
     """The record of one rank.
 
     Args:
-        device: the kind of device whose memory and products count.
+        device: whose memory and products count.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.groups: list[Members] = []
         self.steps: list[StepTrace] = []
@@ -56,25 +80,40 @@ class Recorder(TorchDispatchMode):
         self._step: StepTrace | None = None
         self._calls = 0
         self._phases = [_OTHER]
-        self._kinds: dict[Any, tuple[bool, bool, bool]] = {}
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func not in self._kinds:
-            makes_memory = any(value.alias_info is None for value in func._schema.returns)
-            self._kinds[func] = func.overloadpacket in _PRODUCTS, makes_memory, func in _COPIES
-        is_product, makes_memory, is_copy = self._kinds[func]
-        if is_product:
+        kind = _kind(func)
+        if kind.is_quick and "device" not in kwargs and self._are_here(args):
+            result = self._run_quickly(func, args, kwargs)
+        else:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        if kind.is_product:
             self.product(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result), result)
-        if makes_memory:
+        if kind.makes_memory:
             for tensor in (result,) if isinstance(result, FakeTensor) else tree_leaves(result):
-                if isinstance(tensor, FakeTensor) and tensor.fake_device.type == self._device:
+                if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
                     self._count(tensor)
-        if is_copy:
+        if kind.is_copy:
             self._look_for_wait(args, kwargs, result)
         return result
+
+    def _are_here(self, args: Sequence[Any]) -> bool:
+        first = args[0] if args else None
+        tensors = first if isinstance(first, (list, tuple)) else (first,)
+        return all(isinstance(one, FakeTensor) and one.fake_device == self._device for one in tensors)
+
+    def _run_quickly(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the fake mode does, without what it would do for other operations: a view takes it half a millisecond."""
+        with in_kernel_invocation_manager(self):
+            result = func(*args, **kwargs)
+        if isinstance(result, (list, tuple)):
+            return [self._fake(one) for one in result]
+        return self._fake(result)
+
+    def _fake(self, made: Any) -> Any:
+        return made if made is None or isinstance(made, FakeTensor) else FakeTensor(self, made, self._device)
 
     def product(self, flops: int, result: torch.Tensor) -> None:
         """A product of so many operations has been enqueued."""
