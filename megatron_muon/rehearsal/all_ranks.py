@@ -17,7 +17,11 @@ _shared: list[Rehearsal] = []
 
 
 def rehearse(
-    rehearsal: Rehearsal, ranks: Sequence[int], *, processes: int | None = None, done: Callable[[int], None] | None = None
+    rehearsal: Rehearsal,
+    ranks: Sequence[int],
+    *,
+    processes: int | None = None,
+    done: Callable[[int], None] | None = None,
 ) -> dict[int, RankTrace]:
     """The traces of some ranks.
 

@@ -36,11 +36,8 @@ class Recorded:
     traces: dict[int, RankTrace]
     plans: Sequence[GroupPlan]
     world_size: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether every rank of the run was rehearsed."""
-        return len(self.traces) == self.world_size
+    element_bytes: int
+    """Of an element on the wire."""
 
     @property
     def steps(self) -> range:
@@ -156,8 +153,9 @@ def _unlike(calls: dict[int, Call], size: int) -> Iterator[tuple[int, int, int, 
     (keys, sizes), (other_keys, other_sizes) = sides
     if np.array_equal(keys, other_keys) and np.array_equal(sizes, other_sizes):
         return
-    here, there = dict(zip(keys.tolist(), sizes.tolist(), strict=True)), dict(
-        zip(other_keys.tolist(), other_sizes.tolist(), strict=True)
+    here, there = (
+        dict(zip(keys.tolist(), sizes.tolist(), strict=True)),
+        dict(zip(other_keys.tolist(), other_sizes.tolist(), strict=True)),
     )
     for key in sorted(here.keys() | there.keys()):
         if here.get(key, 0) != there.get(key, 0):
@@ -210,8 +208,24 @@ def memory(recorded: Recorded) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (plans, order, pairs, blocks, leaks, memory)
+def traffic(recorded: Recorded) -> Iterator[Finding]:
+    """Every rank receives as many bytes as the plan says."""
+    planned = planned_bytes(recorded)
+    for rank, trace in recorded.traces.items():
+        if (received := received_bytes(trace, -1)) != planned[rank]:
+            text = f"the rank receives {received:,} bytes in a step, the plan says {planned[rank]:,}"
+            yield Finding("bytes", (rank,), text)
+
+
+CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (plans, order, pairs, traffic, blocks, leaks, memory)
 """Of traces that are complete."""
+
+
+def planned_bytes(recorded: Recorded) -> Ints:
+    """Bytes that each rank of the run receives in a step by its plans."""
+    ranks = [item.group.ranks_in(recorded.world_size) for item in recorded.plans]
+    each = (np.array(item.plan.exchanged_bytes(recorded.element_bytes), dtype=np.int64) for item in recorded.plans)
+    return np.sum([received[of] for received, of in zip(each, ranks, strict=True)], axis=0)  # type: ignore[no-any-return]
 
 
 def received_bytes(trace: RankTrace, step: int) -> int:

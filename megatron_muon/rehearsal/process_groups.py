@@ -46,7 +46,7 @@ class RecordingGroup(dist.ProcessGroup):
         self._index, self._recorder = len(recorder.groups) - 1, recorder
 
     @override
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return BACKEND
 
     def _start(self, op: str, tensor: torch.Tensor, nbytes: int = 0, **details: Any) -> _Started:

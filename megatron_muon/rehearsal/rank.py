@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, override
+from typing import override
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,6 @@ from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.batch import BlockBatch, Normalize
 from megatron_muon.core.exchange.steps import Exchange
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import SILENT, Probe
@@ -130,17 +129,20 @@ def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
     """Build a rank's optimizers and take two steps."""
     recorder = Recorder(machine.device_of(rehearsal.hardware))
     trace = RankTrace(rank, recorder.groups, steps=recorder.steps, synchronizations=recorder.synchronizations)
-    with contextlib.redirect_stdout(io.StringIO()), process_groups.world(rank, rehearsal.world_size, recorder):
-        with machine.on(rehearsal.hardware, recorder):
-            try:
-                _run(rank, rehearsal, recorder, trace)
-            except HOST_WAITS as error:
-                what = f"{str(error).split('.')[1]}, a value that the host asks for,"
-                trace.synchronizations.append(f"{what} at {place(_stack(error))}")
-                trace.failure = f"stopped where the host waits for the device, at {place(_stack(error))}"
-            except Exception as error:
-                reason = str(error).strip().splitlines() or [""]
-                trace.failure = f"{type(error).__name__}: {reason[0]} ({place(_stack(error))})"
+    with (
+        contextlib.redirect_stdout(io.StringIO()),
+        process_groups.world(rank, rehearsal.world_size, recorder),
+        machine.on(rehearsal.hardware, recorder),
+    ):
+        try:
+            _run(rank, rehearsal, recorder, trace)
+        except HOST_WAITS as error:
+            what = f"{str(error).split('.')[1]}, a value that the host asks for,"
+            trace.synchronizations.append(f"{what} at {place(_stack(error))}")
+            trace.failure = f"stopped where the host waits for the device, at {place(_stack(error))}"
+        except Exception as error:
+            reason = str(error).strip().splitlines() or [""]
+            trace.failure = f"{type(error).__name__}: {reason[0]} ({place(_stack(error))})"
     return trace
 
 
