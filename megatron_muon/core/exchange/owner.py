@@ -76,14 +76,14 @@ class OwnerExchange(PlannedExchange):
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
-        fillers = iter(self._fillers)
+        fillers, beside_a_wave = iter(self._fillers), -(-len(self._fillers) // max(len(self._routes), 1))
         returning: tuple[_Route, InFlight] | None = None
         arriving = self._gather(self._routes[0], rows, probe) if self._routes else None
         for route, following in itertools.zip_longest(self._routes, self._routes[1:]):
             assert arriving is not None
             current = arriving
             arriving = self._gather(following, rows, probe) if following is not None else None
-            for filler in itertools.islice(fillers, 1):
+            for filler in itertools.islice(fillers, beside_a_wave):
                 self._update_whole(*filler, rows, probe)
             results, finite = self._orthogonalize(route, rows, current, probe)
             leaving = self._send_back(route, results, finite, probe)
