@@ -7,6 +7,7 @@ Groups are torch's: made by `init_process_group` and `new_group`, seen by whatev
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, override
 
@@ -115,6 +116,7 @@ def world(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
     _current.append(recorder)
     with Patches() as patches:
         patches.replace(dist, "all_gather_object", _all_say_the_same, takes=("object_list", "obj", "group"))
+        patches.replace(sys, "excepthook", sys.excepthook)  # torch puts one of its own before it, for every rank
         dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
         try:
             yield
