@@ -49,7 +49,6 @@ class Rehearsal:
         world_size: ranks of the run.
         hardware: where it is to run.
         plans: of the groups; where they are empty, the first rank makes them as in training and the others take them.
-        change: what a test makes of a rank's chain before it steps.
     """
 
     settings: MuonOptimizerConfig
@@ -57,7 +56,6 @@ class Rehearsal:
     world_size: int
     hardware: Hardware
     plans: dict[str, Plan] = field(default_factory=dict)
-    change: Callable[[int, MuonChainedOptimizer], None] | None = None
 
 
 class _Orthogonalizer(Orthogonalizer):
@@ -181,8 +179,6 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
     for member in members:
         member.optimizer.probe = recorder.probe
-    if rehearsal.change is not None:
-        rehearsal.change(rank, chain)
     for _ in range(STEPS):
         with recorder.step():
             chain.step_with_ready_grads()
