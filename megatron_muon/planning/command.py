@@ -211,7 +211,8 @@ def settings_of(
     iteration.check()
     half = iteration.half
     iteration = replace(iteration, products=hardware.products(half=half))
-    return Settings(buffer, ("bf16" if half else "fp32") if exchange == "auto" else exchange, iteration)
+    travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
+    return Settings(buffer, travels, iteration, getattr(config, "muon_nesterov", True))
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:

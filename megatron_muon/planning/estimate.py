@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,8 @@ import numpy as np
 
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, make_plan
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.planning.memory import Memory
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -82,11 +82,15 @@ HARDWARE = {machine.name: machine for machine in _MACHINES}
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
+    """What decides costs and bytes.
+
+    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, and whether momentum looks ahead.
+    """
 
     buffer_mb: float
     exchange_dtype: str
     iteration: Iteration
+    looks_ahead: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -127,10 +131,15 @@ class GroupPlan:
     plan: Plan
     seconds: float  # of planning
     largest: float  # operations of the costliest matrix
-    extra_bytes: int  # the most that a rank holds for waves under way and for a filler between them
+    extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with both overlapped
+
+    @property
+    def extra_bytes(self) -> int:
+        """The most that a rank takes."""
+        return int(self.extra.max(initial=0))
 
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
@@ -153,19 +162,13 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
 
     nodes = np.arange(ranks) * group.stride // hardware.node_ranks
     transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
-    extra = np.zeros(ranks, dtype=np.int64)
-    under_way: deque[Ints] = deque(maxlen=MIN_WAVES)
-    for footprint in plan.footprints(element_bytes):
-        under_way.append(footprint)
-        extra = np.maximum(extra, np.sum(under_way, axis=0))
-    numel = [matrix.numel for matrix in layout.matrices]
-    fillers = [max((sum(numel[i] for i in part) for part in plan.fillers(r)), default=0) for r in range(ranks)]
+    extra = Memory(element_bytes, settings.iteration, settings.looks_ahead).of_ranks(plan)
     return GroupPlan(
         group=group,
         plan=plan,
         seconds=seconds,
         largest=max(costs, default=0.0),
-        extra_bytes=int((extra + np.array(fillers) * 2 * UPDATE_BYTES).max()),  # of a filler a matrix and its update
+        extra=extra,
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=2 * sum(transfer_s) * 1e3,
         step_ms=_play(plan, products_s, transfer_s) * 1e3,

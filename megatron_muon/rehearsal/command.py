@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.rehearsal import all_ranks, checks, playback, timeline
     from megatron_muon.rehearsal.rank import Rehearsal
 
+    settings.lr = settings.lr or 0.0  # a plan needs none, and no shape hangs on it
     planned = settings_of(settings, hardware)
     plans = [plan_group(group, planned, hardware) for group in groups]
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)

@@ -46,7 +46,8 @@ class RecordingGroup(dist.ProcessGroup):
         recorder.groups.append(Members(tuple(ranks), same))
         self._index, self._recorder = len(recorder.groups) - 1, recorder
 
-    def getBackendName(self) -> str:
+    def getBackendName(self) -> str:  # noqa: N802
+        """What torch.distributed calls the group's backend."""
         return BACKEND
 
     def _start(self, op: str, tensor: torch.Tensor, nbytes: int = 0, **details: Any) -> _Started:

@@ -1,0 +1,153 @@
+"""What a step of the owner scheme takes of a rank's memory beyond weights, gradients and state, by arithmetic.
+
+Follows the buffers of `core.exchange.owner` through a step: what is on its way of three waves, the matrices that are
+assembled, the rows that are prepared, and the temporaries of the iteration as `core.newton_schulz` has them.
+`megatron-muon rehearse` counts the same by running that code; a test holds the two within 10 %.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megatron_muon.core.cost import GRAM, HALVES, KERNEL, Iteration, gram_runs
+from megatron_muon.core.layout import Matrix
+from megatron_muon.core.plan import Plan
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+TOGETHER = {"cpu": 2**20, "cuda": 2**23}
+"""Elements of the blocks that are iterated together: `core.orthogonalize` has the same figures, and wants torch."""
+_ROW_BYTES = 4
+"""Of an element of prepared rows, fp32."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What decides the bytes: of an element on the wire, the iteration, and whether momentum looks ahead (Nesterov)."""
+
+    element_bytes: int
+    iteration: Iteration
+    looks_ahead: bool
+
+    def of_ranks(self, plan: Plan) -> Ints:
+        """The most that each rank takes in a step."""
+        waves = [_Wave(plan, indices, self) for indices in plan.waves]
+        nothing = np.zeros(plan.layout.world_size, dtype=np.int64)
+        filler = np.array([self._filler(plan, rank) for rank in range(plan.layout.world_size)], dtype=np.int64)
+        if not waves:
+            return filler
+        most = waves[0].sent + np.maximum(waves[0].rows_sent, waves[0].gathered)
+        leaving = results = nothing  # of the wave before
+        for wave, following in itertools.zip_longest(waves, waves[1:]):
+            held = leaving + wave.arriving + results
+            if following is not None:
+                packing = following.sent + np.maximum(following.rows_sent, following.gathered)
+                most = np.maximum(most, held + packing)
+                held = held + following.arriving
+            assembling = wave.matrices + np.maximum(wave.rows_kept, wave.temporaries)
+            most = np.maximum(most, held + np.maximum(filler, assembling))
+            returning = held - results + wave.results + wave.leaving
+            most = np.maximum(most, returning)
+            leaving, results = wave.leaving, wave.results
+        return most
+
+    def _filler(self, plan: Plan, rank: int) -> int:
+        """Bytes of the largest part of the matrices that need no wire."""
+        parts = [[plan.layout.matrices[index] for index in part] for part in plan.fillers(rank)]
+        return max(map(self._whole, parts), default=0)
+
+    def _whole(self, matrices: Sequence[Matrix]) -> int:
+        assembled, _, temporaries = self.of_batch(matrices)
+        rows = sum(matrix.numel for matrix in matrices) * self.row_bytes
+        return assembled + max(rows, temporaries)
+
+    @property
+    def row_bytes(self) -> int:
+        """Of an element of rows that are prepared; without look-ahead they are the momentum itself."""
+        return _ROW_BYTES * self.looks_ahead
+
+    def of_batch(self, matrices: Sequence[Matrix]) -> tuple[int, int, int]:
+        """Bytes of matrices that are orthogonalised together: assembled, of their updates, and of temporaries.
+
+        As `core.batch` has them: blocks in stacks of equal shape; a matrix of one block is a view of its stack.
+        """
+        blocks: dict[tuple[int, int], int] = defaultdict(int)
+        kept = set[tuple[int, int]]()  # stacks that updates are views of
+        several = 0
+        for matrix in matrices:
+            for rows, cols in matrix.blocks:
+                blocks[min(rows, cols), max(rows, cols)] += 1
+            if len(matrix.split.parts) > 1:
+                several += matrix.numel
+            else:
+                kept.add((min(matrix.shape), max(matrix.shape)))
+        stacks = sum(rows * cols * count for (rows, cols), count in blocks.items())
+        updates = several + sum(rows * cols * blocks[rows, cols] for rows, cols in kept)
+        temporaries = max((self.of_stack(*shape, count) for shape, count in blocks.items()), default=0)
+        return (stacks + several) * self.element_bytes, updates * self.element_bytes, temporaries
+
+    def of_stack(self, rows: int, cols: int, count: int) -> int:
+        """Bytes that iterating over `count` wide blocks takes beside them, as `core.newton_schulz` makes tensors."""
+        iteration = self.iteration
+        products, size = iteration.products, 2 if iteration.half else 4
+        together = min(max(TOGETHER["cpu" if products is HALVES else "cuda"] // (rows * cols), 1), count)
+        wide, small = rows * cols * size, rows * rows * size  # of a block: as it is, and its Gram matrix
+        # The symmetric kernel makes its results one by one, which are then copied into a stack.
+        made = 2 if products is KERNEL and products.shares(rows, cols)[0] < 1.0 else 1
+        if iteration.method_for(rows, cols) == GRAM:
+            runs = gram_runs(iteration.steps, half=iteration.half)
+            first = (made + 2 if max(runs) == 1 else made + 3) * small  # Gram matrix, polynomial and their product
+            later = wide + first if len(runs) > 1 else 0
+            most = max(first, later, wide * min(len(runs), 2) + 3 * small)
+        else:
+            most = max((1 + made) * small, wide + (2 + made) * small, 2 * wide + 2 * small)
+        if self.element_bytes != size:
+            most += wide  # in the iteration's dtype
+        most = max(most, rows * cols * self.element_bytes)  # magnitudes, before it begins
+        second = min(count - together, together)  # beside the updates of the blocks before it
+        return max(together * most, second * most + together * wide if second else 0)
+
+
+class _Wave:
+    """Bytes of a wave on each rank."""
+
+    def __init__(self, plan: Plan, indices: Sequence[int], memory: Memory) -> None:
+        ranks = plan.layout.world_size
+        self.sent, self.gathered, self.spread, self.returned, self.rows_sent, self.rows_kept = (
+            np.zeros(ranks, dtype=np.int64) for _ in range(6)
+        )
+        self.matrices, self.results, self.temporaries = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
+        owned: dict[int, list[Matrix]] = defaultdict(list)
+        for index in indices:
+            owner, matrix = plan.owners[index], plan.layout.matrices[index]
+            owned[owner].append(matrix)
+            for shard in matrix.shards:
+                source, size = shard.source(owner, ranks), shard.numel * memory.element_bytes
+                if source == owner:
+                    self.rows_kept[owner] += shard.numel * memory.row_bytes
+                else:
+                    self.sent[source] += size
+                    self.gathered[owner] += size
+                    self.rows_sent[source] += shard.numel * memory.row_bytes
+                for holder in shard.holders:
+                    if holder != owner:
+                        self.spread[owner] += size
+                        self.returned[holder] += size
+        for owner, matrices in owned.items():
+            self.matrices[owner], self.results[owner], self.temporaries[owner] = memory.of_batch(matrices)
+
+    @property
+    def arriving(self) -> Ints:
+        """What gathering fills."""
+        return self.sent + self.gathered
+
+    @property
+    def leaving(self) -> Ints:
+        """What sending back fills."""
+        return self.spread + self.returned
