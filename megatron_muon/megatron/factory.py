@@ -65,7 +65,7 @@ def get_megatron_muon_optimizer(
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    offload, optimizers, digests = _offload_run(config), [], []
+    offload, optimizers, digests = offload_run(config), [], []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
@@ -87,7 +87,7 @@ def get_megatron_muon_optimizer(
     return chain
 
 
-def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
+def offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
     """What keeps momentum elsewhere, or in another format, than as fp32 on the device."""
     if config.muon_offload == "none" and config.muon_momentum_dtype == "fp32":
         return None

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatron_muon.rehearsal.checks import Finding, Recorded
     from megatron_muon.rehearsal.playback import Played
 
+_NOT_REHEARSED = {"muon_exchange": "allgather", "muon_offload": "nvme", "muon_ns_device": "cpu"}
+"""What every rank does alike, what needs files, and what makes the host wait by intent."""
 SHOWN = 8
 """Findings of a check, and reasons of a rank to wait, that are printed."""
 
@@ -84,13 +86,17 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.rehearsal import all_ranks, checks, playback, timeline
     from megatron_muon.rehearsal.rank import Rehearsal
 
+    for name, value in _NOT_REHEARSED.items():
+        if getattr(settings, name) == value:
+            raise UserError(f"{args.config}: --{name.replace('_', '-')} {value} is not rehearsed; leave it out")
     settings.lr = settings.lr or 0.0  # a plan needs none, and no shape hangs on it
     planned = settings_of(settings, hardware)
     plans = [plan_group(group, planned, hardware) for group in groups]
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)
     with _progress(len(ranks)) as done:
         traces = all_ranks.rehearse(rehearsal, ranks, processes=args.processes, done=done)
-    recorded = checks.Recorded(traces, plans, args.world_size, planned.element_bytes)
+    plain = (settings.optimizer, settings.muon_offload, settings.muon_momentum_dtype) == ("muon", "none", "fp32")
+    recorded = checks.Recorded(traces, plans, args.world_size, planned.element_bytes, has_memory=plain)
     findings = checks.check(recorded)
     played: dict[int, playback.Played] = {}
     if not any(trace.failure for trace in traces.values()):
@@ -111,18 +117,22 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
     from megatron_muon.rehearsal.checks import planned_bytes, received_bytes
 
     last = {rank: trace.steps[-1] for rank, trace in recorded.traces.items() if trace.steps}
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {
             "rank": rank,
             "received_bytes": received_bytes(recorded.traces[rank], -1),
             "extra_bytes": step.extra_bytes,
             "flops": step.flops,
             "collectives": len(step.calls),
+            "momentum_bytes": recorded.traces[rank].state_bytes,
             **({"products_ms": played[rank].products_s * 1e3, "step_ms": played[rank].end_s * 1e3} if played else {}),
         }
         for rank, step in last.items()
     ]
     most = {name: max((rank[name] for rank in ranks), default=0) for name in ("received_bytes", "extra_bytes")}
+    for where in ("device", "host"):
+        states = [trace.state_bytes.get(where, 0) for trace in recorded.traces.values()]
+        most[f"{where}_bytes"] = max(states, default=0)
     times = {name: max((rank.get(name, 0.0) for rank in ranks), default=0.0) for name in ("products_ms", "step_ms")}
     slowest = max(played, key=lambda rank: played[rank].end_s, default=None)
     waits = [] if slowest is None else sorted(played[slowest].waits.items(), key=lambda item: -item[1])
@@ -203,6 +213,8 @@ def _progress(ranks: int) -> Iterator[Callable[[int], None]]:
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("most received by a rank", "received_bytes", size),
     ("extra memory, at most", "extra_bytes", size),
+    ("momentum on the device, at most", "device_bytes", size),
+    ("  in host memory", "host_bytes", size),
     ("collectives of a rank", "collectives", "{:,}".format),
     ("Newton-Schulz", "products_ms", duration),
     ("step, overlapped", "step_ms", duration),

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import io
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -28,8 +29,9 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.factory import wrap
+from megatron_muon.megatron.factory import offload_run, wrap
 from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.offload.store import DEVICE, RecordStore
 from megatron_muon.planning.estimate import Group, Hardware
 from megatron_muon.rehearsal import machine, process_groups
 from megatron_muon.rehearsal.recorder import HOST_WAITS, Recorder, place
@@ -150,7 +152,7 @@ def _stack(error: BaseException) -> traceback.StackSummary:
 
 def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) -> None:
     config, device = rehearsal.settings, machine.device_of(rehearsal.hardware)
-    chunk, members = _Chunk(), []
+    chunk, members, offload = _Chunk(), [], offload_run(config)
     for group in rehearsal.groups:
         process_group = dist.new_group(group.members(rank, rehearsal.world_size))
         shards = group.layout.held(process_group.rank())
@@ -171,7 +173,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
             device=device,
             recorder=recorder,
         )
-        members.append(wrap(builder.build(None), config, [chunk], SimpleNamespace(tp=None)))
+        members.append(wrap(builder.build(offload), config, [chunk], SimpleNamespace(tp=None)))
         if builder.plan is not None:
             rehearsal.plans.setdefault(group.name, builder.plan)
             trace.plans.append(builder.plan.digest())
@@ -179,6 +181,21 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
     for member in members:
         member.optimizer.probe = recorder.probe
-    for _ in range(STEPS):
-        with recorder.step():
-            chain.step_with_ready_grads()
+    trace.state_bytes = _state_bytes(chain)
+    try:
+        for _ in range(STEPS):
+            with recorder.step():
+                chain.step_with_ready_grads()
+    finally:
+        if offload is not None:
+            offload.close()
+
+
+def _state_bytes(chain: MuonChainedOptimizer) -> dict[str, int]:
+    """Bytes of momentum by place, as `megatron.state` reports them."""
+    found: Counter[str] = Counter()
+    for muon in (member.optimizer for member in chain.chained_optimizers):
+        found.update(muon.store.bytes if isinstance(muon.store, RecordStore) else {})
+        slots = (slot for state in muon.state.values() for slot in state.values())
+        found[DEVICE] += sum(slot.nbytes for slot in slots if isinstance(slot, torch.Tensor))
+    return dict(found)

@@ -69,7 +69,7 @@ class Recorder(FakeTensorMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(allow_non_fake_inputs=True)  # momentum in host memory, which is mapped and never touched
         self.groups: list[Members] = []
         self.steps: list[StepTrace] = []
         self.synchronizations: list[str] = []
@@ -186,7 +186,8 @@ class Recorder(FakeTensorMode):
     def _look_for_wait(self, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """A copy from the device to memory that is not locked makes the host wait."""
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
-        if source.device.type == "cuda" and result.device.type == "cpu" and not kwargs.get("non_blocking"):
+        non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        if source.device.type == "cuda" and result.device.type == "cpu" and not non_blocking:
             self.host_waits("a copy to host memory")
 
 

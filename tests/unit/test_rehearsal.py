@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_muon import cpu
 from megatron_muon.core import newton_schulz
 from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.layout import Layout, row_sharded
@@ -81,8 +82,14 @@ def in_first_wave(monkeypatch: pytest.MonkeyPatch, act: Callable[[ShardedMuon, S
     monkeypatch.setattr(ShardedMuon, "finalize", changed)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def real_devices() -> None:
+    """Another test may have left the CPU standing in for a GPU."""
+    cpu.uninstall()
+
+
 @pytest.fixture(scope="module")
-def sound() -> Recorded:
+def sound(real_devices: None) -> Recorded:
     return recorded(rehearsal())
 
 
@@ -256,3 +263,25 @@ def test_processes_record_what_one_does(sound: Recorded) -> None:
             assert [str(event) for event in trace.steps[1].events] == [
                 str(event) for event in sound.traces[rank].steps[1].events
             ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"muon_momentum_dtype": "int8"},
+        {"muon_offload": "cpu"},
+        pytest.param(
+            {"muon_offload": "cpu", "muon_momentum_dtype": "bf16", "muon_offload_fraction": 0.5,
+             "muon_offload_buffer_mb": 0.05}, marks=pytest.mark.wide,
+        ),
+    ],
+)  # fmt: skip
+def test_momentum_elsewhere_is_rehearsed_and_counted(settings: dict[str, Any]) -> None:
+    record = dataclasses.replace(recorded(rehearsal(**settings)), has_memory=False)
+    assert check(record) == []
+    elements = [sum(shard.numel for shard in DENSE.held(rank)) for rank in range(RANKS)]
+    for rank, trace in record.traces.items():
+        off = trace.state_bytes["host" if "muon_offload" in settings else "device"]
+        each = {"fp32": 4, "bf16": 2, "int8": 1}[settings.get("muon_momentum_dtype", "fp32")]
+        share = settings.get("muon_offload_fraction", 1.0)
+        assert share * each * elements[rank] <= off <= 1.1 * each * elements[rank] + 4096
