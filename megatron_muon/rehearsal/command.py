@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_muon.rehearsal.checks import Finding, Recorded
     from megatron_muon.rehearsal.playback import Played
 
+GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
 _NOT_REHEARSED = {"muon_exchange": "allgather", "muon_offload": "nvme", "muon_ns_device": "cpu"}
 """What every rank does alike, what needs files, and what makes the host wait by intent."""
 SHOWN = 8
@@ -55,8 +56,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
     add("--ranks", type=int, nargs="+", metavar="R",
         help="rehearse these alone; what they do is compared among them (all)")  # fmt: skip
-    add("--hardware", choices=tuple(HARDWARE), default="h100-sxm", metavar="NAME",
-        help=f"machine to rehearse for: {', '.join(HARDWARE)} (the first)")  # fmt: skip
+    add("--hardware", choices=GPUS, default=GPUS[0], metavar="NAME",
+        help=f"machine to rehearse for: {', '.join(GPUS)} (the first)")  # fmt: skip
     add("--processes", type=positive, metavar="P", help="processes that rehearse (one for each core)")
     add("--json", type=Path, metavar="FILE", help="also write the figures of each rank, and what disagrees, to FILE")
     add("--timeline", type=Path, metavar="FILE",
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         cpu.install(force=True)
         from megatron_muon.planning.matrices import read_model
     try:
-        settings, groups = read_model(args.config, args.world_size, device="cpu" if hardware.processor else "cuda")
+        settings, groups = read_model(args.config, args.world_size)
     finally:
         cpu.uninstall()  # fake tensors are on a device that the CPU must not stand in for
 

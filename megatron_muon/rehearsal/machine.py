@@ -7,6 +7,7 @@ memory; here the product is recorded and its result made.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -67,24 +68,23 @@ def _at_once(executor: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any
     return future
 
 
-def device_of(hardware: Hardware) -> torch.device:
-    """Where the tensors of a run on this machine are."""
-    return torch.device("cpu") if hardware.processor else torch.device("cuda", 0)
+DEVICE = torch.device("cuda", 0)
+"""Where the tensors of a rank are."""
+_NODE = "LOCAL_WORLD_SIZE"
 
 
 @contextlib.contextmanager
 def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
-    """Fake tensors on the machine's device, recorded."""
+    """Fake tensors on the machine's GPU, recorded; its nodes as torchrun tells of them."""
     assert not cpu.installed(), "the CPU stands in for the device that fake tensors are to be on"
     with Patches() as patches, recorder:
         patches.replace(torch.cuda, "get_device_capability", lambda device=None: _CAPABILITY[hardware.symmetric_kernel])
         patches.replace(torch.cuda, "synchronize", lambda device=None: recorder.host_waits("torch.cuda.synchronize"))
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
-        if not hardware.processor:
-            for name, value in _STREAMS.items():
-                patches.replace(torch.cuda, name, value)
-            patches.replace(ThreadPoolExecutor, "submit", _at_once, takes=("fn",))  # the fake mode is of one thread
-            patches.replace(FakeTensor, "data_ptr", lambda tensor: 0)  # of memory that begins at a page
+        for name, value in _STREAMS.items():
+            patches.replace(torch.cuda, name, value)
+        patches.replace(ThreadPoolExecutor, "submit", _at_once, takes=("fn",))  # the fake mode is of one thread
+        patches.replace(FakeTensor, "data_ptr", lambda tensor: 0)  # of memory that begins at a page
 
         def tsyrk_ex(a: torch.Tensor, c: Any = None, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
             assert a.dtype == torch.bfloat16
@@ -95,4 +95,11 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
             return result
 
         patches.replace(muon_utils.triton_kernels, "tsyrk_ex", tsyrk_ex, takes=("a", "c", "alpha", "beta"))
-        yield
+        before = os.environ.get(_NODE)
+        os.environ[_NODE] = str(hardware.node_ranks)
+        try:
+            yield
+        finally:
+            os.environ.pop(_NODE)
+            if before is not None:
+                os.environ[_NODE] = before

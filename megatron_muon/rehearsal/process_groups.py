@@ -14,6 +14,7 @@ from typing import Any, override
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.patching import Patches
@@ -38,7 +39,11 @@ class _Started(dist.Work):
 
 
 class RecordingGroup(dist.ProcessGroup):
-    """A process group whose collectives are recorded and leave their buffers as they are."""
+    """A process group whose collectives are recorded.
+
+    What the host tells other ranks while optimizers are made is answered as if all had said the same; buffers of the
+    device are fake, and left alone.
+    """
 
     def __init__(self, rank: int, ranks: Sequence[int], recorder: Recorder) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # an overload that torch does not annotate
@@ -66,10 +71,15 @@ class RecordingGroup(dist.ProcessGroup):
     @override
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> _Started:
         (tensor,) = inputs
+        if not isinstance(tensor, FakeTensor):
+            for output in outputs[0]:
+                output.copy_(tensor)
         return self._start("all_gather", tensor, tensor.nbytes)
 
     @override
     def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> _Started:
+        if not isinstance(tensor, FakeTensor):
+            output.view(self.size(), -1).copy_(tensor.view(1, -1))
         return self._start("all_gather", tensor, tensor.nbytes)
 
     @override
@@ -92,6 +102,11 @@ class RecordingGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None) -> _Started:
         return self._start("barrier", torch.empty(0))
 
+    # As torch 2.13 calls them.
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
+    all_to_all_single = alltoall_base  # type: ignore[assignment]
+
     def _split(self, tensor: torch.Tensor, counts: Sequence[int]) -> Split:
         each = np.array(counts or [len(tensor) // self.size()] * self.size(), dtype=np.int64)
         if each.sum() != len(tensor):
@@ -107,10 +122,7 @@ def _create(options: Any, _: Any) -> RecordingGroup:
 
 @contextlib.contextmanager
 def world(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
-    """torch.distributed as `rank` of `world_size` has it, its collectives recorded.
-
-    What ranks tell each other as Python objects is answered as if all had said the same.
-    """
+    """torch.distributed as `rank` of `world_size` has it, its collectives recorded."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     _current.append(recorder)
@@ -126,4 +138,5 @@ def world(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
 
 
 def _all_say_the_same(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    """For objects, whose bytes torch cannot put into a tensor in its fake mode."""
     object_list[:] = [obj] * len(object_list)

@@ -127,7 +127,7 @@ class _Chunk(SimpleNamespace):
 
 def rehearse_rank(rank: int, rehearsal: Rehearsal) -> RankTrace:
     """Build a rank's optimizers and take two steps."""
-    recorder = Recorder(machine.device_of(rehearsal.hardware))
+    recorder = Recorder(machine.DEVICE)
     trace = RankTrace(rank, recorder.groups, steps=recorder.steps, synchronizations=recorder.synchronizations)
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -151,7 +151,7 @@ def _stack(error: BaseException) -> traceback.StackSummary:
 
 
 def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) -> None:
-    config, device = rehearsal.settings, machine.device_of(rehearsal.hardware)
+    config, device = rehearsal.settings, machine.DEVICE
     chunk, members, offload = _Chunk(), [], offload_run(config)
     for group in rehearsal.groups:
         process_group = dist.new_group(group.members(rank, rehearsal.world_size))

@@ -1,8 +1,9 @@
 """Records what a rank enqueues on fake tensors: products, collectives, waits, and the memory that is live meanwhile.
 
-A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Memory is counted by storage,
-from the operation that makes it until nothing refers to it any more. Operations that make the host wait for the device
-are noted with the line that asked for them.
+A `Recorder` is torch's fake mode that also looks at each operation with its fake result. Tensors on the device are
+fake, those of the host are what they are. Memory of the device is counted by storage, from the operation that makes it
+until nothing refers to it any more. Operations that make the host wait for the device are noted with the line that
+asked for them.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Recorder(FakeTensorMode):
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__(allow_non_fake_inputs=True)  # momentum in host memory, which is mapped and never touched
+        super().__init__(allow_non_fake_inputs=True)  # copies between host and device
         self.groups: list[Members] = []
         self.steps: list[StepTrace] = []
         self.synchronizations: list[str] = []
@@ -87,6 +88,8 @@ class Recorder(FakeTensorMode):
         kind = _kind(func)
         if kind.is_quick and "device" not in kwargs and self._are_here(args):
             result = self._run_quickly(func, args, kwargs)
+        elif self._is_of_host(args, kwargs):
+            return func(*args, **kwargs)
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if kind.is_product:
@@ -103,6 +106,11 @@ class Recorder(FakeTensorMode):
         first = args[0] if args else None
         tensors = first if isinstance(first, (list, tuple)) else (first,)
         return all(isinstance(one, FakeTensor) and one.fake_device == self._device for one in tensors)
+
+    def _is_of_host(self, args: Any, kwargs: Any) -> bool:
+        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+            return False
+        return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
     def _run_quickly(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What the fake mode does, without its cache and cases: on a view it spends half a millisecond."""
