@@ -106,7 +106,9 @@ class Memory:
             later = wide + first if len(runs) > 1 else 0
             most = max(first, later, wide * min(len(runs), 2) + 3 * small)
         else:
-            most = max((1 + made) * small, wide + (2 + made) * small, 2 * wide + 2 * small)
+            most = max((1 + made) * small, wide + 2 * small)
+            if iteration.steps > 1:
+                most = max(wide + (2 + made) * small, 2 * wide + 2 * small)
         if self.element_bytes != size:
             most += wide  # in the iteration's dtype
         most = max(most, rows * cols * self.element_bytes)  # magnitudes, before it begins
@@ -118,36 +120,31 @@ class _Wave:
     """Bytes of a wave on each rank."""
 
     def __init__(self, plan: Plan, indices: Sequence[int], memory: Memory) -> None:
-        ranks = plan.layout.world_size
-        self.sent, self.gathered, self.spread, self.returned, self.rows_sent, self.rows_kept = (
-            np.zeros(ranks, dtype=np.int64) for _ in range(6)
-        )
+        ranks, wire, row = plan.layout.world_size, memory.element_bytes, memory.row_bytes
+        sent, gathered, kept, spread, returned = ([0] * ranks for _ in range(5))  # elements
         self.matrices, self.results, self.temporaries = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
         owned: dict[int, list[Matrix]] = defaultdict(list)
         for index in indices:
             owner, matrix = plan.owners[index], plan.layout.matrices[index]
             owned[owner].append(matrix)
             for shard in matrix.shards:
-                source, size = shard.source(owner, ranks), shard.numel * memory.element_bytes
+                source, holders, numel = shard.source(owner, ranks), shard.holders, shard.numel
                 if source == owner:
-                    self.rows_kept[owner] += shard.numel * memory.row_bytes
+                    kept[owner] += numel
                 else:
-                    self.sent[source] += size
-                    self.gathered[owner] += size
-                    self.rows_sent[source] += shard.numel * memory.row_bytes
-                for holder in shard.holders:
+                    sent[source] += numel
+                    gathered[owner] += numel
+                for holder in holders:
                     if holder != owner:
-                        self.spread[owner] += size
-                        self.returned[holder] += size
+                        spread[owner] += numel
+                        returned[holder] += numel
         for owner, matrices in owned.items():
             self.matrices[owner], self.results[owner], self.temporaries[owner] = memory.of_batch(matrices)
+        self.sent, self.rows_sent = wire * np.array(sent, dtype=np.int64), row * np.array(sent, dtype=np.int64)
+        self.gathered, self.rows_kept = wire * np.array(gathered, dtype=np.int64), row * np.array(kept, dtype=np.int64)
+        self.leaving: Ints = wire * (np.array(spread, dtype=np.int64) + np.array(returned, dtype=np.int64))
 
     @property
     def arriving(self) -> Ints:
         """What gathering fills."""
         return self.sent + self.gathered
-
-    @property
-    def leaving(self) -> Ints:
-        """What sending back fills."""
-        return self.spread + self.returned

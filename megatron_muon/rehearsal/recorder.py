@@ -108,7 +108,7 @@ class Recorder(FakeTensorMode):
         return all(isinstance(one, FakeTensor) and one.fake_device == self._device for one in tensors)
 
     def _is_of_host(self, args: Any, kwargs: Any) -> bool:
-        if torch.device(kwargs.get("device") or "cpu").type != "cpu":
+        if (args and isinstance(args[0], FakeTensor)) or torch.device(kwargs.get("device") or "cpu").type != "cpu":
             return False
         return not any(isinstance(one, FakeTensor) for one in tree_leaves((args, kwargs)))
 
