@@ -105,8 +105,13 @@ def run(args: argparse.Namespace) -> int:
             played = playback.play(traces, -1, hardware)
         except playback.StuckError as stuck:
             findings.append(checks.Finding("order", stuck.ranks, str(stuck)))
-    figures = report(recorded, findings, played)
-    write_json(args.json, {"config": str(args.config), "hardware": hardware.name, **figures})
+    figures = {
+        "config": str(args.config),
+        "hardware": hardware.name,
+        "buffer_mb": planned.buffer_mb,
+        **report(recorded, findings, played),
+    }
+    write_json(args.json, figures)
     if args.timeline is not None and played:
         timeline.write_timeline(args.timeline, played)
     show(figures, str(args.config), hardware)
@@ -146,6 +151,7 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
             "extra_bytes": max(item.extra_bytes for item in recorded.plans),
             "products_ms": sum(item.ns_ms for item in recorded.plans),
             "step_ms": sum(item.step_ms for item in recorded.plans),
+            "oversized": sum(len(item.plan.oversized) for item in recorded.plans),
         },
         "rehearsed": {**most, **times, "collectives": max((rank["collectives"] for rank in ranks), default=0)},
         "slowest": {
@@ -176,7 +182,10 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         Text(f"Rehearsal of {source}: {count:,} of {world_size:,} ranks, two steps", style="bold"), soft_wrap=True
     )
     console.print(table)
-    lines = [f"{hardware.name}: {hardware.source}; without latency, launches and elementwise work"]
+    oversized = figures["planned"]["oversized"]
+    buffer = f"exchange buffer {figures['buffer_mb']:g} MiB"
+    lines = [buffer + f"; {oversized:,} matrices exceed a wave's third of it" * (oversized > 0)]
+    lines += [f"{hardware.name}: {hardware.source}; without latency, launches and elementwise work"]
     if figures["slowest"]["rank"] is not None:
         waits = [f"{duration(wait['ms'])} in {wait['phase']} for {wait['for']}" for wait in figures["slowest"]["waits"]]
         more = f" and {len(waits) - SHOWN} more" if len(waits) > SHOWN else ""
