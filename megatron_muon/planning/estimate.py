@@ -161,7 +161,10 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         return np.bincount(owners[of], weights=flops[of], minlength=ranks) / rate
 
     nodes = np.arange(ranks) * group.stride // hardware.node_ranks
-    transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
+    arrive_s, leave_s = (
+        [_transfer_s(plan, wave, nodes, element_bytes, hardware, arriving=arriving) for wave in plan.waves]
+        for arriving in (True, False)
+    )
     extra = Memory(element_bytes, settings.iteration, settings.looks_ahead).of_ranks(plan)
     return GroupPlan(
         group=group,
@@ -170,38 +173,46 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         largest=max(costs, default=0.0),
         extra=extra,
         ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=2 * sum(transfer_s) * 1e3,
-        step_ms=_play(plan, products_s, transfer_s) * 1e3,
+        exchange_ms=(sum(arrive_s) + sum(leave_s)) * 1e3,
+        step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
     )
 
 
-def _play(plan: Plan, products_s: Callable[[Sequence[int]], Floats], transfer_s: Sequence[float]) -> float:
+def _play(
+    plan: Plan,
+    products_s: Callable[[Sequence[int]], Floats],
+    arrive_s: Sequence[float],
+    leave_s: Sequence[float],
+) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler."""
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
-    link = arrived = transfer_s[0]  # when the link is free, and when the current wave has arrived
+    link = arrived = arrive_s[0]  # when the link is free, and when the current wave has arrived
     for k, wave in enumerate(plan.waves):
         here = arrived
         if k + 1 < len(plan.waves):
-            link = arrived = link + transfer_s[k + 1]
+            link = arrived = link + arrive_s[k + 1]
         work = products_s(wave)
         busy = work > 0
         clock += filler
         clock[busy] = np.maximum(clock[busy], here) + work[busy]
-        link = max(link, float(clock[busy].max(initial=here))) + transfer_s[k]
+        link = max(link, float(clock[busy].max(initial=here))) + leave_s[k]
     return max(link, float(clock.max()))
 
 
-def _transfer_s(plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
-    """Seconds in which a wave's rows arrive, or its updates leave; rows come from one replica only."""
+def _transfer_s(
+    plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware, *, arriving: bool
+) -> float:
+    """Seconds in which a wave's rows arrive, from one replica each, or its updates leave, to all of them."""
+    ranks = plan.layout.world_size
     table = [
         (plan.owners[index], holder, shard.numel * element_bytes)
         for index in wave
         for shard in plan.layout.matrices[index].shards
-        for holder in shard.holders
+        for holder in ((shard.source(plan.owners[index], ranks),) if arriving else shard.holders)
         if holder != plan.owners[index]
     ]
     owners, holders, sizes = np.array(table, dtype=np.int64).reshape(-1, 3).T

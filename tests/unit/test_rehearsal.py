@@ -13,12 +13,12 @@ import torch.distributed as dist
 from megatron_muon import cpu
 from megatron_muon.core import newton_schulz
 from megatron_muon.core.exchange.owner import OwnerExchange
-from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.layout import Layout, from_rectangles, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, plan_group
+from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, plan_group
 from megatron_muon.rehearsal import all_ranks, playback
 from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
 from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
@@ -40,6 +40,11 @@ DENSE = Layout(
     ),
 )
 EXPERTS = Layout(2, tuple(row_sharded(f"expert{k}", (128, 64), [100, 28]) for k in range(4)))
+REPLICATED = Layout(
+    RANKS,
+    tuple(from_rectangles(f"w{k}", (200, 160), [(0, 120, 0, 160), (120, 80, 0, 160)] * 2) for k in range(6)),
+)
+"""Two instances of two ranks each."""
 BUFFER_MB = 0.25
 """So small that the dense matrices travel in several waves."""
 
@@ -128,6 +133,21 @@ def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
     for rank, trace in sound.traces.items():
         assert received_bytes(trace, 1) == expected[rank]
         assert trace.steps[1].flops == sound.plans[0].plan.loads[rank]
+
+
+def whole_nodes(hardware: Hardware) -> Hardware:
+    """A machine whose links take long beside its products, and have two ranks in a node."""
+    return dataclasses.replace(hardware, bf16_tflops=50.0, node_ranks=2, node_gb_per_s=40.0, network_gb_per_s=4.0)
+
+
+@pytest.mark.parametrize("layout", [DENSE, REPLICATED], ids=["sharded", "replicas"])
+def test_plan_and_record_agree_on_time(layout: Layout) -> None:
+    """Plans took rows to come from every replica; an update goes to all of them, but rows come from one."""
+    of = dataclasses.replace(rehearsal(Group("dense", layout)), hardware=whole_nodes(H100))
+    played = playback.play(recorded(of).traces, -1, of.hardware)
+    (plan,), _ = planned(of)
+    assert max(rank.end_s for rank in played.values()) * 1e3 == pytest.approx(plan.step_ms, rel=0.1)
+    assert plan.step_ms > 1.1 * plan.ns_ms
 
 
 def test_a_rank_with_another_plan_is_found() -> None:
