@@ -117,11 +117,11 @@ def test_dense_matrices_and_experts_step_on_their_own_groups() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"optimizer": "adaptive_muon"},
+        pytest.param({"optimizer": "adaptive_muon"}, marks=pytest.mark.wide),
         {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
         {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
-        {"muon_exchange_dtype": "fp32"},
-        {"muon_nesterov": False, "decoupled_weight_decay": False},
+        pytest.param({"muon_exchange_dtype": "fp32"}, marks=pytest.mark.wide),
+        pytest.param({"muon_nesterov": False, "decoupled_weight_decay": False}, marks=pytest.mark.wide),
     ],
 )
 def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
@@ -288,7 +288,7 @@ def test_processes_record_what_one_does(sound: Recorded) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"muon_momentum_dtype": "int8"},
+        pytest.param({"muon_momentum_dtype": "int8"}, marks=pytest.mark.wide),
         {"muon_offload": "cpu"},
         pytest.param(
             {"muon_offload": "cpu", "muon_momentum_dtype": "bf16", "muon_offload_fraction": 0.5,
