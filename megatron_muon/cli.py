@@ -42,6 +42,9 @@ COMMANDS = {
     "submit": Command("megatron_muon.slurm.command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.runs.summary", "sum up a finished run"),
     "plan": Command("megatron_muon.planning.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
+    "rehearse": Command(
+        "megatron_muon.rehearsal.command", "run every rank's real step without a GPU, and compare", MEASURE
+    ),
     "bench": Command("megatron_muon.bench.command", "measure optimizer steps and training steps", MEASURE),
     "data": Command("megatron_muon.data.command", "prepare text for training", PREPARE),
     "doctor": Command("megatron_muon.doctor.command", "check this environment, and a checkpoint", PREPARE),
@@ -56,6 +59,7 @@ examples:
   megatron-muon report runs/quickstart-sweep --out runs/report
   megatron-muon submit --config configs/quickstart.yaml --nodes 2 --dry-run
   megatron-muon plan --config configs/llama3-8b.yaml --world-size 64
+  megatron-muon rehearse --config configs/llama3-8b.yaml --world-size 64
   megatron-muon doctor --checkpoint runs/first/checkpoints
   megatron-muon COMMAND --help
 

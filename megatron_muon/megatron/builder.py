@@ -20,6 +20,7 @@ from megatron_muon.core.exchange.steps import Exchange, PlannedExchange
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import Plan
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
@@ -38,7 +39,7 @@ class MuonBuilder:
     pg_collection: ProcessGroupCollection
     names: Mapping[torch.Tensor, str]
     is_expert: bool
-    digest: str = ""  # of the plan, once there is one
+    plan: Plan | None = None  # once there is one, or made before
 
     def __post_init__(self) -> None:
         config = self.config
@@ -171,7 +172,8 @@ class MuonBuilder:
             wire=config.muon_exchange_dtype,
             device=self.device,
             team_size=config.muon_team_size,
+            plan=self.plan,
         )
         if isinstance(exchange, PlannedExchange):
-            self.digest = exchange.plan.digest()
+            self.plan = exchange.plan
         return exchange

@@ -65,15 +65,15 @@ def get_megatron_muon_optimizer(
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    offload, optimizers, digests = _offload_run(config), [], []
+    offload, optimizers, digests = offload_run(config), [], []
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
-            optimizers.append(_wrap(builder.build(offload), config, model_chunks, pg_collection))
+            optimizers.append(wrap(builder.build(offload), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
-            digests += [builder.digest] if builder.digest else []
+            digests += [builder.plan.digest()] if builder.plan is not None else []
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
     if not optimizers:
@@ -87,7 +87,7 @@ def get_megatron_muon_optimizer(
     return chain
 
 
-def _offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
+def offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
     """What keeps momentum elsewhere, or in another format, than as fp32 on the device."""
     if config.muon_offload == "none" and config.muon_momentum_dtype == "fp32":
         return None
@@ -114,7 +114,7 @@ def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -
     return overrides
 
 
-def _wrap(
+def wrap(
     inner: torch.optim.Optimizer,
     config: MuonOptimizerConfig,
     model_chunks: Sequence[Any],

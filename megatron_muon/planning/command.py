@@ -185,24 +185,47 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
 
 
 def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Settings:
-    """The command line's settings, else the config's; `MuonSettings` alone lacks those that `OptimizerConfig` has."""
+    return settings_of(
+        config,
+        hardware,
+        buffer_mb=args.buffer_mb,
+        exchange_dtype=args.exchange_dtype,
+        team_size=args.team_size,
+        ns=args.ns,
+        ns_dtype=args.ns_dtype,
+    )
+
+
+def settings_of(
+    config: Any,
+    hardware: Hardware,
+    *,
+    buffer_mb: float | None = None,
+    exchange_dtype: str | None = None,
+    team_size: str | None = None,
+    ns: str | None = None,
+    ns_dtype: str | None = None,
+) -> Settings:
+    """What is given, else the config's; `MuonSettings` alone lacks the settings that `OptimizerConfig` has."""
     precision = getattr(config, "muon_fp32_matmul_prec", "medium")
-    if args.ns_dtype is not None:
-        precision = "medium" if args.ns_dtype == "bf16" else "highest"
-    exchange = args.exchange_dtype or config.muon_exchange_dtype
-    buffer = config.muon_exchange_buffer_mb if args.buffer_mb is None else args.buffer_mb
-    check_number("muon_exchange_buffer_mb", buffer, flag=None if args.buffer_mb is None else "--buffer-mb")
+    if ns_dtype is not None:
+        precision = "medium" if ns_dtype == "bf16" else "highest"
+    exchange = exchange_dtype or config.muon_exchange_dtype
+    buffer = config.muon_exchange_buffer_mb if buffer_mb is None else buffer_mb
+    check_number("muon_exchange_buffer_mb", buffer, flag=None if buffer_mb is None else "--buffer-mb")
     iteration = Iteration(
         getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
         getattr(config, "muon_num_ns_steps", Iteration.steps),
         precision,
-        args.ns or config.muon_ns,
+        ns or config.muon_ns,
     )
     iteration.check()
     half = iteration.half
     iteration = replace(iteration, products=hardware.products(half=half))
-    dtype = ("bf16" if half else "fp32") if exchange == "auto" else exchange
-    return Settings(buffer, dtype, iteration, args.team_size or config.muon_team_size)
+    travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
+    return Settings(
+        buffer, travels, iteration, team_size or config.muon_team_size, getattr(config, "muon_nesterov", True)
+    )
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
@@ -256,12 +279,14 @@ def notes(figures: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _size(count: int) -> str:
+def size(count: int) -> str:
+    """Bytes for people."""
     power = min((max(count, 1).bit_length() - 1) // 10, 3)
     return f"{count / 1024**power:,.{min(power, 1)}f} {('B', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def _duration(ms: float) -> str:
+def duration(ms: float) -> str:
+    """Milliseconds for people."""
     return f"{ms / 1e3:,.2f} s" if ms >= 1e4 else f"{ms:,.1f} ms"
 
 
@@ -275,16 +300,16 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "parameters in them": lambda c: f"{c['parameters'] / 1e6:,.1f} M",
     "owners' load, max / mean": lambda c: f"{c['ns_load']['max_over_mean']:.3f}",
     "matrices that teams own": lambda c: (
-        ", ".join(f"{count:,} of {size} ranks" for size, count in c["matrices_of_teams"].items()) or "none"
+        ", ".join(f"{count:,} of {members} ranks" for members, count in c["matrices_of_teams"].items()) or "none"
     ),
-    "most received by a rank": lambda c: _size(c["exchange_bytes"]["max_per_rank"]),
-    "  by all-gather": lambda c: _size(c["exchange_bytes"]["allgather_per_rank"]),
+    "most received by a rank": lambda c: size(c["exchange_bytes"]["max_per_rank"]),
+    "  by all-gather": lambda c: size(c["exchange_bytes"]["allgather_per_rank"]),
     "  owner scheme": _saving,
     "waves": lambda c: f"{c['waves']:,}",
-    "extra memory, at most": lambda c: _size(c["extra_bytes_max"]),
-    "Newton-Schulz": lambda c: _duration(c["estimated_ms"]["ns"]),
-    "exchange": lambda c: _duration(c["estimated_ms"]["exchange"]),
-    "step, overlapped": lambda c: _duration(c["estimated_ms"]["step"]),
+    "extra memory, at most": lambda c: size(c["extra_bytes_max"]),
+    "Newton-Schulz": lambda c: duration(c["estimated_ms"]["ns"]),
+    "exchange": lambda c: duration(c["estimated_ms"]["exchange"]),
+    "step, overlapped": lambda c: duration(c["estimated_ms"]["step"]),
     "planned in": lambda c: f"{c['plan_seconds']:.2f} s",
 }
 """The rows of the table, from the figures of a group or of a rank in all."""

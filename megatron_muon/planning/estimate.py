@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,8 @@ import numpy as np
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, held_by, make_plan
+from megatron_muon.core.plan import Plan, held_by, make_plan
+from megatron_muon.planning.memory import Memory
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -83,12 +83,16 @@ HARDWARE = {machine.name: machine for machine in _MACHINES}
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides costs and bytes: `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration."""
+    """What decides costs and bytes.
+
+    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, and whether momentum looks ahead.
+    """
 
     buffer_mb: float
     exchange_dtype: str
     iteration: Iteration
     team_size: str = AUTO
+    looks_ahead: bool = True
 
     @property
     def element_bytes(self) -> int:
@@ -107,8 +111,18 @@ class Group:
 
     def ranks_in(self, world_size: int) -> Ints:
         """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
+        return self._places(world_size) % self.layout.world_size
+
+    def members(self, rank: int, world_size: int) -> list[int]:
+        """The global ranks of the group of this kind that `rank` is in, in the order of the group."""
+        places, beside = self._places(world_size), np.arange(world_size) // self.together % self.stride
+        number = places // self.layout.world_size
+        (ranks,) = np.nonzero((beside == beside[rank]) & (number == number[rank]))
+        return [int(member) for member in ranks]
+
+    def _places(self, world_size: int) -> Ints:
         ranks, together = np.arange(world_size), self.together
-        return (ranks // (self.stride * together) * together + ranks % together) % self.layout.world_size
+        return ranks // (self.stride * together) * together + ranks % together
 
 
 @dataclass(frozen=True)
@@ -119,10 +133,15 @@ class GroupPlan:
     plan: Plan
     seconds: float  # of planning
     largest: float  # work of the costliest matrix, on the rank of its team with most of it
-    extra_bytes: int  # the most that a rank holds for waves under way and for a filler between them
+    extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with both overlapped
+
+    @property
+    def extra_bytes(self) -> int:
+        """The most that a rank takes."""
+        return int(self.extra.max(initial=0))
 
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
@@ -150,53 +169,61 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         loads = np.array([load for team in of for load in team.loads])
         return np.bincount(members, weights=loads, minlength=ranks) / rate
 
-    transfer_s = [_transfer_s(plan, wave, nodes, element_bytes, hardware) for wave in plan.waves]
-    extra = np.zeros(ranks, dtype=np.int64)
-    under_way: deque[Ints] = deque(maxlen=MIN_WAVES)
-    for footprint in plan.footprints(element_bytes):
-        under_way.append(footprint)
-        extra = np.maximum(extra, np.sum(under_way, axis=0))
-    numel = [matrix.numel for matrix in layout.matrices]
-    fillers = [max((sum(numel[i] for i in part) for part in plan.fillers(r)), default=0) for r in range(ranks)]
+    arrive_s, leave_s = (
+        [_transfer_s(plan, wave, nodes, element_bytes, hardware, arriving=arriving) for wave in plan.waves]
+        for arriving in (True, False)
+    )
+    extra = Memory(element_bytes, settings.iteration, settings.looks_ahead).of_ranks(plan)
     return GroupPlan(
         group=group,
         plan=plan,
         seconds=seconds,
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
-        extra_bytes=int((extra + np.array(fillers) * 2 * UPDATE_BYTES).max()),  # of a filler a matrix and its update
+        extra=extra,
         ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=2 * sum(transfer_s) * 1e3,
-        step_ms=_play(plan, products_s, transfer_s) * 1e3,
+        exchange_ms=(sum(arrive_s) + sum(leave_s)) * 1e3,
+        step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
     )
 
 
-def _play(plan: Plan, products_s: Callable[[Sequence[int]], Floats], transfer_s: Sequence[float]) -> float:
+def _play(
+    plan: Plan,
+    products_s: Callable[[Sequence[int]], Floats],
+    arrive_s: Sequence[float],
+    leave_s: Sequence[float],
+) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler."""
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
-    link = arrived = transfer_s[0]  # when the link is free, and when the current wave has arrived
+    link = arrived = arrive_s[0]  # when the link is free, and when the current wave has arrived
     for k, wave in enumerate(plan.waves):
         here = arrived
         if k + 1 < len(plan.waves):
-            link = arrived = link + transfer_s[k + 1]
+            link = arrived = link + arrive_s[k + 1]
         work = products_s(wave)
         busy = work > 0
         clock += filler
         clock[busy] = np.maximum(clock[busy], here) + work[busy]
-        link = max(link, float(clock[busy].max(initial=here))) + transfer_s[k]
+        link = max(link, float(clock[busy].max(initial=here))) + leave_s[k]
     return max(link, float(clock.max()))
 
 
-def _transfer_s(plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
-    """Seconds in which a wave's rows arrive, or its updates leave; rows come from one replica only."""
+def _transfer_s(
+    plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware, *, arriving: bool
+) -> float:
+    """Seconds in which a wave's rows arrive, from one replica each, or its updates leave, to all of them."""
     columns: list[tuple[Ints, Ints, Ints]] = []
     for index in wave:
-        holders, numbers = held_by(plan.layout.matrices[index])
+        matrix = plan.layout.matrices[index]
+        holders, numbers = held_by(matrix)
         for portion, elements in plan.common(index):
             there = (holders != portion.rank) & (elements[numbers] > 0)
+            if arriving:
+                sources = np.array([s.source(portion.rank, plan.layout.world_size) for s in matrix.shards])
+                there &= holders == sources[numbers]
             sizes = elements[numbers][there] * element_bytes
             columns.append((np.full(len(sizes), portion.rank), holders[there], sizes))
     owners, holders, sizes = (np.concatenate(column) for column in zip(*columns, strict=True))

@@ -17,6 +17,7 @@ FLOORS = (
     {"runs"},
     {"report"},
     {"sweep", "slurm", "planning", "bench", "doctor"},
+    {"rehearsal"},
 )
 """From the ground up. Packages on one floor do not know each other."""
 

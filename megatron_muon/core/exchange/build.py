@@ -36,6 +36,7 @@ def make_exchange(
     wire: str,
     device: torch.device,
     team_size: str = AUTO,
+    plan: Plan | None = None,
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL. Collective, but for LOCAL.
 
@@ -49,6 +50,7 @@ def make_exchange(
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
+        plan: of OWNER and SHARED, where it has been made before; None makes it.
 
     Raises:
         UserError: a team has more ranks than a node, or cannot have the second moment's norms.
@@ -67,7 +69,7 @@ def make_exchange(
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules)
+    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan)
     if scheme == SHARED:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
     return OwnerExchange(plan, group, batches, wire_dtype=wire_dtype, device=device, teams=teams)
@@ -103,11 +105,13 @@ def _plan(
     buffer_bytes: int,
     wire_dtype: torch.dtype,
     rules: TeamRules | None,
+    made: Plan | None,
 ) -> Plan:
     """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
     matrices, rank = layout.matrices, group.rank()
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=wire_dtype.itemsize, rules=rules)
+    element_bytes = wire_dtype.itemsize
+    plan = made or make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=element_bytes, rules=rules)
     if plan.oversized and rank == 0:
         largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
         most = plan.buffer_bytes(wire_dtype.itemsize)

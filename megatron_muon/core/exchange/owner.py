@@ -204,21 +204,22 @@ class OwnerExchange(PlannedExchange):
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, wave by wave."""
-        fillers = iter(self._fillers)
+        fillers, beside_a_wave = iter(self._fillers), -(-len(self._fillers) // max(len(self._routes), 1))
         leaving: _Leaving | None = None
         arriving = self._gather(self._routes[0], rows, probe) if self._routes else None
         for route, following in itertools.zip_longest(self._routes, self._routes[1:]):
             assert arriving is not None
             current = arriving
             arriving = self._gather(following, rows, probe) if following is not None else None
-            for filler in itertools.islice(fillers, 1):
+            for filler in itertools.islice(fillers, beside_a_wave):
                 self._update_whole(*filler, rows, probe)
             results, finite = self._orthogonalize(route, rows, current, probe)
-            before, leaving = leaving, self._send_back(route, results, finite, probe)
+            sent_back = self._send_back(route, results, finite, probe)
             if route.late.indices:
                 rows.finalize(route.late.indices, route.late.in_rooms(results), finite[route.late.rooms])
-            if before is not None:
-                self._receive(before, rows, probe)
+            if leaving is not None:
+                self._receive(leaving, rows, probe)
+            leaving = sent_back
         for filler in fillers:
             self._update_whole(*filler, rows, probe)
         if leaving is not None:
@@ -233,6 +234,7 @@ class OwnerExchange(PlannedExchange):
                 shards = dict(zip(route.given, rows.prepare(route.given), strict=True))
                 _copy(route.sent.in_buffer(send), route.sent.in_shards(shards))
                 _copy(route.stayed.in_buffer(stay), route.stayed.in_shards(shards))
+                del shards  # before there is room for what arrives
             flight = self._all_to_all(send, route.sent, route.gathered, probe)
             flight.kept = stay
             return flight
@@ -250,6 +252,7 @@ class OwnerExchange(PlannedExchange):
             if route.late.indices:
                 own = dict(zip(route.late.indices, rows.prepare(route.late.indices), strict=True))
                 _copy(route.late.in_rooms(rooms), route.late.in_shards(own))
+                del own  # before the iteration
             _copy(route.gathered.in_rooms(rooms), route.gathered.in_buffer(arrived))
             if arriving.kept is not None:
                 _copy(route.stayed.in_rooms(rooms), route.stayed.in_buffer(arriving.kept))

@@ -1,0 +1,130 @@
+"""What one rank does in a rehearsed step, as plain data that processes hand to each other.
+
+A step is a list of events in the order in which the host enqueues them: products, collectives, and waits for them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Members(NamedTuple):
+    """A process group, the same on each of its ranks: their global ranks, and how many such groups came before it."""
+
+    ranks: tuple[int, ...]
+    number: int
+
+
+class Split(NamedTuple):
+    """Bytes for peers, or from them: the peers' ranks in the group, ascending, and the bytes of each, never zero."""
+
+    peers: Ints
+    sizes: Ints
+
+
+class Products(NamedTuple):
+    """Products that the host has enqueued one after the other in one phase of the step."""
+
+    phase: str
+    flops: int
+    half: bool
+    """Of bf16 operands, not of fp32."""
+
+
+class Call(NamedTuple):
+    """A collective that has been started.
+
+    `nbytes` is the size of the tensor that is reduced or broadcast, or of this rank's part of what is gathered or
+    scattered, the same on every rank. An all-to-all has `sent` and `received` instead.
+    """
+
+    group: int
+    """Index in the trace's groups."""
+    op: str
+    dtype: str
+    nbytes: int
+    root: int
+    """The rank in the group that broadcasts, else -1."""
+    phase: str
+    sent: Split | None = None
+    received: Split | None = None
+
+    @property
+    def signature(self) -> tuple[str, str, int, int]:
+        """What must be the same on every member."""
+        return self.op, self.dtype, self.nbytes, self.root
+
+
+class Wait(NamedTuple):
+    """The stream of products waits for a collective."""
+
+    call: int
+    """The number of the collective among the step's."""
+    phase: str
+
+
+Event = Products | Call | Wait
+
+
+@dataclass
+class StepTrace:
+    """One step.
+
+    Attributes:
+        events: in the order of the host.
+        orthogonalized: elements of each matrix that this rank has orthogonalised, by name.
+        begin_bytes: memory that tensors take on the device before the step, and so for `end_bytes`.
+        peak_bytes: the most in the step.
+        peak_phase: where that was.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    orthogonalized: Counter[str] = field(default_factory=Counter)
+    begin_bytes: int = 0
+    end_bytes: int = 0
+    peak_bytes: int = 0
+    peak_phase: str = ""
+
+    @property
+    def calls(self) -> list[Call]:
+        """The collectives."""
+        return [event for event in self.events if isinstance(event, Call)]
+
+    @property
+    def flops(self) -> int:
+        """Operations of all products."""
+        return sum(event.flops for event in self.events if isinstance(event, Products))
+
+    @property
+    def extra_bytes(self) -> int:
+        """The most memory beyond what there was before the step."""
+        return self.peak_bytes - self.begin_bytes
+
+
+@dataclass
+class RankTrace:
+    """One rank.
+
+    Attributes:
+        rank: in the world.
+        groups: process groups that this rank has used.
+        plans: digests of its plans.
+        steps: one after the other.
+        state_bytes: optimizer state by place.
+        failure: why the rank did not finish, one line, or nothing.
+        synchronizations: where the host waited for the device in a step.
+    """
+
+    rank: int
+    groups: list[Members] = field(default_factory=list)
+    plans: list[str] = field(default_factory=list)
+    steps: list[StepTrace] = field(default_factory=list)
+    state_bytes: dict[str, int] = field(default_factory=dict)
+    failure: str = ""
+    synchronizations: list[str] = field(default_factory=list)

@@ -1,0 +1,62 @@
+"""The memory that a plan says a step takes, against the memory that the step takes on fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_muon import cpu
+from megatron_muon.core import orthogonalize
+from megatron_muon.core.layout import Layout, RowSplit, row_sharded
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.planning import memory
+from megatron_muon.planning.command import settings_of
+from megatron_muon.planning.estimate import HARDWARE, Group, plan_group
+from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
+
+RANKS = 3
+LAYOUT = Layout(
+    RANKS,
+    tuple(
+        row_sharded(f"layer{k}.{name}", shape, rows, split)
+        for k in range(4)
+        for name, shape, rows, split in (
+            ("qkv", (1536, 1024), [512, 1000, 24], RowSplit(4, (256, 64, 64))),
+            ("proj", (1024, 1024), [0, 24, 1000], None),
+            ("fc1", (4096, 1024), [1500, 1500, 1096], RowSplit(1, (2048, 2048))),
+            ("fc2", (1024, 4096), [0, 1024, 0], None),
+        )
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "hardware"),
+    [
+        ({}, "h100-sxm"),
+        pytest.param({"muon_exchange_buffer_mb": 24.0}, "a100-sxm", marks=pytest.mark.wide),
+        ({"muon_exchange_dtype": "fp32", "muon_nesterov": False}, "h100-sxm"),
+        pytest.param({"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"}, "h100-sxm", marks=pytest.mark.wide),
+        ({"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0}, "h100-sxm"),
+        pytest.param({"muon_num_ns_steps": 1}, "h100-sxm", marks=pytest.mark.wide),
+        ({"muon_team_size": "2"}, "h100-sxm"),
+        pytest.param({"muon_team_size": "2", "muon_ns": "standard"}, "a100-sxm", marks=pytest.mark.wide),
+        pytest.param({"muon_ns": "gram", "muon_num_ns_steps": 2}, "a100-sxm", marks=pytest.mark.wide),
+    ],
+)
+def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str) -> None:
+    cpu.uninstall()
+    config = MuonOptimizerConfig(
+        **{"optimizer": "muon", "lr": 0.01, "muon_exchange_buffer_mb": 96.0, "muon_nesterov": True} | settings
+    )
+    group = Group("dense", LAYOUT)
+    planned = plan_group(group, settings_of(config, HARDWARE[hardware]), HARDWARE[hardware])
+    rehearsal = Rehearsal(config, [group], RANKS, HARDWARE[hardware])
+    for rank in range(RANKS):
+        taken = rehearse_rank(rank, rehearsal).steps[-1].extra_bytes
+        assert planned.extra[rank] == pytest.approx(taken, rel=0.1)
+
+
+def test_as_many_blocks_are_counted_together_as_are_iterated_together() -> None:
+    assert memory.TOGETHER == orthogonalize.TOGETHER

@@ -1,0 +1,307 @@
+"""What `megatron-muon rehearse` compares: each check finds the fault that it is for, and nothing where all is well."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_muon import cpu
+from megatron_muon.core import newton_schulz
+from megatron_muon.core.exchange.owner import OwnerExchange
+from megatron_muon.core.layout import Layout, from_rectangles, row_sharded
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.plan import make_plan
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.planning.command import settings_of
+from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, plan_group
+from megatron_muon.rehearsal import all_ranks, playback
+from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
+from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
+from megatron_muon.rehearsal.trace import RankTrace
+
+H100 = HARDWARE["h100-sxm"]
+RANKS = 4
+DENSE = Layout(
+    RANKS,
+    tuple(
+        row_sharded(f"layer{k}.{name}", shape, rows)
+        for k in range(3)
+        for name, shape, rows in (
+            ("qkv", (96, 64), [40, 24, 32, 0]),
+            ("fc1", (256, 64), [64, 64, 64, 64]),
+            ("fc2", (64, 128), [0, 0, 10, 54]),
+            ("whole", (48, 48), [0, 48, 0, 0]),
+        )
+    ),
+)
+EXPERTS = Layout(2, tuple(row_sharded(f"expert{k}", (128, 64), [100, 28]) for k in range(4)))
+REPLICATED = Layout(
+    RANKS,
+    tuple(from_rectangles(f"w{k}", (200, 160), [(0, 120, 0, 160), (120, 80, 0, 160)] * 2) for k in range(6)),
+)
+"""Two instances of two ranks each."""
+BUFFER_MB = 0.25
+"""So small that the dense matrices travel in several waves."""
+
+
+def rehearsal(*groups: Group, **settings: Any) -> Rehearsal:
+    config = MuonOptimizerConfig(
+        **{"optimizer": "muon", "lr": 0.01, "weight_decay": 0.1, "muon_exchange_buffer_mb": BUFFER_MB} | settings
+    )
+    return Rehearsal(config, groups or (Group("dense", DENSE),), RANKS, H100)
+
+
+def planned(of: Rehearsal) -> tuple[list[GroupPlan], int]:
+    settings = settings_of(of.settings, of.hardware)
+    return [plan_group(group, settings, of.hardware) for group in of.groups], settings.element_bytes
+
+
+def recorded(
+    of: Rehearsal, ranks: Sequence[int] = range(RANKS), odd: tuple[int, Callable[[], RankTrace]] | None = None
+) -> Recorded:
+    """The traces of ranks, one of them as `odd` has it."""
+    traces = {rank: rehearse_rank(rank, of) for rank in ranks if odd is None or rank != odd[0]}
+    if odd is not None:
+        traces[odd[0]] = odd[1]()
+    plans, element_bytes = planned(of)
+    return Recorded(traces, plans, RANKS, element_bytes)
+
+
+def found(findings: Sequence[Finding], name: str) -> list[Finding]:
+    return [finding for finding in findings if finding.check == name]
+
+
+def in_first_wave(monkeypatch: pytest.MonkeyPatch, act: Callable[[ShardedMuon, Sequence[torch.Tensor]], None]) -> None:
+    """Every rank that is rehearsed from now on acts in `finalize`."""
+    finalize = ShardedMuon.finalize
+
+    def changed(muon: ShardedMuon, indices: Any, updates: Any, finite: Any) -> None:
+        act(muon, updates)
+        finalize(muon, indices, updates, finite)
+
+    monkeypatch.setattr(ShardedMuon, "finalize", changed)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def real_devices() -> None:
+    """Another test may have left the CPU standing in for a GPU."""
+    cpu.uninstall()
+
+
+@pytest.fixture(scope="module")
+def sound(real_devices: None) -> Recorded:
+    return recorded(rehearsal())
+
+
+def test_nothing_is_found_where_ranks_agree(sound: Recorded) -> None:
+    assert check(sound) == []
+    assert len(sound.plans[0].plan.waves) > 1
+    for trace in sound.traces.values():
+        assert len(trace.steps) == 2
+        assert len(trace.steps[1].calls) == 2 * len(sound.plans[0].plan.waves)
+
+
+def test_dense_matrices_and_experts_step_on_their_own_groups() -> None:
+    both = rehearsal(Group("dense", DENSE), Group("experts", EXPERTS, stride=2))
+    record = recorded(both)
+    assert check(record) == []
+    groups = {members.ranks for trace in record.traces.values() for members in trace.groups}
+    assert groups == {(0, 1, 2, 3), (0, 2), (1, 3), (0, 1), (2, 3)}  # the last two are teams
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"optimizer": "adaptive_muon"}, marks=pytest.mark.wide),
+        {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
+        {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
+        pytest.param({"muon_exchange_dtype": "fp32"}, marks=pytest.mark.wide),
+        pytest.param({"muon_nesterov": False, "decoupled_weight_decay": False}, marks=pytest.mark.wide),
+    ],
+)
+def test_other_settings_agree_too(settings: dict[str, Any]) -> None:
+    assert [one for one in check(recorded(rehearsal(**settings))) if one.check != "memory"] == []
+
+
+def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
+    expected = planned_bytes(sound)
+    for rank, trace in sound.traces.items():
+        assert received_bytes(trace, 1) == expected[rank]
+        assert trace.steps[1].flops == sound.plans[0].plan.loads[rank]
+
+
+def whole_nodes(hardware: Hardware) -> Hardware:
+    """A machine whose links take long beside its products, and have two ranks in a node."""
+    return dataclasses.replace(hardware, bf16_tflops=50.0, node_ranks=2, node_gb_per_s=40.0, network_gb_per_s=4.0)
+
+
+@pytest.mark.parametrize("layout", [DENSE, REPLICATED], ids=["sharded", "replicas"])
+def test_plan_and_record_agree_on_time(layout: Layout) -> None:
+    """Plans took rows to come from every replica; an update goes to all of them, but rows come from one."""
+    of = dataclasses.replace(rehearsal(Group("dense", layout)), hardware=whole_nodes(H100))
+    played = playback.play(recorded(of).traces, -1, of.hardware)
+    (plan,), _ = planned(of)
+    assert max(rank.end_s for rank in played.values()) * 1e3 == pytest.approx(plan.step_ms, rel=0.1)
+    assert plan.step_ms > 1.1 * plan.ns_ms
+
+
+def test_a_rank_with_another_plan_is_found() -> None:
+    usual = rehearsal()
+    plan = make_plan(DENSE, [1.0 + index for index in range(len(DENSE.matrices))][::-1],
+                     buffer_bytes=int(BUFFER_MB * 2**20), element_bytes=2)  # fmt: skip
+    other = dataclasses.replace(usual, plans={"dense": plan})
+    findings = check(recorded(usual, odd=(2, lambda: rehearse_rank(2, other))))
+    assert found(findings, "plan")[0].ranks == (0, 2)
+    assert any(2 in finding.ranks and "expects" in finding.text for finding in found(findings, "bytes"))
+    assert found(findings, "blocks")
+
+
+def test_waves_in_another_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd() -> RankTrace:
+        make_routes = OwnerExchange._make_routes
+
+        def swapped(exchange: OwnerExchange, batches: Any) -> None:
+            make_routes(exchange, batches)
+            exchange._routes[:2] = exchange._routes[1::-1]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnerExchange, "_make_routes", swapped)
+            return rehearse_rank(1, rehearsal())
+
+    findings = check(recorded(rehearsal(), odd=(1, odd)))
+    assert {finding.check for finding in findings} == {"bytes"}
+    assert all(1 in finding.ranks for finding in findings)
+    assert "rank 1 sends" in findings[0].text or "to rank 1" in findings[0].text
+
+
+def test_another_collective_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd() -> RankTrace:
+        run = OwnerExchange.run
+
+        def reduces_first(exchange: OwnerExchange, rows: Any, probe: Any) -> None:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=exchange.group)
+            run(exchange, rows, probe)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnerExchange, "run", reduces_first)
+            return rehearse_rank(3, rehearsal())
+
+    finding, *_ = found(check(recorded(rehearsal(), odd=(3, odd))), "order")
+    assert finding.ranks == (0, 3)
+    assert (
+        "collective 0 of their group: rank 0 starts all_to_all of bfloat16 in gather, rank 3 all_reduce" in finding.text
+    )
+
+
+def test_ranks_that_wait_for_each_other_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each group has the same order on all of its ranks; one rank takes the groups in another order."""
+    groups = Group("dense", DENSE), Group("experts", EXPERTS, stride=2)
+    last_first = rehearsal(*groups[::-1])
+    record = recorded(rehearsal(*groups), odd=(3, lambda: rehearse_rank(3, last_first)))
+    assert found(check(record), "order") == []
+    with pytest.raises(playback.StuckError, match="waits for collective 0 of their group, which rank") as stuck:
+        playback.play(record.traces, -1, H100)
+    assert 3 in stuck.value.ranks
+
+
+def test_a_host_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_first_wave(monkeypatch, lambda muon, updates: updates[0].sum().item())
+    findings = check(recorded(rehearsal(), [0, 1]))
+    assert [finding.ranks for finding in findings] == [(0,), (1,)]
+    assert all("_local_scalar_dense" in finding.text for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda muon, updates: updates[0].cpu(), "a copy to host memory"),
+        (lambda muon, updates: torch.cuda.synchronize(), "torch.cuda.synchronize"),
+    ],
+)
+def test_other_waits_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch, act: Any, text: str) -> None:
+    in_first_wave(monkeypatch, act)
+    finding, *_ = check(recorded(rehearsal(), [2]))
+    assert (finding.check, finding.ranks) == ("host", (2,))
+    assert text in finding.text
+
+
+def test_a_leaked_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    in_first_wave(monkeypatch, lambda muon, updates: kept.append(torch.zeros(1000, device="cuda")))
+    (finding,) = check(recorded(rehearsal(), [0]))
+    assert (finding.check, finding.ranks) == ("leak", (0,))
+    assert "bytes more in use" in finding.text
+
+
+def test_memory_beyond_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_first_wave(monkeypatch, lambda muon, updates: torch.zeros(2**22, device="cuda").mul_(2))
+    (finding,) = check(recorded(rehearsal(), [0]))
+    assert finding.check == "memory"
+    assert "takes 16,9" in finding.text
+
+
+def test_a_block_that_is_orthogonalised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered = OwnerExchange._orthogonalize
+
+    def twice(exchange: OwnerExchange, *step: Any) -> Any:
+        gathered(exchange, *step)
+        return gathered(exchange, *step)
+
+    def odd() -> RankTrace:
+        with monkeypatch.context() as patch:
+            patch.setattr(OwnerExchange, "_orthogonalize", twice)
+            patch.setattr("megatron_muon.core.optimizer._take", lambda left, indices: left.difference_update(indices))
+            return rehearse_rank(0, rehearsal())
+
+    findings = found(check(recorded(rehearsal(), odd=(0, odd))), "blocks")
+    assert findings
+    assert all(finding.ranks == (0,) and "2 times, by ranks 0" in finding.text for finding in findings)
+
+
+def test_a_rank_that_fails_is_named_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise ValueError("no such size\nand more")
+
+    monkeypatch.setattr(newton_schulz, "gram", fails)
+    monkeypatch.setattr(newton_schulz, "standard", fails)
+    finding, *_ = check(recorded(rehearsal(), [1]))
+    assert (finding.check, finding.ranks) == ("step", (1,))
+    assert "ValueError: no such size (megatron_muon/core/orthogonalize.py:" in finding.text
+
+
+def test_processes_record_what_one_does(sound: Recorded) -> None:
+    for processes in (1, 2):
+        traces = all_ranks.rehearse(rehearsal(), range(RANKS), processes=processes)
+        assert list(traces) == list(range(RANKS))
+        for rank, trace in traces.items():
+            assert trace.steps[1].extra_bytes == sound.traces[rank].steps[1].extra_bytes
+            assert [str(event) for event in trace.steps[1].events] == [
+                str(event) for event in sound.traces[rank].steps[1].events
+            ]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"muon_momentum_dtype": "int8"}, marks=pytest.mark.wide),
+        {"muon_offload": "cpu"},
+        pytest.param(
+            {"muon_offload": "cpu", "muon_momentum_dtype": "bf16", "muon_offload_fraction": 0.5,
+             "muon_offload_buffer_mb": 0.05}, marks=pytest.mark.wide,
+        ),
+    ],
+)  # fmt: skip
+def test_momentum_elsewhere_is_rehearsed_and_counted(settings: dict[str, Any]) -> None:
+    record = dataclasses.replace(recorded(rehearsal(**settings)), has_memory=False)
+    assert check(record) == []
+    elements = [sum(shard.numel for shard in DENSE.held(rank)) for rank in range(RANKS)]
+    for rank, trace in record.traces.items():
+        off = trace.state_bytes["host" if "muon_offload" in settings else "device"]
+        each = {"fp32": 4, "bf16": 2, "int8": 1}[settings.get("muon_momentum_dtype", "fp32")]
+        share = settings.get("muon_offload_fraction", 1.0)
+        assert share * each * elements[rank] <= off <= 1.1 * each * elements[rank] + 4096
