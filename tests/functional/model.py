@@ -270,9 +270,9 @@ def sabotaged(how: str) -> Iterator[None]:
     def skip_a_stack(self: Any, probe: Any) -> Any:
         kept, left_out = self._orthogonalize, []
 
-        def all_but_the_first(stack: Any, scale: float, probe: Any) -> Any:
+        def all_but_the_first(stack: Any, *rest: Any) -> Any:
             if left_out:
-                return kept(stack, scale, probe)
+                return kept(stack, *rest)
             left_out.append(stack)
             return torch.ones(len(stack), dtype=torch.bool)
 
