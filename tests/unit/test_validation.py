@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
+from megatron_muon.data import tokenizers
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron import validation
 from megatron_muon.megatron.flags import arguments
@@ -117,6 +118,17 @@ def test_elsewhere_a_tokenizer_need_not_be_here(parser):
     check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model", elsewhere=True)
     with pytest.raises(UserError, match=r"--tokenizer-model no/such.model|needs the package sentencepiece"):
         check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model")
+
+
+def test_elsewhere_no_hub_is_asked_for_a_tokenizer(parser, monkeypatch):
+    """One that does not answer is waited for a minute."""
+    asked = []
+    monkeypatch.setattr(tokenizers, "build_megatron", asked.append)
+    hub = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model no/such-model"
+    check(parser, hub, elsewhere=True)
+    assert asked == []
+    check(parser, hub)
+    assert len(asked) == 1
 
 
 def test_what_is_refused_already_is_not_repeated(parser):
