@@ -35,6 +35,7 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import OwnerExchange
 from megatron_muon.core.exchange.steps import Batch
 from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.portions import Portion
@@ -122,7 +123,6 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--experts", type=int, default=512)
-    parser.add_argument("--buffer-mb", type=float, default=256.0)
     parser.add_argument("cut", nargs="?", choices=["megatron", "dtensor"], default="megatron")
     args = parser.parse_args()
     rank = args.ranks // 4
@@ -161,7 +161,7 @@ def main() -> None:
     def plan(layout: Layout) -> Plan:
         costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
         rules = TeamRules(orthogonalizer.iteration.cost, [rank // 8 for rank in range(layout.world_size)])
-        made = make_plan(layout, costs, buffer_bytes=int(args.buffer_mb * 2**20), element_bytes=2, rules=rules)
+        made = make_plan(layout, costs, memory=Memory(2, orthogonalizer.iteration), rules=rules)
         made.digest()
         return made
 

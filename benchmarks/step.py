@@ -30,6 +30,7 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout, RowSplit, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
@@ -96,8 +97,8 @@ def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device)
     plan = make_plan(
         layout,
         [orthogonalizer.flops(matrix) for matrix in layout.matrices],
-        buffer_bytes=int(spec.buffer_mb * 2**20),
-        element_bytes=orthogonalizer.dtype.itemsize,
+        buffer_bytes=None if spec.buffer_mb is None else int(spec.buffer_mb * 2**20),
+        memory=Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration),
     )
     parts = []
     for index, matrix in enumerate(layout.matrices):
@@ -234,7 +235,6 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     for run in runs.values():
         run.close()
     on_disk = results.get("owner+nvme", {}).get("momentum_bytes_all_ranks", {}).get("disk")
-    itemsize = problem.orthogonalizer.dtype.itemsize
     return {
         "floor_ms": floor_ms,
         "rates": rates,
@@ -243,8 +243,7 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         "plan": {
             "load_max_over_mean": problem.plan.imbalance,
             "waves": len(problem.plan.waves),
-            "wave_bytes_max": problem.plan.buffer_bytes(itemsize),
-            "buffer_mb": spec.buffer_mb,
+            "buffer_mb": problem.plan.buffer_bytes / 2**20,
         },
         "parameters": sum(matrix.numel for matrix in problem.layout.matrices),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -320,7 +319,7 @@ def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
     """
     ranks = problem.group.size()
     if method.startswith("owner"):
-        return problem.plan.exchanged_bytes(problem.orthogonalizer.dtype.itemsize)
+        return problem.plan.exchanged_bytes()
     if method.startswith("allgather"):
         padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
         return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks

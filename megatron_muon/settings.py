@@ -48,8 +48,9 @@ class MuonSettings:
     """how sharded matrices become whole: owner sends the rows of each to one rank that orthogonalises it; allgather,
     the reference, has every rank orthogonalise all of them"""
 
-    muon_exchange_buffer_mb: float = _field(256.0, metavar="MIB")
-    """what the owner scheme's waves, or the updates of --muon-share-replicated, may fill on a rank at a time"""
+    muon_exchange_buffer_mb: float | None = _field(None, metavar="MIB")
+    """what Muon's step may take of a rank's memory beyond weights, gradients and state: what travels, the matrices that
+    it orthogonalises, temporaries; default 256, or as much as the largest matrix needs with its blocks whole"""
 
     muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway"""

@@ -49,7 +49,7 @@ class StepSpec:
     peers: Sequence[str]
     repeat: int
     warmup: int
-    buffer_mb: float
+    buffer_mb: float | None
     device: str
     offload: Sequence[str]
     offload_dir: str | None
@@ -118,7 +118,7 @@ def _step_arguments(add: Callable[..., object]) -> None:
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
     add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
         help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
-    add("--buffer-mb", type=_buffer_mb, default=256.0, metavar="MB", help="MiB for the owner's waves (256)")
+    add("--buffer-mb", type=_buffer_mb, metavar="MB", help="MiB that the owner's step may take (256, or more)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
     add("--offload", nargs="+", choices=OFFLOADS, default=[], metavar="O",
         help=f"owner again with momentum elsewhere: {', '.join(OFFLOADS)}, as --muon-offload")  # fmt: skip

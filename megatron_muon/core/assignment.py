@@ -9,14 +9,16 @@ bring it down.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.layout import Layout
-from megatron_muon.core.portions import TEAM_SIZES, Team, chunks
+from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.memory import AUTO_BYTES, Memory
+from megatron_muon.core.portions import TEAM_SIZES, Cuts, Team, chunks
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of what it is without them."""
@@ -31,8 +33,8 @@ class TeamRules:
 
     Attributes:
         cost: the work of each rank of a team on a block, from its rows, its columns and the size of the team.
-        nodes: the node of each rank; a team lies in one.
-        size: of every team; 0 leaves it to the planner.
+        nodes: the node of each rank, counted from 0; a team lies in one.
+        size: of every team; 1 forms none, 0 leaves it to the planner.
     """
 
     cost: Callable[[int, int, int], float]
@@ -43,7 +45,7 @@ class TeamRules:
     def sizes(self) -> tuple[int, ...]:
         """That teams may have, from 1 on."""
         most = max(Counter(self.nodes).values(), default=1)
-        wanted = (1, self.size) if self.size else TEAM_SIZES
+        wanted = sorted({1, self.size}) if self.size else TEAM_SIZES
         return tuple(size for size in wanted if size <= most)
 
 
@@ -51,7 +53,7 @@ class TeamRules:
 class _Division:
     """How a team of some size divides the blocks of a matrix: `Team.cuts`, and what each rank has to do."""
 
-    cuts: tuple[tuple[int, int], ...] | None
+    cuts: Cuts | None
     loads: tuple[float, ...]
 
     @property
@@ -59,54 +61,92 @@ class _Division:
         """What the rank with most to do has to do."""
         return max(self.loads)
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether several ranks share a block."""
+        return self.cuts is not None and any(count > 1 for _, count in self.cuts)
+
 
 def _heaviest(division: _Division) -> float:
     return division.heaviest
 
 
-def assign(layout: Layout, costs: Sequence[float], rules: TeamRules | None) -> list[Team]:
+def assign(
+    layout: Layout, costs: Sequence[float], rules: TeamRules, memory: Memory, buffer_bytes: int | None
+) -> list[Team]:
     """The owners of each matrix.
 
     Args:
         layout: all matrices of the group.
         costs: the work of orthogonalising each matrix by one rank, in the unit of `rules.cost`.
-        rules: which teams may be formed; None forms none.
+        rules: which teams may be formed.
+        memory: what matrices take on their owners.
+        buffer_bytes: what a step may take on a rank. None is what is usual, or as much as whole blocks need.
     """
-    alone = [_Division(None, (cost,)) for cost in costs]
-    teams, heaviest = _place(layout, alone, ())
-    if rules is None or rules.sizes == (1,):
-        return teams
-    blocks = [tuple(matrix.blocks) for matrix in layout.matrices]
-    limit = float("inf") if rules.size else _GAIN * heaviest
-    chosen: list[_Division] | None = None
-    for bound, divisions in _divisions(layout.world_size, blocks, costs, rules):
+    matrices = [(tuple(matrix.blocks), cost) for matrix, cost in zip(layout.matrices, costs, strict=True)]
+    kinds: Counter[_Kind] = Counter(matrices)
+    options: _Options = {kind: _options(rules, *kind) for kind in kinds}
+    if not rules.size:
+        options = _that_fit(options, memory, buffer_bytes)
+    chosen = [options[kind][0] for kind in matrices]
+    teams, heaviest = _place(layout, chosen, rules.nodes)
+    limit, better = _GAIN * heaviest, None
+    for bound, choice in _choices(layout.world_size, kinds, options):
         if bound > limit:
             break
+        divisions = [choice[kind] for kind in matrices]
         _, heaviest = _place(layout, divisions, rules.nodes, caps=(0.0,))
         if heaviest <= limit:
-            chosen, limit = divisions, heaviest * (1.0 - 1e-9)
-    return teams if chosen is None else _place(layout, chosen, rules.nodes)[0]
+            better, limit = divisions, heaviest * (1.0 - 1e-9)
+    return teams if better is None else _place(layout, better, rules.nodes)[0]
 
 
 _Blocks = tuple[tuple[int, int], ...]
 _Kind = tuple[_Blocks, float]
 """What matrices have in common: their blocks, and what one rank has to do for them."""
+_Options = Mapping[_Kind, Sequence[_Division]]
 
 
-def _divisions(
-    ranks: int, blocks: Sequence[_Blocks], costs: Sequence[float], rules: TeamRules
-) -> Iterator[tuple[float, list[_Division]]]:
-    """Some choices of sizes of teams, each with a load that some rank has then; the one with the lowest load first."""
-    kinds: Counter[_Kind] = Counter(zip(blocks, costs, strict=True))
-    options = {
-        (of, cost): {size: _divide(rules, of, size) if size > 1 else _Division(None, (cost,)) for size in rules.sizes}
-        for of, cost in kinds
+def _options(rules: TeamRules, blocks: _Blocks, cost: float) -> list[_Division]:
+    """The ways to divide matrices of a kind, over few ranks first; where a size is given, over teams of that alone."""
+    found = [_Division(None, (cost,))]
+    for size in rules.sizes[1:]:
+        if rules.size:
+            return [_divide(rules, blocks, size)]
+        apart = [_divide(rules, blocks, size, cut=False)] if len(blocks) > 1 else []
+        found += [division for division in (*apart, _divide(rules, blocks, size)) if division not in found]
+    return found
+
+
+def _that_fit(options: _Options, memory: Memory, buffer_bytes: int | None) -> _Options:
+    """The divisions of each kind with which no rank takes more than it may, or, where there is none, takes least."""
+    taken = {
+        kind: [memory.of_step(*memory.of_owners(kind[0], division.cuts, len(division.loads))) for division in found]
+        for kind, found in options.items()
     }
+    if buffer_bytes is None:
+        of_whole_blocks = (
+            min(size for size, division in zip(taken[kind], found, strict=True) if not division.is_cut)
+            for kind, found in options.items()
+        )
+        buffer_bytes = max(AUTO_BYTES, *of_whole_blocks)
+    return {
+        kind: [
+            division
+            for size, division in zip(taken[kind], found, strict=True)
+            if size <= max(buffer_bytes, min(taken[kind]))
+        ]
+        for kind, found in options.items()
+    }
+
+
+def _choices(ranks: int, kinds: Mapping[_Kind, int], options: _Options) -> list[tuple[float, dict[_Kind, _Division]]]:
+    """Some choices of divisions, each with a load that some rank has then; the one with the lowest load first."""
 
     def chosen(limit: float) -> dict[_Kind, _Division]:
         """The smallest teams of which no rank has more to do than `limit`; where there is none, the fastest."""
         return {
-            kind: next((d for d in found.values() if d.heaviest <= limit), min(found.values(), key=_heaviest))
+            kind: next((d for d in found if d.heaviest <= limit), min(found, key=_heaviest))
             for kind, found in options.items()
         }
 
@@ -115,19 +155,14 @@ def _divisions(
         mean = sum(sum(choice[kind].loads) * count for kind, count in kinds.items()) / ranks
         return max(mean, *map(_heaviest, choice.values()))
 
-    if rules.size:
-        choices = [{kind: found[max(found)] for kind, found in options.items()}]
-    else:
-        limits = sorted({division.heaviest for found in options.values() for division in found.values()})
-        different = {tuple(choice.values()): choice for choice in map(chosen, limits)}
-        choices = sorted(different.values(), key=bound)[:_TRIED]
-    for choice in choices:
-        yield bound(choice), [choice[kind] for kind in zip(blocks, costs, strict=True)]
+    limits = sorted({division.heaviest for found in options.values() for division in found})
+    different = {tuple(choice.values()): choice for choice in map(chosen, limits)}
+    return sorted(((bound(choice), choice) for choice in different.values()), key=itemgetter(0))[:_TRIED]
 
 
-def _divide(rules: TeamRules, blocks: _Blocks, size: int) -> _Division:
-    """Divide a matrix's blocks over a team: each goes to one rank, or to 2, 4, ... that lie side by side."""
-    sizes = [each for each in TEAM_SIZES if each <= size]
+def _divide(rules: TeamRules, blocks: _Blocks, size: int, *, cut: bool = True) -> _Division:
+    """Divide a matrix's blocks over a team: each to one rank, with `cut` also to 2, 4, ... that lie side by side."""
+    sizes = [each for each in TEAM_SIZES if each <= size] if cut else [1]
     cost = {(block, each): rules.cost(*block, each) for block in set(blocks) for each in sizes if each <= max(block)}
     order = sorted(range(len(blocks)), key=lambda number: (-cost[blocks[number], 1], number))
     best: _Division | None = None
@@ -151,6 +186,29 @@ def _divide(rules: TeamRules, blocks: _Blocks, size: int) -> _Division:
     return best
 
 
+@dataclass(frozen=True)
+class _Held:
+    """Who holds matrices that are cut alike.
+
+    Attributes:
+        by_rank: elements of each rank that holds some.
+        by_node: elements in each node; a replica counts in its own, too.
+        ranks: the holders, those of nodes with most elements first, and of these the ones with most.
+    """
+
+    by_rank: Mapping[int, int]
+    by_node: np.ndarray[Any, np.dtype[np.int64]]
+    ranks: np.ndarray[Any, np.dtype[np.int64]]
+
+    @classmethod
+    def of(cls, shards: Sequence[Shard], nodes: np.ndarray[Any, np.dtype[np.int64]]) -> _Held:
+        """The holders of `shards`."""
+        by_rank = {rank: shard.numel for shard in shards for rank in shard.holders}
+        ranks, elements = np.array(list(by_rank.items()), dtype=np.int64).T
+        by_node = np.bincount(nodes[ranks], weights=elements, minlength=int(nodes.max()) + 1).astype(np.int64)
+        return cls(by_rank, by_node, ranks[np.lexsort((ranks, -elements, -by_node[nodes[ranks]]))])
+
+
 def _place(
     layout: Layout,
     divisions: Sequence[_Division],
@@ -159,36 +217,34 @@ def _place(
 ) -> tuple[list[Team], float]:
     """The most even of a few longest-first assignments, then the one that moves least; and its largest load.
 
-    Each assignment lets a matrix with one owner stay with the rank that holds most of it as long as that rank's load
-    stays below a cap, in even shares, and otherwise gives it to the least loaded rank. A cap of zero is the classical
-    longest-processing-time rule. A team takes the ranks of a node whose largest load is the least.
+    What moves between nodes counts first: that link is the slowest. Each assignment lets a matrix with one owner stay
+    with a rank that holds some of it, in the node that holds most, and a team take a node that holds most, as long as
+    the load stays below a cap, in even shares; otherwise the least loaded take it. A cap of zero is the classical
+    longest-processing-time rule.
     """
-    order = sorted(range(len(divisions)), key=lambda index: (-divisions[index].heaviest, index))
-    held: dict[int, dict[int, int]] = {}  # elements by rank, most first, of matrices that share their shards
-    for matrix in layout.matrices:
-        if id(matrix.shards) not in held:
-            largest_first = sorted((-s.numel, rank) for s in matrix.shards for rank in s.holders)
-            held[id(matrix.shards)] = {rank: -numel for numel, rank in largest_first}
-    by_cut = {cut: np.fromiter(by_rank, np.int64) for cut, by_rank in held.items()}
-    holders = [by_cut[id(matrix.shards)] for matrix in layout.matrices]
+    # Of equal loads those of teams go first: they have fewer places to choose from.
+    order = sorted(range(len(divisions)), key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i))
+    node_of = np.array(nodes, dtype=np.int64)
+    by_cut = {id(matrix.shards): matrix.shards for matrix in layout.matrices}
+    held_by = {cut: _Held.of(shards, node_of) for cut, shards in by_cut.items()}
+    held = [held_by[id(matrix.shards)] for matrix in layout.matrices]
     largest = max((division.heaviest for division in divisions), default=0.0)
     fair = max(sum(sum(division.loads) for division in divisions) / layout.world_size, largest)
     sizes = {len(division.loads) for division in divisions} - {1}
     places = {
         size: np.array([ranks for ranks in chunks(nodes, size) if len(ranks) == size], dtype=np.int64) for size in sizes
     }
-    best: tuple[float, int] | None = None
+    best: tuple[float, int, int] | None = None
     chosen: list[Team] = []
     most = 0.0
     for cap in caps:
-        teams, heaviest = _place_under(cap * fair, order, divisions, holders, places, layout.world_size)
-        moved = sum(
-            matrix.numel - held[id(matrix.shards)].get(team.ranks[0], 0)
-            for matrix, team in zip(layout.matrices, teams, strict=True)
-            if len(team.ranks) == 1
-        )
+        teams, heaviest = _place_under(cap * fair, order, divisions, held, places, node_of)
+        far = near = 0
+        for matrix, of, team in zip(layout.matrices, held, teams, strict=True):
+            far += max(matrix.numel - int(of.by_node[node_of[team.ranks[0]]]), 0)
+            near += matrix.numel - (of.by_rank.get(team.ranks[0], 0) if len(team.ranks) == 1 else 0)
         # Loads within 3 % of the even share count as equal: below that, bytes decide.
-        merit = (max(heaviest / fair, 1.03) if fair else 0.0, moved)
+        merit = (max(heaviest / fair, 1.03) if fair else 0.0, far, near)
         if best is None or merit < best:
             best, chosen, most = merit, teams, heaviest
     return chosen, most
@@ -198,25 +254,29 @@ def _place_under(
     cap: float,
     order: Sequence[int],
     divisions: Sequence[_Division],
-    holders: Sequence[np.ndarray[Any, np.dtype[np.int64]]],
+    held: Sequence[_Held],
     places: Mapping[int, np.ndarray[Any, np.dtype[np.int64]]],
-    world_size: int,
+    nodes: np.ndarray[Any, np.dtype[np.int64]],
 ) -> tuple[list[Team], float]:
     """Owners, and the largest load."""
-    loads = np.zeros(world_size)
+    loads = np.zeros(len(nodes))
     teams: list[Team | None] = [None] * len(order)
     for index in order:
-        division = divisions[index]
+        division, of = divisions[index], held[index]
         if len(division.loads) > 1:
             of_size = places[len(division.loads)]
-            ranks = of_size[int((loads[of_size] + division.loads).max(axis=1).argmin())]
+            after = (loads[of_size] + division.loads).max(axis=1)
+            fits = after <= max(cap, after.min())
+            near = np.where(fits, of.by_node[nodes[of_size[:, 0]]], -1)
+            best = near == near.max()
+            ranks = of_size[int(np.where(best, after, np.inf).argmin())]
         else:
             (cost,) = division.loads
-            of_holders = loads[holders[index]]
+            of_holders = loads[of.ranks]
             owner = int(loads.argmin())
             fits = of_holders + cost <= cap
             fits = fits if fits.any() else of_holders <= loads[owner]
-            ranks = holders[index][fits.argmax(keepdims=True)] if fits.any() else np.array([owner])
+            ranks = of.ranks[fits.argmax(keepdims=True)] if fits.any() else np.array([owner])
         loads[ranks] += division.loads
         teams[index] = Team(tuple(ranks.tolist()), division.loads, division.cuts)
     assert None not in teams

@@ -63,10 +63,13 @@ def standard(
     first, *others = steps
     r, inverse_norm = _normalized(_gram_matrix(x, total), least_norm)
     z = _product(r, r, r, beta=first[1], alpha=first[2])
+    del r
     x = _with_diagonal(z, first[0], inverse_norm) @ x
     for a, b, c in others:
+        del z  # before there is another Gram matrix
         r = _gram_matrix(x, total)
         z = _product(r, r, r, beta=b, alpha=c)
+        del r
         x = torch.baddbmm(x, z, x, beta=a)
     return x
 
@@ -98,7 +101,9 @@ def gram(
                 r = _product(z, r, r, beta=a)
                 r = _product(r, z, r, beta=a)
         assert q is not None
+        del r, z
         x = q @ x
+        del q  # before there is another Gram matrix
     return x
 
 

@@ -18,14 +18,11 @@ from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.batch import BlockBatch, Cut, Normalize
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, whole
+from megatron_muon.core.memory import TOGETHER
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.teams import Teams
-
-TOGETHER = {"cpu": 2**20, "cuda": 2**23}
-"""Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
-GPU its temporaries, up to 12 bytes an element, stay small beside a wave's buffer."""
 
 
 def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
@@ -151,7 +148,7 @@ class Orthogonalizer:
         _, rows, cols = stack.shape
         if cut is not None:
             cols = -(-cut.longer // len(cut.team.ranks))  # so that all ranks take as many at a time
-        together = max(TOGETHER.get(stack.device.type, 2**23) // (rows * cols), 1)
+        together = max(TOGETHER["cpu" if stack.device.type == "cpu" else "cuda"] // (rows * cols), 1)
         all_finite = []
         for number, part in enumerate(stack.split(together)):
             exponent = unit_magnitude_exponent(part)
@@ -165,6 +162,7 @@ class Orthogonalizer:
                 probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
             _copy_where(finite[:, None, None], updates, part)
+            del updates  # before the next are made
             all_finite.append(finite)
         return torch.cat(all_finite)
 

@@ -11,24 +11,21 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 
 from megatron_muon.core.assignment import TeamRules, assign
-from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.core.portions import Portion, Team, rectangles
-
-UPDATE_BYTES = 4
-"""Room for each element that an owner iterates over, twice, beside the assembled matrix: what the temporaries of the
-iteration take. For square blocks on a processor they take up to 14 bytes an element, of a few blocks at a time."""
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
+from megatron_muon.core.portions import Portion, Team
+from megatron_muon.core.traffic import Holders, Ints, Traffic
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
-
-_Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 MIN_WAVES = 3
 """So many waves that one can arrive and one can leave while one is worked on."""
@@ -44,8 +41,9 @@ class Plan:
         whole: for each rank, the matrices that lie whole on it and that it owns: they need no wire.
         waves: matrix indices that travel together, in the order of the step.
         loads: cost owned by each rank, in the unit of the given costs.
-        oversized: matrices that fill more than a wave's buffer by themselves.
-        wave_bytes: what a wave, or a part of the matrices that need no wire, may fill on a rank.
+        memory: what matrices take.
+        buffer_bytes: what a step may take on a rank beyond weights, gradients and state.
+        wave_bytes: the part of it that one wave may fill.
     """
 
     layout: Layout
@@ -53,7 +51,8 @@ class Plan:
     whole: tuple[tuple[int, ...], ...]
     waves: tuple[tuple[int, ...], ...]
     loads: tuple[float, ...]
-    oversized: tuple[int, ...]
+    memory: Memory
+    buffer_bytes: int
     wave_bytes: int
 
     @property
@@ -79,44 +78,25 @@ class Plan:
         content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What ranks send each other."""
+        return Traffic(self.layout, self.teams)
+
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The whole matrices of `rank` in parts: one beside each wave, or more where they would overfill the buffer."""
-        whole = self.whole[rank]
-        filled = sum(2 * self.layout.matrices[index].numel * UPDATE_BYTES for index in whole)
-        parts = min(max(len(self.waves), 1, math.ceil(filled / self.wave_bytes)), len(whole))
+        whole, room = self.whole[rank], self.memory.beside_waves(self.buffer_bytes, self.wave_bytes)
+        parts = self.memory.parts([self.layout.matrices[index] for index in whole], room, max(len(self.waves), 1))
         return tuple(whole[k::parts] for k in range(parts))
 
-    def exchanged_bytes(self, element_bytes: int) -> tuple[int, ...]:
-        """Bytes that each rank receives in a step: rows for its own matrices, and its update rows of the others."""
-        received = np.zeros(self.layout.world_size, dtype=np.int64)
-        for index in itertools.chain(*self.waves):
-            holders, numbers = held_by(self.layout.matrices[index])
-            for portion, elements in self.common(index):
-                others = holders != portion.rank
-                # Each holder but the owner gets its update rows, and the owner the rows unless it holds them.
-                np.add.at(received, holders[others], elements[numbers[others]])
-                received[portion.rank] += elements.sum() - elements[numbers[~others]].sum()
-        return tuple((received * element_bytes).tolist())
-
-    def common(self, index: int) -> Iterator[tuple[Portion, _Ints]]:
-        """The portions of a matrix, and how many elements each of its shards has of them."""
-        of_shards = rectangles(self.layout.matrices[index].shards)
-        for portion in self.portions(index):
-            yield portion, portion.overlaps(of_shards)
-
-    def footprints(self, element_bytes: int) -> Iterator[_Ints]:
-        """Bytes that each rank holds for a wave, wave by wave: what it sends, what it assembles, what it returns."""
-        footprints = _Footprints(element_bytes)
+    def exchanged_bytes(self) -> tuple[int, ...]:
+        """Bytes that each rank receives in a step: rows for what it owns, and its update rows of what others own."""
+        ranks = self.layout.world_size
+        received = np.zeros(ranks, dtype=np.int64)
         for wave in self.waves:
-            filled = np.zeros(self.layout.world_size, dtype=np.int64)
-            for index in wave:
-                ranks, sizes = footprints.of(self.layout.matrices[index], self.portions(index))
-                filled[ranks] += sizes
-            yield filled
-
-    def buffer_bytes(self, element_bytes: int) -> int:
-        """The most bytes that a rank holds for one wave."""
-        return max((int(filled.max()) for filled in self.footprints(element_bytes)), default=0)
+            for transfers in (self.traffic.gathered(wave), self.traffic.returned(wave)):
+                received += transfers.between_ranks().received(ranks)
+        return tuple((received * self.memory.element_bytes).tolist())
 
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
@@ -128,19 +108,12 @@ def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     return tuple(elements * element_bytes for elements in missing)
 
 
-def held_by(matrix: Matrix) -> tuple[_Ints, _Ints]:
-    """The ranks that hold shards of a matrix, and for each the number of its shard."""
-    pairs = [(holder, number) for number, shard in enumerate(matrix.shards) for holder in shard.holders]
-    holders, numbers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return holders, numbers
-
-
 def make_plan(
     layout: Layout,
     costs: Sequence[float],
     *,
-    buffer_bytes: int,
-    element_bytes: int,
+    memory: Memory,
+    buffer_bytes: int | None = None,
     rules: TeamRules | None = None,
 ) -> Plan:
     """Plan a layout.
@@ -148,19 +121,21 @@ def make_plan(
     Args:
         layout: all matrices of the group.
         costs: the work of orthogonalising each matrix, in any unit.
-        buffer_bytes: what the waves that are under way at a time may fill on a rank.
-        element_bytes: of an element on the wire.
-        rules: which teams may own a matrix; None forms none.
+        memory: what matrices take.
+        buffer_bytes: what a step may take on a rank. None is `AUTO_BYTES`, or as much as whole blocks need.
+        rules: which teams may own a matrix; None forms none, and takes all ranks for those of one node.
 
     Raises:
         ValueError: a cost for each matrix is missing, or the buffer is not positive.
+        UserError: the buffer is too small, also for the largest teams.
     """
     if len(costs) != len(layout.matrices):
         raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
-    if buffer_bytes <= 0:
+    if buffer_bytes is not None and buffer_bytes <= 0:
         raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
-    wave_bytes = max(buffer_bytes // MIN_WAVES, 1)
-    teams = assign(layout, costs, rules)
+    if rules is None:
+        rules = TeamRules(memory.iteration.cost, [0] * layout.world_size, size=1)
+    teams = assign(layout, costs, rules, memory, buffer_bytes)
     loads = np.zeros(layout.world_size)
     whole: list[list[int]] = [[] for _ in range(layout.world_size)]
     travelling = []
@@ -170,56 +145,88 @@ def make_plan(
             whole[team.ranks[0]].append(index)
         else:
             travelling.append(index)
-    waves, oversized = _waves(layout, teams, travelling, wave_bytes, element_bytes)
-    return Plan(layout, tuple(teams), tuple(map(tuple, whole)), waves, tuple(loads.tolist()), oversized, wave_bytes)
+    needs = _Needs(layout, teams, travelling, whole, memory)
+    memory.check(buffer_bytes, needs.smallest, layout)
+    if buffer_bytes is None:
+        buffer_bytes = max(AUTO_BYTES, needs.usual)
+    wave_bytes = memory.of_wave(buffer_bytes, needs.beside) if travelling else 0
+    if wave_bytes >= needs.single:
+        waves = _waves(layout, teams, travelling, needs, wave_bytes)
+    else:
+        waves, wave_bytes = tuple((index,) for index in _interleave(travelling, teams, layout)), needs.single
+    return Plan(
+        layout,
+        tuple(teams),
+        tuple(map(tuple, whole)),
+        waves,
+        tuple(loads.tolist()),
+        memory,
+        buffer_bytes,
+        wave_bytes,
+    )
+
+
+class _Needs:
+    """Bytes that the matrices of a layout take on the rank that has most.
+
+    Attributes:
+        footprints: of each matrix in its wave.
+        single: of a wave of one matrix.
+        busy: of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
+        beside: beside the waves: temporaries, or matrices that need no wire.
+        smallest: of a step in which every wave is of one matrix.
+        usual: of a step that keeps all ranks at work.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        teams: Sequence[Team],
+        travelling: Sequence[int],
+        whole: Sequence[Sequence[int]],
+        memory: Memory,
+    ) -> None:
+        self.footprints = _Footprints(layout, teams, memory)
+        self.single = max((int(self.footprints.of(index)[1].max()) for index in travelling), default=0)
+        alike = Counter(
+            (tuple(layout.matrices[index].blocks), teams[index].cuts, len(teams[index].ranks)) for index in travelling
+        )
+        taken = [memory.of_owners(*kind) for kind in alike]
+        self.busy = max((each.wave for each in taken), default=0)
+        blocks: Counter[Stack] = Counter()
+        for (of, cuts, _), count in alike.items():
+            blocks.update({stack: each * count for stack, each in stacks(of, cuts).items()})
+        fillers = max((memory.whole([layout.matrices[index]]) for index in itertools.chain(*whole)), default=0)
+        self.beside = max(memory.of_stacks(blocks), fillers)
+        self.smallest = memory.of_step(self.single, max([fillers, *(each.beside for each in taken)]))
+        self.usual = memory.of_step(max(self.single, self.busy), self.beside)
 
 
 def _waves(
-    layout: Layout,
-    teams: Sequence[Team],
-    travelling: list[int],
-    wave_bytes: int,
-    element_bytes: int,
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    layout: Layout, teams: Sequence[Team], travelling: Sequence[int], needs: _Needs, wave_bytes: int
+) -> tuple[tuple[int, ...], ...]:
     """Cut the travelling matrices into waves in which every owner has its share of work and no rank's buffer overflows.
 
     Owners' matrices are interleaved by the share of the owner's work that lies before them, equal shapes together, so
     that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a buffer, or
-    where it has its share of all bytes.
-
-    Where a matrix is larger than the buffer, every wave may fill what the largest one and its rows take, whatever the
-    number of layers: that memory is needed anyway, and alone in a wave a matrix would leave every other rank idle.
+    where it has its share of all bytes, unless that leaves no room for one of the largest matrices on every rank: alone
+    in a wave, such a matrix would leave every other rank idle.
     """
-    footprints = _Footprints(element_bytes)
-
-    def footprint(index: int) -> tuple[_Ints, _Ints]:
-        matrix = layout.matrices[index]
-        return footprints.of(matrix, teams[index].portions(index, matrix))
-
     peak = np.zeros(layout.world_size, dtype=np.int64)
-    beyond = []
     for index in travelling:
-        ranks, sizes = footprint(index)
+        ranks, sizes = needs.footprints.of(index)
         peak[ranks] += sizes
-        if sizes.max() > wave_bytes:
-            beyond.append(index)
-    oversized = tuple(beyond)
-    # A limit smaller than the largest matrix would put every matrix into a wave of its own: a rank has to own it while
-    # it serves as many rows to other owners.
-    largest = max((layout.matrices[index].numel // len(teams[index].ranks) for index in travelling), default=0)
-    least = 2 * largest * (2 * element_bytes + UPDATE_BYTES)
-    room = max(wave_bytes, least) if oversized else wave_bytes
-    limit = min(room, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), least))
+    limit = min(wave_bytes, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), needs.busy))
     waves: list[list[int]] = []
     filled = np.zeros(layout.world_size, dtype=np.int64)
     for index in _interleave(travelling, teams, layout):
-        ranks, sizes = footprint(index)
+        ranks, sizes = needs.footprints.of(index)
         if not waves or (filled[ranks] + sizes).max() > limit:
             waves.append([])
             filled[:] = 0
         waves[-1].append(index)
         filled[ranks] += sizes
-    return tuple(map(tuple, waves)), oversized
+    return tuple(map(tuple, waves))
 
 
 def _interleave(indices: Sequence[int], teams: Sequence[Team], layout: Layout) -> list[int]:
@@ -239,35 +246,33 @@ def _interleave(indices: Sequence[int], teams: Sequence[Team], layout: Layout) -
 
 
 class _Footprints:
-    """What matrices take on each rank while their wave is under way; those that share their shards are counted once.
+    """What matrices fill of a wave on each rank.
 
     A rank sends its rows and gets their updates; where these come from several ranks it puts them together, too. A sole
     owner has its own rows with the matrix.
     """
 
-    def __init__(self, element_bytes: int) -> None:
-        self._element_bytes = element_bytes
-        self._held: dict[int, tuple[_Ints, _Ints]] = {}  # ranks in ascending order, and their elements
+    def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
+        self._layout, self._teams, self._memory = layout, teams, memory
+        self._held: dict[int, tuple[Ints, Ints]] = {}  # ranks in ascending order, and their elements
 
-    def of(self, matrix: Matrix, portions: Sequence[Portion]) -> tuple[_Ints, _Ints]:
+    def of(self, index: int) -> tuple[Ints, Ints]:
         """The ranks on which a matrix takes memory, each once, and how many bytes on each."""
+        matrix, team, memory = self._layout.matrices[index], self._teams[index], self._memory
         if id(matrix.shards) not in self._held:
-            holders, numbers = held_by(matrix)
-            order = holders.argsort()
-            elements = np.array([shard.numel for shard in matrix.shards], dtype=np.int64)[numbers]
-            self._held[id(matrix.shards)] = holders[order], elements[order]
+            held = Holders.of(matrix.shards)
+            order = held.ranks.argsort()
+            self._held[id(matrix.shards)] = held.ranks[order], held.elements[held.numbers][order]
         holders, elements = self._held[id(matrix.shards)]
         owned: dict[int, int] = {}
-        for portion in portions:
-            each = 2 * portion.numel * (self._element_bytes + UPDATE_BYTES)
-            owned[portion.rank] = owned.get(portion.rank, 0) + each
-        sole = len(owned) == 1
-        sizes = (2 if sole else 3) * self._element_bytes * elements
+        for portion in team.portions(index, matrix):
+            owned[portion.rank] = owned.get(portion.rank, 0) + memory.owned_bytes(portion)
+        sizes = memory.held_bytes(is_team=team.cuts is not None) * elements
         places = np.searchsorted(holders, list(owned))
         more: dict[int, int] = {}
         for (rank, size), place in zip(owned.items(), places.tolist(), strict=True):
             if place == len(holders) or holders[place] != rank:
                 more[rank] = size
             else:
-                sizes[place] = size + (0 if sole else sizes[place])
+                sizes[place] = size + (0 if team.cuts is None else sizes[place])
         return np.append(holders, list(more)).astype(np.int64), np.append(sizes, list(more.values())).astype(np.int64)

@@ -19,6 +19,9 @@ from megatron_muon.core.layout import Matrix, RowSplit, Shard
 TEAM_SIZES = (1, 2, 4, 8)
 """Ranks that may own a matrix together: powers of two, so that of two teams that share a rank one holds the other."""
 
+Cuts = tuple[tuple[int, int], ...]
+"""How a team divides the blocks of a matrix: for each `(first, count)`, the ranks that cut it; see `Team`."""
+
 _UNIT = 8
 """Parts of long sides are multiples of this, as kernels like them."""
 
@@ -49,7 +52,7 @@ class Team:
 
     ranks: tuple[int, ...]
     loads: tuple[float, ...]
-    cuts: tuple[tuple[int, int], ...] | None = None
+    cuts: Cuts | None = None
 
     def portions(self, index: int, matrix: Matrix) -> list[Portion]:
         """What the ranks have of a matrix with this index: by block, and within a block by rank."""

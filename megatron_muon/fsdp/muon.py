@@ -69,7 +69,7 @@ class Muon(MuonState):
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
         ns: "auto", "standard" or "gram": which Newton-Schulz iteration.
         exchange: "owner" or "allgather": how sharded matrices become whole.
-        exchange_buffer_mb: MiB that an exchange may fill on a rank.
+        exchange_buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         exchange_dtype: what travels: "auto", "fp32" or "bf16".
         team_size: how many ranks own a matrix together: "auto", "1", "2", "4" or "8", as the flag `--muon-team-size`.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
@@ -108,7 +108,7 @@ class Muon(MuonState):
         fp32_matmul_prec: str = Iteration.precision,
         ns: str = MuonSettings.muon_ns,
         exchange: str = MuonSettings.muon_exchange,
-        exchange_buffer_mb: float = MuonSettings.muon_exchange_buffer_mb,
+        exchange_buffer_mb: float | None = MuonSettings.muon_exchange_buffer_mb,
         exchange_dtype: str = MuonSettings.muon_exchange_dtype,
         team_size: str = MuonSettings.muon_team_size,
         share_replicated: bool = MuonSettings.muon_share_replicated,

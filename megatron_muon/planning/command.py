@@ -20,9 +20,10 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, all_gather_bytes
+from megatron_muon.core.traffic import Ints
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.layout_file import read_layout
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Ints, Settings, plan_group
+from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
 from megatron_muon.settings import TEAM_SIZES, MuonSettings
 
@@ -60,7 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a transformers folder or config.json, under FSDP2 over all ranks with megatron_muon.Muon")  # fmt: skip
     add("--layout", type=Path, metavar="FILE.json", help="a captured layout instead of a model")
     add("--buffer-mb", type=float, metavar="MIB",
-        help="buffer of the waves on a rank (the config's --muon-exchange-buffer-mb, or 256)")  # fmt: skip
+        help="what a step may take on a rank (the config's --muon-exchange-buffer-mb)")  # fmt: skip
     add("--exchange-dtype", choices=("auto", "fp32", "bf16"),
         help="what travels; auto: as Newton-Schulz starts (the config's --muon-exchange-dtype, or auto)")  # fmt: skip
     add("--team-size", choices=TEAM_SIZES,
@@ -89,7 +90,7 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
     return {
         "digest": "-".join(item.plan.digest() for item in plans),
         "world_size": world_size,
-        **_figures(plans, [item.group.ranks_in(world_size) for item in plans], settings.element_bytes),
+        **_figures(plans, [item.group.ranks_in(world_size) for item in plans]),
         "hardware": hardware.name,
         "settings": {
             "buffer_mb": settings.buffer_mb,
@@ -104,14 +105,14 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
                 "name": item.group.name,
                 "ranks": item.plan.layout.world_size,
                 "whole_matrices": sum(map(len, item.plan.whole)),
-                **_figures([item], [np.arange(item.plan.layout.world_size)], settings.element_bytes),
+                **_figures([item], [np.arange(item.plan.layout.world_size)]),
             }
             for item in plans
         ],
     }
 
 
-def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints], element_bytes: int) -> dict[str, Any]:
+def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any]:
     """Figures of ranks, by their rank in each group, that step groups one by one: times add up, buffers do not."""
 
     def total(per_rank: Callable[[Plan], Sequence[float]]) -> np.ndarray[Any, Any]:
@@ -133,17 +134,23 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints], element_bytes: i
             if size > 1
         },
         "exchange_bytes": {
-            "max_per_rank": int(total(lambda plan: plan.exchanged_bytes(element_bytes)).max()),
-            "allgather_per_rank": int(total(lambda plan: all_gather_bytes(plan.layout, element_bytes)).max()),
+            "max_per_rank": int(total(lambda plan: plan.exchanged_bytes()).max()),
+            "allgather_per_rank": int(
+                total(lambda plan: all_gather_bytes(plan.layout, plan.memory.element_bytes)).max()
+            ),
         },
         "extra_bytes_max": max(item.extra_bytes for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
-        "oversized": sum(len(item.plan.oversized) for item in plans),
+        "buffer_bytes": max(item.plan.buffer_bytes for item in plans),
         "plan_seconds": sum(item.seconds for item in plans),
         "estimated_ms": {
             name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
         },
     }
+
+
+def _all_gather_bytes(plan: Plan) -> tuple[int, ...]:
+    return all_gather_bytes(plan.layout, plan.memory.element_bytes)
 
 
 def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
@@ -212,7 +219,8 @@ def settings_of(
         precision = "medium" if ns_dtype == "bf16" else "highest"
     exchange = exchange_dtype or config.muon_exchange_dtype
     buffer = config.muon_exchange_buffer_mb if buffer_mb is None else buffer_mb
-    check_number("muon_exchange_buffer_mb", buffer, flag=None if buffer_mb is None else "--buffer-mb")
+    if buffer is not None:
+        check_number("muon_exchange_buffer_mb", buffer, flag=None if buffer_mb is None else "--buffer-mb")
     iteration = Iteration(
         getattr(config, "muon_coefficient_type", Iteration.coefficient_type),
         getattr(config, "muon_num_ns_steps", Iteration.steps),
@@ -249,7 +257,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     console.print(table)
     for line in (
         f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
-        f"{settings['exchange_dtype']}; buffer {settings['buffer_mb']:g} MiB; digest {figures['digest']}",
+        f"{settings['exchange_dtype']}; at most {size(figures['buffer_bytes'])} for a step; digest {figures['digest']}",
         f"{hardware.name}: {hardware.source}",
         *notes(figures),
     ):
@@ -266,11 +274,6 @@ def notes(figures: dict[str, Any]) -> list[str]:
             why = f"one matrix, or a team's part of it, is {least:.2f} times a rank's even share"
         if load > EVEN:
             lines.append(f"{group['name']}, uneven: {why}")
-    if figures["oversized"]:
-        lines.append(
-            f"{figures['oversized']:,} matrices exceed a wave's third of the buffer; waves are as large as the largest "
-            "of them needs, and so is the extra memory"
-        )
     if figures["exchange_bytes"]["max_per_rank"] and not HARDWARE[figures["hardware"]].processor:
         lines.append(
             "not counted: NCCL's point-to-point buffers, which the first all-to-all allocates (on 8 H100 memory in use "

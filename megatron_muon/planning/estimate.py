@@ -18,11 +18,12 @@ import numpy as np
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.plan import Plan, held_by, make_plan
-from megatron_muon.planning.memory import Memory
+from megatron_muon.core.memory import Memory
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.traffic import Ints, Transfers
+from megatron_muon.planning.memory import extra_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
-Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 PRODUCT_SHARE, LINK_SHARE = 0.65, 0.75
 """Parts of the data sheet's rates that large bf16 products and an all-to-all reach; assumed on the careful side."""
@@ -88,16 +89,21 @@ class Settings:
     `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, and whether momentum looks ahead.
     """
 
-    buffer_mb: float
+    buffer_mb: float | None
     exchange_dtype: str
     iteration: Iteration
     team_size: str = AUTO
     looks_ahead: bool = True
 
     @property
-    def element_bytes(self) -> int:
-        """Bytes of an element on the wire."""
-        return 2 if self.exchange_dtype == "bf16" else 4
+    def memory(self) -> Memory:
+        """What matrices take."""
+        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration)
+
+    @property
+    def buffer_bytes(self) -> int | None:
+        """What a step may take; None is left to the planner."""
+        return None if self.buffer_mb is None else int(self.buffer_mb * 2**20)
 
 
 @dataclass(frozen=True)
@@ -146,19 +152,15 @@ class GroupPlan:
 
 def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
     """Make a group's plan as training would, and estimate it."""
-    layout, element_bytes, half = group.layout, settings.element_bytes, settings.iteration.half
+    layout, half = group.layout, settings.iteration.half
     ranks = layout.world_size
     cost = functools.cache(settings.iteration.flops)
     costs = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in layout.matrices]
     started = time.perf_counter()
     nodes = np.arange(ranks) * group.stride // hardware.node_ranks
-    rules = None
-    if settings.team_size != "1":
-        size = 0 if settings.team_size == AUTO else int(settings.team_size)
-        rules = TeamRules(functools.cache(settings.iteration.cost), nodes.tolist(), size)
-    plan = make_plan(
-        layout, costs, buffer_bytes=int(settings.buffer_mb * 2**20), element_bytes=element_bytes, rules=rules
-    )
+    size = 0 if settings.team_size == AUTO else int(settings.team_size)
+    rules = TeamRules(functools.cache(settings.iteration.cost), nodes.tolist(), size)
+    plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=rules)
     seconds = time.perf_counter() - started
     rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
 
@@ -170,16 +172,15 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         return np.bincount(members, weights=loads, minlength=ranks) / rate
 
     arrive_s, leave_s = (
-        [_transfer_s(plan, wave, nodes, element_bytes, hardware, arriving=arriving) for wave in plan.waves]
-        for arriving in (True, False)
+        [_transfer_s(travels(wave), nodes, plan.memory.element_bytes, hardware) for wave in plan.waves]
+        for travels in (plan.traffic.gathered, plan.traffic.returned)
     )
-    extra = Memory(element_bytes, settings.iteration, settings.looks_ahead).of_ranks(plan)
     return GroupPlan(
         group=group,
         plan=plan,
         seconds=seconds,
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
-        extra=extra,
+        extra=extra_bytes(plan, looks_ahead=settings.looks_ahead),
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=(sum(arrive_s) + sum(leave_s)) * 1e3,
         step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
@@ -211,25 +212,12 @@ def _play(
     return max(link, float(clock.max()))
 
 
-def _transfer_s(
-    plan: Plan, wave: Sequence[int], nodes: Ints, element_bytes: int, hardware: Hardware, *, arriving: bool
-) -> float:
-    """Seconds in which a wave's rows arrive, from one replica each, or its updates leave, to all of them."""
-    columns: list[tuple[Ints, Ints, Ints]] = []
-    for index in wave:
-        matrix = plan.layout.matrices[index]
-        holders, numbers = held_by(matrix)
-        for portion, elements in plan.common(index):
-            there = (holders != portion.rank) & (elements[numbers] > 0)
-            if arriving:
-                sources = np.array([s.source(portion.rank, plan.layout.world_size) for s in matrix.shards])
-                there &= holders == sources[numbers]
-            sizes = elements[numbers][there] * element_bytes
-            columns.append((np.full(len(sizes), portion.rank), holders[there], sizes))
-    owners, holders, sizes = (np.concatenate(column) for column in zip(*columns, strict=True))
-    far = nodes[owners] != nodes[holders]
+def _transfer_s(transfers: Transfers, nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
+    """Seconds of an all-to-all: what the busiest rank sends or receives over either link."""
+    sources, targets, elements = transfers.between_ranks()
+    far = nodes[sources] != nodes[targets]
     return max(
-        float(np.bincount(ends[part], weights=sizes[part]).max(initial=0.0)) / (gb_per_s * 1e9)
+        float(np.bincount(ends[part], weights=elements[part]).max(initial=0.0)) * element_bytes / (gb_per_s * 1e9)
         for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s))
-        for ends in (owners, holders)
+        for ends in (sources, targets)
     )

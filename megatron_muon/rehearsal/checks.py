@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_muon.planning.estimate import GroupPlan, Ints
+from megatron_muon.core.traffic import Ints
+from megatron_muon.planning.estimate import GroupPlan
 from megatron_muon.rehearsal.trace import Call, Members, RankTrace
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
@@ -36,8 +37,6 @@ class Recorded:
     traces: dict[int, RankTrace]
     plans: Sequence[GroupPlan]
     world_size: int
-    element_bytes: int
-    """Of an element on the wire."""
     has_memory: bool = True
     """Whether the plans have all of a step's memory; they leave out second moments, and momentum that is staged."""
 
@@ -198,13 +197,16 @@ def leaks(recorded: Recorded) -> Iterator[Finding]:
 
 
 def memory(recorded: Recorded) -> Iterator[Finding]:
-    """No rank takes more memory than the plan says."""
+    """No rank takes more memory than the plan says, nor than --muon-exchange-buffer-mb allows."""
     if not recorded.has_memory:
         return
     each = [item.extra[item.group.ranks_in(recorded.world_size)] for item in recorded.plans]
     planned = np.max(each, axis=0)  # groups step one by one
+    allowed = max(item.plan.buffer_bytes for item in recorded.plans)
     for rank, trace in recorded.traces.items():
         last = trace.steps[-1]
+        if last.extra_bytes > allowed + SLACK_BYTES:
+            yield Finding("memory", (rank,), f"the step takes {last.extra_bytes:,} bytes, and may take {allowed:,}")
         if last.extra_bytes > TOLERANCE * planned[rank] + SLACK_BYTES:
             yield Finding(
                 "memory",
@@ -230,7 +232,7 @@ CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (plans, order, pai
 def planned_bytes(recorded: Recorded) -> Ints:
     """Bytes that each rank of the run receives in a step by its plans."""
     ranks = [item.group.ranks_in(recorded.world_size) for item in recorded.plans]
-    each = (np.array(item.plan.exchanged_bytes(recorded.element_bytes), dtype=np.int64) for item in recorded.plans)
+    each = (np.array(item.plan.exchanged_bytes(), dtype=np.int64) for item in recorded.plans)
     return np.sum([received[of] for received, of in zip(each, ranks, strict=True)], axis=0)
 
 

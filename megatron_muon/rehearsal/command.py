@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     with _progress(len(ranks)) as done:
         traces = all_ranks.rehearse(rehearsal, ranks, processes=args.processes, done=done)
     plain = (settings.optimizer, settings.muon_offload, settings.muon_momentum_dtype) == ("muon", "none", "fp32")
-    recorded = checks.Recorded(traces, plans, args.world_size, planned.element_bytes, has_memory=plain)
+    recorded = checks.Recorded(traces, plans, args.world_size, has_memory=plain)
     findings = checks.check(recorded)
     played: dict[int, playback.Played] = {}
     if not any(trace.failure for trace in traces.values()):
@@ -108,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
     figures = {
         "config": str(args.config),
         "hardware": hardware.name,
-        "buffer_mb": planned.buffer_mb,
         **report(recorded, findings, played),
     }
     write_json(args.json, figures)
@@ -151,7 +150,7 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
             "extra_bytes": max(item.extra_bytes for item in recorded.plans),
             "products_ms": sum(item.ns_ms for item in recorded.plans),
             "step_ms": sum(item.step_ms for item in recorded.plans),
-            "oversized": sum(len(item.plan.oversized) for item in recorded.plans),
+            "buffer_bytes": max(item.plan.buffer_bytes for item in recorded.plans),
         },
         "rehearsed": {**most, **times, "collectives": max((rank["collectives"] for rank in ranks), default=0)},
         "slowest": {
@@ -182,9 +181,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         Text(f"Rehearsal of {source}: {count:,} of {world_size:,} ranks, two steps", style="bold"), soft_wrap=True
     )
     console.print(table)
-    oversized = figures["planned"]["oversized"]
-    buffer = f"exchange buffer {figures['buffer_mb']:g} MiB"
-    lines = [buffer + f"; {oversized:,} matrices exceed a wave's third of it" * (oversized > 0)]
+    lines = [f"a step may take {size(figures['planned']['buffer_bytes'])}"]
     lines += [f"{hardware.name}: {hardware.source}; without latency, launches and elementwise work"]
     if figures["slowest"]["rank"] is not None:
         waits = [f"{duration(wait['ms'])} in {wait['phase']} for {wait['for']}" for wait in figures["slowest"]["waits"]]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
 
 
 def updates(
-    rank: int, world_size: int, *, seed: int, buffer_bytes: int, team_size: int | None = None
+    rank: int, world_size: int, *, seed: int, waves: str, team_size: int | None = None
 ) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
     from megatron_muon.core.assignment import TeamRules
@@ -56,6 +57,7 @@ def updates(
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
     from megatron_muon.core.exchange.steps import rectangle_view
     from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
+    from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
     from megatron_muon.core.teams import make_teams
@@ -74,7 +76,9 @@ def updates(
     rules = None
     if team_size is not None:
         rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, team_size)
-    plan = make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=4, rules=rules)
+    plan = make_plan(layout, costs, memory=Memory(4), rules=rules)
+    if waves == "of one matrix":
+        plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
     teams = {} if rules is None else make_teams(group, rules.nodes, rules.sizes[-1])
 
     def rows(index: int) -> torch.Tensor:
@@ -119,18 +123,16 @@ def updates(
 
 
 def of_all_layouts(
-    rank: int, world_size: int, *, buffer_bytes: int, team_size: int | None = None
+    rank: int, world_size: int, *, waves: str, team_size: int | None = None
 ) -> list[list[dict[int, torch.Tensor]]]:
     """In a worker: `updates` of one layout after the other."""
-    return [
-        updates(rank, world_size, seed=seed, buffer_bytes=buffer_bytes, team_size=team_size) for seed in range(LAYOUTS)
-    ]
+    return [updates(rank, world_size, seed=seed, waves=waves, team_size=team_size) for seed in range(LAYOUTS)]
 
 
 @pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
-@pytest.mark.parametrize("buffer_bytes", [1, 2**20], ids=["smaller than a matrix", "large"])
-def test_owner_equals_all_gather(ranks: Pool, world_size: int, buffer_bytes: int) -> None:
-    for layouts in ranks(world_size, of_all_layouts, buffer_bytes=buffer_bytes):
+@pytest.mark.parametrize("waves", ["of one matrix", "large"])
+def test_owner_equals_all_gather(ranks: Pool, world_size: int, waves: str) -> None:
+    for layouts in ranks(world_size, of_all_layouts, waves=waves):
         for seed, (expected, *others) in enumerate(layouts):
             for found in others:
                 for index, update in expected.items():
@@ -138,11 +140,11 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int, buffer_bytes: int
 
 
 @pytest.mark.parametrize(("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)]))
-@pytest.mark.parametrize("buffer_bytes", [1, 2**20], ids=["smaller than a matrix", "large"])
-def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, buffer_bytes: int) -> None:
+@pytest.mark.parametrize("waves", ["of one matrix", "large"])
+def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, waves: str) -> None:
     """To the rounding of sums formed in another order, and the same bits again and with a slow rank."""
     different = 0
-    for layouts in ranks(world_size, of_all_layouts, buffer_bytes=buffer_bytes, team_size=team_size):
+    for layouts in ranks(world_size, of_all_layouts, waves=waves, team_size=team_size):
         for seed, (expected, first, *others) in enumerate(layouts):
             for index, update in expected.items():
                 where = f"layout {seed}, matrix {index}"

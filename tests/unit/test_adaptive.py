@@ -14,6 +14,7 @@ from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.settings import MuonSettings
@@ -36,7 +37,7 @@ def adaptive(method: str) -> ShardedMuon:
 
     return ShardedMuon(
         [{"params": parameters}],
-        LocalExchange(layout, group, batches, buffer_bytes=1 << 20, device=torch.device("cpu")),
+        LocalExchange(layout, group, batches, memory=Memory(4), device=torch.device("cpu")),
         moment=moment,
         lr=0.1,
         momentum=0.9,

@@ -14,8 +14,8 @@ from benchmarks.memory import peak_extra_bytes
 from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
-from megatron_muon.core.plan import UPDATE_BYTES
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
 
@@ -175,13 +175,13 @@ def test_row_scales_are_those_of_blocks() -> None:
 def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     monkeypatch: pytest.MonkeyPatch, method: str, cols: int
 ) -> None:
-    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where plans count 8."""
+    """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where plans counted 8."""
     block = 512 * cols
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", block)
     stack = randn(3 * 512, cols).view(3, 512, cols).bfloat16()
     orthogonalizer = Orthogonalizer(Iteration(method=method))
     extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device)
-    assert extra <= 1.25 * 2 * UPDATE_BYTES * block
+    assert extra <= 1.25 * Memory(2, orthogonalizer.iteration).of_stack(512, cols, cols, 1, 1)
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", 3 * block)
     assert peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device) > 2 * extra
 

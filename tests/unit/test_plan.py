@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
-from megatron_muon.core.plan import MIN_WAVES, UPDATE_BYTES, Plan, make_plan
+from megatron_muon.core.memory import Memory
+from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
 from megatron_muon.planning.estimate import HARDWARE, Group, Settings, plan_group
+from megatron_muon.planning.memory import extra_bytes
+from tests.unit.buffers import smallest_bytes
 
-BIG = 2**40
 STANDARD = Iteration(method="standard")
 
 
@@ -37,21 +39,27 @@ def costs(layout: Layout) -> list[float]:
     return [float(STANDARD.flops(*matrix.shape)) for matrix in layout.matrices]
 
 
-def held(plan: Plan, wave: tuple[int, ...], element_bytes: int) -> np.ndarray:
-    """Bytes on each rank, counted a second time: rows out and update rows back, at the owner matrix and update."""
+def planned(layout: Layout, buffer_bytes: int | None = None, element_bytes: int = 4) -> Plan:
+    return make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=Memory(element_bytes))
+
+
+def held(plan: Plan, wave: tuple[int, ...]) -> np.ndarray:
+    """Bytes of a wave on each rank, counted a second time, of bf16 or fp32."""
+    each = plan.memory.element_bytes
     filled = np.zeros(plan.layout.world_size, dtype=np.int64)
     for index in wave:
         matrix, owner = plan.layout.matrices[index], plan.owners[index]
         for shard in matrix.shards:
             if shard.rank != owner:
-                filled[shard.rank] += 2 * shard.numel * element_bytes
-        filled[owner] += 2 * matrix.numel * (element_bytes + UPDATE_BYTES)
+                filled[shard.rank] += max(each, (each + 4) // 2) * shard.numel
+        filled[owner] += each * matrix.numel
     return filled
 
 
-@given(layouts(), st.integers(1, 4000), st.sampled_from([2, 4]))
-def test_every_matrix_has_an_owner_and_travels_once(layout: Layout, buffer_bytes: int, element_bytes: int) -> None:
-    plan = make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, element_bytes=element_bytes)
+@given(layouts(), st.integers(0, 4000), st.sampled_from([2, 4]))
+def test_every_matrix_has_an_owner_and_travels_once(layout: Layout, more: int, element_bytes: int) -> None:
+    buffer_bytes = smallest_bytes(lambda size: planned(layout, size, element_bytes)) + more
+    plan = planned(layout, buffer_bytes, element_bytes)
     assert len(plan.owners) == len(layout.matrices)
     assert all(0 <= owner < layout.world_size for owner in plan.owners)
     travelling = [index for wave in plan.waves for index in wave]
@@ -66,66 +74,65 @@ def test_every_matrix_has_an_owner_and_travels_once(layout: Layout, buffer_bytes
         assert load == pytest.approx(
             sum(cost for cost, owner in zip(costs(layout), plan.owners, strict=True) if owner == rank)
         )
-    assert plan == make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, element_bytes=element_bytes)
+    assert plan == make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=Memory(element_bytes))
 
 
-@given(layouts(), st.integers(1, 4000), st.sampled_from([2, 4]))
-def test_buffers_hold_what_they_may(layout: Layout, buffer_bytes: int, element_bytes: int) -> None:
-    """A wave fills its share of the buffer, or what the largest matrix needs."""
-    plan = make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, element_bytes=element_bytes)
-    limit = buffer_bytes // MIN_WAVES
-    oversized = set(plan.oversized)
-    largest = max((layout.matrices[index].numel for index in oversized), default=0)
-    for wave in plan.waves:
-        most = held(plan, wave, element_bytes).max()
-        assert most <= max(limit, 2 * largest * (2 * element_bytes + UPDATE_BYTES))
-    for index in itertools.chain.from_iterable(plan.waves):
-        assert (held(plan, (index,), element_bytes).max() > limit) == (index in oversized)
-    assert plan.buffer_bytes(element_bytes) == max(
-        (int(held(plan, wave, element_bytes).max()) for wave in plan.waves), default=0
-    )
+@given(layouts(), st.integers(0, 60_000), st.sampled_from([2, 4]))
+def test_a_step_takes_no_more_than_it_may(layout: Layout, more: int, element_bytes: int) -> None:
+    smallest = smallest_bytes(lambda size: planned(layout, size, element_bytes))
+    plan = planned(layout, smallest + more, element_bytes)
+    assert plan.buffer_bytes == smallest + more
+    assert int(extra_bytes(plan, looks_ahead=True).max()) <= plan.buffer_bytes
+    assert all(held(plan, wave).max() <= plan.wave_bytes for wave in plan.waves)
+    if smallest > 2000:
+        with pytest.raises(UserError, match="is too small"):
+            planned(layout, smallest - 2000, element_bytes)
+
+
+@given(layouts())
+def test_without_a_number_a_step_takes_what_it_needs(layout: Layout) -> None:
+    plan = planned(layout)
+    assert int(extra_bytes(plan, looks_ahead=True).max()) <= plan.buffer_bytes == 256 * 2**20
 
 
 @given(layouts())
 def test_an_estimated_step_takes_no_less_than_its_parts_and_no_more_than_all_of_them(layout: Layout) -> None:
     iteration = Iteration(method="standard", precision="highest")
-    figures = plan_group(Group("layout", layout), Settings(BIG / 2**20, "fp32", iteration), HARDWARE["cpu-2core"])
-    assert figures.plan == make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    figures = plan_group(Group("layout", layout), Settings(None, "fp32", iteration), HARDWARE["cpu-2core"])
+    assert figures.plan == make_plan(layout, costs(layout), memory=Memory(4, iteration))
     assert figures.step_ms >= max(figures.ns_ms, figures.exchange_ms) * (1 - 1e-9)
     whole_step = figures.exchange_ms + sum(costs(layout)) / 0.1e12 * 1e3
     assert figures.step_ms <= whole_step * (1 + 1e-9)
 
 
-@given(layouts(), st.integers(1, 2000))
-def test_a_longer_model_needs_no_larger_oversized_wave(layout: Layout, buffer_bytes: int) -> None:
-    """Extra memory is bounded by the buffer and the largest matrix, not by the number of layers."""
+@given(layouts(), st.integers(0, 2000))
+def test_a_longer_model_needs_no_larger_buffer(layout: Layout, more: int) -> None:
     repeated = Layout(
         layout.world_size,
         tuple(Matrix(f"{m.name}.{i}", m.shape, m.shards) for i in range(4) for m in layout.matrices),
     )
-    plan = make_plan(repeated, costs(repeated), buffer_bytes=buffer_bytes, element_bytes=4)
-    largest = max(matrix.numel for matrix in layout.matrices)
-    assert plan.buffer_bytes(4) <= max(buffer_bytes // MIN_WAVES, 2 * largest * (2 * 4 + UPDATE_BYTES))
+    smallest = smallest_bytes(lambda size: planned(layout, size))
+    assert int(extra_bytes(planned(repeated, smallest + more), looks_ahead=True).max()) <= smallest + more
 
 
 @pytest.mark.parametrize("rows_per_rank", [[6, 1, 1], [1, 6, 1], [1, 1, 6]])
 def test_who_holds_most_owns(rows_per_rank: list[int]) -> None:
-    plan = make_plan(Layout(3, (row_sharded("w", (8, 4), rows_per_rank),)), [1.0], buffer_bytes=BIG, element_bytes=4)
+    plan = make_plan(Layout(3, (row_sharded("w", (8, 4), rows_per_rank),)), [1.0], memory=Memory(4))
     assert plan.owners == (rows_per_rank.index(6),)
 
 
 def test_even_holders_keep_what_is_theirs() -> None:
     """Whole matrices, as many on every rank: nothing travels."""
     matrices = tuple(Matrix(f"w{index}", (8, 8), (Shard(index % 4, 0, 8, 0, 8),)) for index in range(40))
-    plan = make_plan(Layout(4, matrices), [1.0] * 40, buffer_bytes=BIG, element_bytes=4)
+    plan = make_plan(Layout(4, matrices), [1.0] * 40, memory=Memory(4))
     assert plan.waves == ()
-    assert plan.exchanged_bytes(4) == (0, 0, 0, 0)
+    assert plan.exchanged_bytes() == (0, 0, 0, 0)
     assert plan.imbalance == 1.0
 
 
 def test_whole_matrices_move_when_one_rank_holds_all() -> None:
     layout = Layout(4, tuple(row_sharded(f"w{index}", (8, 8), [8, 0, 0, 0]) for index in range(40)))
-    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    plan = make_plan(layout, costs(layout), memory=Memory(4))
     assert plan.imbalance <= 1.05
     assert len(plan.whole[0]) == 10
 
@@ -133,21 +140,20 @@ def test_whole_matrices_move_when_one_rank_holds_all() -> None:
 def test_large_matrices_of_several_owners_travel_together() -> None:
     """One matrix a wave would leave all ranks but one idle."""
     layout = Layout(4, tuple(row_sharded(f"w{index}", (64, 64), [16] * 4) for index in range(8)))
-    plan = make_plan(layout, costs(layout), buffer_bytes=3000, element_bytes=4)
-    assert len(plan.oversized) == 8
+    plan = planned(layout, 400_000)
     assert [sorted(plan.owners[index] for index in wave) for wave in plan.waves] == [[0, 1, 2, 3]] * 2
 
 
 def test_few_matrices_share_a_wave_although_the_buffer_is_large() -> None:
     """A third of the bytes may be less than one matrix; each matrix in a wave of its own would run one by one."""
     layout = Layout(16, tuple(row_sharded(f"w{index}", (64, 64), [4] * 16) for index in range(16)))
-    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    plan = make_plan(layout, costs(layout), memory=Memory(4))
     assert len(plan.waves) <= MIN_WAVES
 
 
 def test_many_matrices_make_several_waves() -> None:
     layout = Layout(2, tuple(row_sharded(f"w{index}", (8, 8), [4, 4]) for index in range(24)))
-    plan = make_plan(layout, costs(layout), buffer_bytes=BIG, element_bytes=4)
+    plan = make_plan(layout, costs(layout), memory=Memory(4))
     assert len(plan.waves) >= MIN_WAVES
     for wave in plan.waves:
         assert {plan.owners[index] for index in wave} == {0, 1}
@@ -157,13 +163,13 @@ def test_many_matrices_make_several_waves() -> None:
 def test_a_buffer_is_positive(buffer_bytes: int) -> None:
     layout = Layout(1, (row_sharded("w", (2, 2), [2]),))
     with pytest.raises(ValueError, match="--muon-exchange-buffer-mb must be positive"):
-        make_plan(layout, [1.0], buffer_bytes=buffer_bytes, element_bytes=4)
+        make_plan(layout, [1.0], buffer_bytes=buffer_bytes, memory=Memory(4))
 
 
 def test_every_matrix_has_a_cost() -> None:
     layout = Layout(1, (row_sharded("w", (2, 2), [2]),))
     with pytest.raises(ValueError, match="1 matrices need as many costs, got 2"):
-        make_plan(layout, [1.0, 2.0], buffer_bytes=1, element_bytes=4)
+        make_plan(layout, [1.0, 2.0], buffer_bytes=1, memory=Memory(4))
 
 
 def layers(shapes: list[tuple[int, int]], count: int, ranks: int) -> Layout:
@@ -183,7 +189,7 @@ def layers(shapes: list[tuple[int, int]], count: int, ranks: int) -> Layout:
 @pytest.mark.parametrize("ranks", [2, 8, 16, 32])
 def test_loads_of_a_gpt_are_even(ranks: int) -> None:
     layout = layers([(4096, 14336), (4096, 4096), (6144, 4096), (28672, 4096)], 32, ranks)
-    assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
+    assert make_plan(layout, costs(layout), memory=Memory(2)).imbalance <= 1.05
 
 
 @settings(max_examples=20)
@@ -198,7 +204,7 @@ def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: 
             rows = [shape[0] if rank == index // 7 % ranks else 0 for rank in range(ranks)]
         matrices.append(row_sharded(f"w{index}", shape, rows))
     layout = Layout(ranks, tuple(matrices))
-    assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
+    assert make_plan(layout, costs(layout), memory=Memory(2)).imbalance <= 1.05
 
 
 def test_loads_of_26000_matrices_on_128_ranks_are_even() -> None:
@@ -208,16 +214,16 @@ def test_loads_of_26000_matrices_on_128_ranks_are_even() -> None:
     renamed = (replace(matrix, name=f"experts.{matrix.name}") for matrix in experts.matrices)
     layout = Layout(128, (*dense.matrices, *renamed))
     assert len(layout.matrices) > 25_600
-    assert make_plan(layout, costs(layout), buffer_bytes=2**28, element_bytes=2).imbalance <= 1.05
+    assert make_plan(layout, costs(layout), memory=Memory(2)).imbalance <= 1.05
 
 
 def test_whole_matrices_are_cut_to_the_buffer() -> None:
     """A rank that owns all of a model would otherwise stack all of it at once."""
     matrices = tuple(Matrix(f"m{i}", (8, 8), (Shard(0, 0, 8, 0, 8),)) for i in range(10))
-    plan = make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=3 * 4 * 8 * 8 * 8, element_bytes=4)
+    plan = make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=3 * 4 * 8 * 8 * 4, memory=Memory(4))
     parts = plan.fillers(0)
     assert sorted(index for part in parts for index in part) == list(range(10))
-    assert max(len(part) for part in parts) <= 4
-    assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, element_bytes=4).fillers(0) == (
+    assert max(plan.memory.whole([matrices[index] for index in part]) for part in parts) <= plan.buffer_bytes
+    assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, memory=Memory(4)).fillers(0) == (
         tuple(range(10)),
     )

@@ -11,8 +11,10 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.core import newton_schulz
+from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.layout_file import write_layout
@@ -229,12 +231,14 @@ def test_a_plan_names_the_owners_that_training_would(
         planned = plan_group(group, settings, HARDWARE[hardware]).plan
         layout = group.layout
         costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
-        trained = make_plan(layout, costs, buffer_bytes=256 * 2**20, element_bytes=2)
+        nodes = [rank // HARDWARE[hardware].node_ranks for rank in range(layout.world_size)]
+        memory, rules = Memory(2, orthogonalizer.iteration), TeamRules(orthogonalizer.iteration.cost, nodes)
+        trained = make_plan(layout, costs, memory=memory, rules=rules)
         assert planned.owners == trained.owners
         assert planned.waves == trained.waves
         if name == "llama3-8b" and products is DENSE:
             wrong = [sum(other.flops(*block) for block in matrix.blocks) for matrix in layout.matrices]
-            assert make_plan(layout, wrong, buffer_bytes=256 * 2**20, element_bytes=2).owners != trained.owners
+            assert make_plan(layout, wrong, memory=memory, rules=rules).owners != trained.owners
 
 
 def test_unstable_iterations_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.exchange import OwnerExchange
 from megatron_muon.core.exchange import owner as owner_module
 from megatron_muon.core.layout import Layout, Shard, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
@@ -60,7 +61,7 @@ class Trial:
         self.order: list[str] = []
         self._last_products = 0
         layout = Layout(2, tuple(row_sharded(f"w{i}", s, [s[0] - s[0] // 2, s[0] // 2]) for i, s in enumerate(SHAPES)))
-        plan = make_plan(layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, element_bytes=4)
+        plan = make_plan(layout, [float(r * c) for r, c in SHAPES], buffer_bytes=24 << 10, memory=Memory(4))
         assert len(plan.waves) >= 3
         orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
 

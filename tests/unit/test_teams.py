@@ -15,6 +15,7 @@ from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, KERNEL, Iteration
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, row_sharded
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.portions import TEAM_SIZES, Team, chunks, rectangles
 
@@ -84,7 +85,7 @@ def plan_of(shapes: list[tuple[int, int]], ranks: int, teams: TeamRules | None) 
         held = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
         matrices.append(row_sharded(str(number), shape, held))
     costs = [float(Iteration(products=KERNEL).flops(*shape)) for shape in shapes]
-    return make_plan(Layout(ranks, tuple(matrices)), costs, buffer_bytes=2**28, element_bytes=2, rules=teams)
+    return make_plan(Layout(ranks, tuple(matrices)), costs, memory=Memory(2), rules=teams)
 
 
 def sizes(plan: Plan) -> list[int]:
@@ -124,7 +125,7 @@ def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
     split = RowSplit(1, (4096, 4096))
     matrix = row_sharded("gate_up", (8192, 4096), [4096, 4096], split)
     cost = float(2 * Iteration(products=KERNEL).flops(4096, 4096))
-    plan = make_plan(Layout(2, (matrix,)), [cost], buffer_bytes=2**28, element_bytes=2, rules=rules(2))
+    plan = make_plan(Layout(2, (matrix,)), [cost], memory=Memory(2), rules=rules(2))
     assert plan.teams[0].cuts == ((0, 1), (1, 1))
     assert plan.loads == (cost / 2, cost / 2)
 

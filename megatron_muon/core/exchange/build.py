@@ -16,6 +16,7 @@ from megatron_muon.core.exchange.repeated import AllGatherExchange, LocalExchang
 from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
@@ -32,7 +33,7 @@ def make_exchange(
     orthogonalizer: Orthogonalizer,
     *,
     moment: SecondMoment | None,
-    buffer_mb: float,
+    buffer_mb: float | None,
     wire: str,
     device: torch.device,
     team_size: str = AUTO,
@@ -46,14 +47,14 @@ def make_exchange(
         group: the process group of the layout.
         orthogonalizer: of the matrices.
         moment: of an adaptive Muon.
-        buffer_mb: MiB that the waves under way may fill on a rank.
+        buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
 
     Raises:
-        UserError: a team has more ranks than a node, or cannot have the second moment's norms.
+        UserError: a team has more ranks than a node, or cannot have the second moment's norms; the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
     rules = _team_rules(team_size, group, orthogonalizer, moment) if scheme == OWNER else None
@@ -63,9 +64,10 @@ def make_exchange(
         normalize = None if moment is None else moment.normalizer(indices)
         return orthogonalizer.batch([layout.matrices[i] for i in indices], normalize, portions, teams)
 
-    buffer_bytes = int(buffer_mb * 2**20)
+    buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
     if scheme == LOCAL:
-        return LocalExchange(layout, group, batches, buffer_bytes=buffer_bytes, device=device)
+        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration)
+        return LocalExchange(layout, group, batches, memory=memory, buffer_bytes=buffer_bytes, device=device)
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
@@ -77,18 +79,16 @@ def make_exchange(
 
 def _team_rules(
     team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
-) -> TeamRules | None:
-    """Which teams may own a matrix; None for none."""
+) -> TeamRules:
+    """Which teams may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
-    if size == 1 or group.size() == 1:
-        return None
     if moment is not None and moment.normalizer(()) is not None:
-        if size:
+        if size > 1:
             raise UserError(
                 f"--muon-team-size {size}: NorMuon keeps the norm of a whole update, which no rank of a team has; use "
                 "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
             )
-        return None
+        size = 1
     rules = TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
     if size and size not in rules.sizes:
         raise UserError(
@@ -102,7 +102,7 @@ def _plan(
     layout: Layout,
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
-    buffer_bytes: int,
+    buffer_bytes: int | None,
     wire_dtype: torch.dtype,
     rules: TeamRules | None,
     made: Plan | None,
@@ -110,17 +110,8 @@ def _plan(
     """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
     matrices, rank = layout.matrices, group.rank()
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    element_bytes = wire_dtype.itemsize
-    plan = made or make_plan(layout, costs, buffer_bytes=buffer_bytes, element_bytes=element_bytes, rules=rules)
-    if plan.oversized and rank == 0:
-        largest = max((matrices[index] for index in plan.oversized), key=lambda matrix: matrix.numel)
-        most = plan.buffer_bytes(wire_dtype.itemsize)
-        print(
-            f"megatron-muon: {len(plan.oversized)} of {len(matrices)} matrices do not fit an exchange buffer of "
-            f"{buffer_bytes / 2**20:.4g} MiB; waves are as large as {largest.name} needs, {most / 2**20:,.0f} MiB on a "
-            "rank",
-            flush=True,
-        )
+    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration)
+    plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
     found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
     for other, digest in enumerate(found):
         if digest != found[0]:

@@ -213,14 +213,17 @@ class OwnerExchange(PlannedExchange):
             arriving = self._gather(following, rows, probe) if following is not None else None
             for filler in itertools.islice(fillers, beside_a_wave):
                 self._update_whole(*filler, rows, probe)
-            results, finite = self._orthogonalize(route, rows, current, probe)
-            sent_back = self._send_back(route, results, finite, probe)
-            if route.late.indices:
-                rows.finalize(route.late.indices, route.late.in_rooms(results), finite[route.late.rooms])
+            self._assemble(route, rows, current, probe)
+            del current  # what has arrived is in its rooms
+            results, finite = self._orthogonalize(route, probe)
             if leaving is not None:
                 self._receive(leaving, rows, probe)
-            leaving = sent_back
-        for filler in fillers:
+                del leaving  # before as much leaves again
+            leaving = self._send_back(route, results, finite, probe)
+            if route.late.indices:
+                rows.finalize(route.late.indices, route.late.in_rooms(results), finite[route.late.rooms])
+            del results  # before the next are made
+        for filler in fillers:  # where there are no waves
             self._update_whole(*filler, rows, probe)
         if leaving is not None:
             self._receive(leaving, rows, probe)
@@ -239,14 +242,12 @@ class OwnerExchange(PlannedExchange):
             flight.kept = stay
             return flight
 
-    def _orthogonalize(
-        self, route: _Route, rows: RowPhases, arriving: InFlight, probe: Probe
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Assemble this rank's matrices of a wave from what arrived and its own rows, and orthogonalise them."""
+    def _assemble(self, route: _Route, rows: RowPhases, arriving: InFlight, probe: Probe) -> None:
+        """Put this rank's matrices of a wave together from what arrived and its own rows."""
         with probe.phase("gather_wait"):
             arrived = arriving.wait()
-        if not route.rooms and not route.agreements:
-            return [], self._nothing.bool()
+        if not route.rooms:
+            return
         with probe.phase("orthogonalize"):
             rooms = route.batch.allocate(self._nothing)
             if route.late.indices:
@@ -256,6 +257,12 @@ class OwnerExchange(PlannedExchange):
             _copy(route.gathered.in_rooms(rooms), route.gathered.in_buffer(arrived))
             if arriving.kept is not None:
                 _copy(route.stayed.in_rooms(rooms), route.stayed.in_buffer(arriving.kept))
+
+    def _orthogonalize(self, route: _Route, probe: Probe) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The updates of this rank's matrices of a wave, in their rooms, and which are finite."""
+        if not route.rooms and not route.agreements:
+            return [], self._nothing.bool()
+        with probe.phase("orthogonalize"):
             results, finite = route.batch.orthogonalize(probe)
             return results, self._agree(route, results, finite)
 

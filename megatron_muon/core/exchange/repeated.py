@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.exchange.steps import BatchMaker, Exchange, RowPhases, rectangle_view
 from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.probe import Probe
 
 
@@ -55,7 +56,10 @@ class AllGatherExchange(Exchange):
 class LocalExchange(Exchange):
     """Matrices that every rank holds whole, part by part, without communication.
 
-    The matrices of a part fill at most `buffer_bytes`; a larger matrix is a part by itself.
+    A part takes at most `buffer_bytes`, with its temporaries; None is 256 MiB, or as much as the largest matrix needs.
+
+    Raises:
+        UserError: that is too small for a matrix.
     """
 
     def __init__(
@@ -64,20 +68,15 @@ class LocalExchange(Exchange):
         group: dist.ProcessGroup,
         batches: BatchMaker,
         *,
-        buffer_bytes: int,
+        memory: Memory,
+        buffer_bytes: int | None = None,
         device: torch.device,
     ) -> None:
         super().__init__(layout, group, device=device)
-        parts: list[list[int]] = []
-        room = 0
-        for index, matrix in enumerate(layout.matrices):
-            size = 4 * matrix.numel
-            if not parts or size > room:
-                parts.append([])
-                room = buffer_bytes
-            parts[-1].append(index)
-            room -= size
-        self._parts = [(part, batches(part)) for part in parts]
+        indices = range(len(layout.matrices))
+        memory.check(buffer_bytes, max(memory.whole([matrix]) for matrix in layout.matrices), layout)
+        count = memory.parts(layout.matrices, buffer_bytes or AUTO_BYTES)
+        self._parts = [(indices[k::count], batches(indices[k::count])) for k in range(count)]
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         """One step, part by part. Not collective."""

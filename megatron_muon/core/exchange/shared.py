@@ -39,8 +39,8 @@ class SharedExchange(PlannedExchange):
         fillers = itertools.zip_longest(*map(plan.fillers, ranks), fillvalue=())
         waves = [*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)]
         self._waves = [[self._share(owner, wave, batches) for owner in self._owners(wave)] for wave in waves]
-        # A wave that is worked on fills a third of the buffer; the rest is for what is under way.
-        self._most_under_way = 2 * plan.wave_bytes // self._nothing.itemsize
+        # A wave that is worked on takes three times that; see `core.memory`.
+        self._most_under_way = plan.wave_bytes // self._nothing.itemsize
 
     def _owners(self, wave: tuple[int, ...]) -> list[int]:
         return sorted({self.plan.owners[index] for index in wave})
