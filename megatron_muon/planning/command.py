@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_muon.command_parser import write_json
+from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
@@ -23,6 +23,7 @@ from megatron_muon.core.plan import Plan, all_gather_bytes
 from megatron_muon.core.traffic import Ints
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.layout_file import read_layout
+from megatron_muon.planning import training_step
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
 from megatron_muon.settings import TEAM_SIZES, MuonSettings
@@ -38,6 +39,8 @@ examples:
     megatron-muon plan --config configs/moe-large.yaml --world-size 4096 --hardware gb300 --json plan.json
   a Hugging Face model under FSDP2, for megatron_muon.Muon:
     megatron-muon plan --hf configs/transformers/llama3-8b.json --world-size 64
+  a training step of 8 M tokens, with Adam and with Muon:
+    megatron-muon plan --config configs/llama3-8b.yaml --world-size 1024 --tokens 8388608
   the layout of a real run, captured with --muon-dump-layout:
     megatron-muon plan --layout layout.json
 """
@@ -46,7 +49,8 @@ DESCRIPTION = """\
 Plan a Muon step on paper: who orthogonalises what, how even that is, what travels, how long it may take.
 
 Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, without latency, launches
-and elementwise work. They rank configurations; measure with megatron-muon bench.
+and elementwise work. With --config, a whole training step of the config's batch (or --tokens) on GPUs follows, with
+Adam and with Muon, and what that assumes. They rank configurations; measure with megatron-muon bench.
 """
 
 
@@ -71,15 +75,32 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="its precision (the config's --muon-fp32-matmul-prec: bf16 for medium and without it)")  # fmt: skip
     add("--hardware", choices=tuple(HARDWARE), default="h100-sxm", metavar="NAME",
         help=f"machine to estimate for: {', '.join(HARDWARE)} (the first)")  # fmt: skip
+    add("--tokens", type=positive, metavar="N",
+        help="of a training step (the config's --global-batch-size times --seq-length)")  # fmt: skip
+    add("--mfu", type=float, default=training_step.MFU, metavar="SHARE",
+        help=f"of the peak rate, that model FLOPs of forward and backward reach ({training_step.MFU:g})")  # fmt: skip
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Plans, writes the figures as JSON where asked, and prints them."""
-    config, groups, world_size = _read(args)
     hardware = HARDWARE[args.hardware]
+    _check_training_step(args, hardware)
+    config, groups, world_size, model = _read(args)
     settings = _settings(args, config, hardware)
     figures = report([plan_group(group, settings, hardware) for group in groups], world_size, settings, hardware)
+    tokens = args.tokens or (model.tokens if model is not None and not hardware.processor else None)
+    if model is not None and tokens is not None:
+        figures["training_step"] = training_step.simulate(
+            model,
+            tokens,
+            world_size=world_size,
+            muon_step_ms=figures["estimated_ms"]["step"],
+            imbalance=figures["ns_load"]["max_over_mean"],
+            settings=settings,
+            hardware=hardware,
+            mfu=args.mfu,
+        )
     write_json(args.json, figures)
     show(figures, str(args.config or args.hf or args.layout), hardware)
     return 0
@@ -153,8 +174,20 @@ def _all_gather_bytes(plan: Plan) -> tuple[int, ...]:
     return all_gather_bytes(plan.layout, plan.memory.element_bytes)
 
 
-def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
-    """Muon's settings, what is planned, and the number of ranks."""
+def _check_training_step(args: argparse.Namespace, hardware: Hardware) -> None:
+    if not 0 < args.mfu <= 1:
+        raise UserError(f"--mfu must be above 0 and at most 1, got {args.mfu:g}; {training_step.MFU:g} is usual")
+    if args.tokens is not None and args.config is None:
+        raise UserError(f"--tokens {args.tokens} needs --config FILE.yaml, which says what the whole model computes")
+    if args.tokens is not None and hardware.processor:
+        raise UserError(
+            f"--tokens {args.tokens} with --hardware {hardware.name}: training steps are estimated for GPUs alone; "
+            "measure with megatron-muon bench train"
+        )
+
+
+def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int, training_step.Model | None]:
+    """Muon's settings, what is planned, the number of ranks, and what else a training step takes, if it is known."""
     if [args.config, args.hf, args.layout].count(None) != 2:
         raise UserError("give --config FILE.yaml or --hf MODEL, with --world-size N, or --layout FILE.json")
     if args.layout is not None:
@@ -166,7 +199,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
             )
         if not layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return MuonSettings(), [Group("layout", layout)], ranks
+        return MuonSettings(), [Group("layout", layout)], ranks, None
     if args.world_size is None:
         source = f"--config {args.config}" if args.config else f"--hf {args.hf}"
         raise UserError(f"how many ranks? add --world-size, as in {source} --world-size 64")
@@ -179,7 +212,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
         settings = MuonSettings()
         iteration = iteration_of()
         vars(settings).update(muon_coefficient_type=iteration.coefficient_type, muon_num_ns_steps=iteration.steps)
-        return settings, [transformers_model.read_model(args.hf, args.world_size)], args.world_size
+        return settings, [transformers_model.read_model(args.hf, args.world_size)], args.world_size, None
     with quiet_imports():
         from megatron_muon import cpu
 
@@ -187,8 +220,8 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int]:
         from megatron_muon.planning.matrices import read_model
 
         device = "cpu" if HARDWARE[args.hardware].processor else "cuda"
-        settings, groups = read_model(args.config, args.world_size, device=device)
-    return settings, groups, args.world_size
+        planned = read_model(args.config, args.world_size, device=device)
+    return planned.settings, planned.groups, args.world_size, planned.model
 
 
 def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Settings:
@@ -262,6 +295,16 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         *notes(figures),
     ):
         console.print(Text(line, style="dim"), soft_wrap=True)
+    if (step := figures.get("training_step")) is not None:
+        console.print(Text(f"\nA training step of {step['tokens']:,} tokens", style="bold"), soft_wrap=True)
+        table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+        for number, heading in enumerate(("", "with Adam", "with Muon")):
+            table.add_column(heading, justify="right" if number else "left")
+        for row in training_step.rows(step):
+            table.add_row(*row)
+        console.print(table)
+        for line in step["notes"]:
+            console.print(Text(line, style="dim"), soft_wrap=True)
 
 
 def notes(figures: dict[str, Any]) -> list[str]:

@@ -25,8 +25,9 @@ from megatron_muon.planning.memory import extra_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
-PRODUCT_SHARE, LINK_SHARE = 0.65, 0.75
-"""Parts of the data sheet's rates that large bf16 products and an all-to-all reach; assumed on the careful side."""
+PRODUCT_SHARE, LINK_SHARE, MEMORY_SHARE = 0.65, 0.75, 0.8
+"""Parts of the data sheet's rates that large bf16 products, an all-to-all and an elementwise pass reach; assumed on the
+careful side."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Hardware:
     node_ranks: int  # that the fast link joins
     node_gb_per_s: float
     network_gb_per_s: float  # between nodes
+    memory_gb_per_s: float  # of the device's own memory
     source: str
     processor: bool = False
     symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
@@ -50,31 +52,36 @@ class Hardware:
         return KERNEL if self.symmetric_kernel and half else DENSE
 
 
-def _gpu(name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, source: str) -> Hardware:
+def _gpu(
+    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, memory: float, source: str
+) -> Hardware:
     """A GPU whose data sheet has these rates, at the part of them that can be expected."""
-    source = f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links"
+    source = (
+        f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links, {MEMORY_SHARE:.0%} of its "
+        f"memory's {memory:,} GB/s"
+    )
     rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, node_ranks, node * LINK_SHARE, network * LINK_SHARE
-    return Hardware(name, *rates, source, symmetric_kernel=name != "a100-sxm")
+    return Hardware(name, *rates, memory * MEMORY_SHARE, source, symmetric_kernel=name != "a100-sxm")
 
 
-def _dgx(chip: str, bf16: float, fp32: float, node: int, network: int) -> Hardware:
+def _dgx(chip: str, bf16: float, fp32: float, node: int, network: int, memory: int) -> Hardware:
     return _gpu(
-        f"{chip.lower()}-sxm", bf16, fp32, 8, node, network,
+        f"{chip.lower()}-sxm", bf16, fp32, 8, node, network, memory,
         f"NVIDIA {chip} data sheet (SXM, dense), NVLink {2 * node} GB/s both ways, one {8 * network} Gb/s adapter a "
         f"GPU (DGX {chip})",
     )  # fmt: skip
 
 
 _MACHINES = (
-    _dgx("H100", 989, 67, 450, 50),
-    _dgx("H200", 989, 67, 450, 50),
-    _dgx("A100", 312, 19.5, 300, 25),
+    _dgx("H100", 989, 67, 450, 50, 3350),
+    _dgx("H200", 989, 67, 450, 50, 4800),
+    _dgx("A100", 312, 19.5, 300, 25, 2039),
     _gpu(
-        "gb300", 2500, 80, 72, 900, 100,
+        "gb300", 2500, 80, 72, 900, 100, 8000,
         "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
     ),
     Hardware(
-        "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0,
+        "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0,
         "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
         processor=True,
     ),

@@ -14,7 +14,7 @@ import argparse
 import os
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.model.selection import muon_matrices, restore_attributes, tag_for_muon
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 from megatron_muon.planning.estimate import Group
+from megatron_muon.planning.training_step import Model, Parameters
 
 UNITS = "optim_grads_params"
 """The strategy whose buckets follow transformer layers; "optim" and "optim_grads" cut by size."""
@@ -62,8 +63,16 @@ LOCAL = {
 """Settings of megatron-core's local layers, which need no kernel."""
 
 
-def read_model(path: Path, world_size: int, *, device: str = "cuda") -> tuple[MuonOptimizerConfig, list[Group]]:
-    """A config's Muon settings and the matrices of its model over so many ranks: dense ones, then experts.
+class Planned(NamedTuple):
+    """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model."""
+
+    settings: MuonOptimizerConfig
+    groups: list[Group]
+    model: Model
+
+
+def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
+    """What is planned of a config's model over so many ranks.
 
     What says nothing about matrices and ranks need not fit: paths may have placeholders, batches any size, data and
     tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
@@ -93,17 +102,33 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> tuple[Mu
     arguments.check_parallelism(args, world_size)
     args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
     vars(args).update(LOCAL)
-    args.micro_batch_size, args.global_batch_size, args.rampup_batch_size = args.micro_batch_size or 1, None, None
+    global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None
+    args.micro_batch_size = args.micro_batch_size or 1
     args.save, args._is_global_batch_size_explicitly_specified = None, False
     validation.complete(args, parser)
     names = {field.name for field in fields(MuonOptimizerConfig)}
     settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
     settings.muon_dump_layout = None
     with validation.silent(), validation.explained(args, parser):
-        return settings, _groups(args, settings)
+        groups, parameters, vocabulary = _groups(args, settings)
+        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
+        model = Model(
+            parameters=parameters,
+            copies=args.num_distributed_optimizer_instances,
+            sequence_flops=float(training.num_floating_point_operations(counted, 1)),
+            sequence_length=args.seq_length,
+            vocabulary=vocabulary if args.vocab_size != 1 else None,
+            global_batch=global_batch,
+            micro_batch=args.micro_batch_size,
+            replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
+            strategy=args.data_parallel_sharding_strategy,
+            half=args.bf16,
+            reduced_bytes=2 if args.grad_reduce_in_bf16 else 4,
+        )
+        return Planned(settings, groups, model)
 
 
-def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Group]:
+def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
     with on_meta.process_groups(args) as groups:
         model = on_meta.build_model(args, groups, runnable=False)
         judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
@@ -116,6 +141,7 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
         bucket_size = training.resolve_ddp_bucket_size(ddp_config, groups.dp_cp, args.overlap_grad_reduce, size)
         starts = in_buckets(model, groups, ddp_config, bucket_size)
         make_whole(model, groups)
+        vocabulary: int = model.vocab_size
         kinds = {
             "dense": (groups.intra_dp_cp.size(), groups.tp.size(), 1),
             "experts": (groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
@@ -123,22 +149,30 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> list[Gro
     restore_attributes([model])
     tag_for_muon([model], exclude=settings.muon_exclude)
     over_tp, instances = settings.muon_tp_mode != "blockwise", args.num_distributed_optimizer_instances
-    planned = []
+    planned, counted, names = [], [], muon_matrices([model])
     for kind, (ranks, tensor, expert) in kinds.items():
+        # As megatron-core tells its groups apart.
+        trained, muon = (
+            [p for p in some if p.requires_grad and getattr(p, "allreduce", True) is (kind == "dense")]
+            for some in (model.parameters(), names)
+        )
         parts = tensor if over_tp else 1
         # Tensor-parallel ranks lie together, instances apart.
         places = Places(np.arange(instances * ranks * parts).reshape(instances, ranks, parts))
         matrices = []
-        for parameter, name in muon_matrices([model]).items():
-            if getattr(parameter, "allreduce", True) is (kind == "experts"):  # as megatron-core tells its groups apart
-                continue
+        for parameter in muon:
             shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
             shards = bucket_shards(*starts[parameter.orig_param], part, shape, places)
-            matrices.append(Matrix(name, shape, shards, mp.block_split(parameter, settings, over_tp=over_tp)))
+            matrices.append(
+                Matrix(names[parameter], shape, shards, mp.block_split(parameter, settings, over_tp=over_tp))
+            )
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))
             planned.append(Group(kind, layout, expert * tensor // parts, parts))
-    return planned
+        if trained:
+            count, of_muon = (expert * sum(p.numel() for p in some) for some in (trained, muon))
+            counted.append(Parameters(count, of_muon, expert * tensor, ranks))
+    return planned, tuple(counted), vocabulary
 
 
 def group_experts(model: torch.nn.Module) -> None:

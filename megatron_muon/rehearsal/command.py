@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         cpu.install(force=True)
         from megatron_muon.planning.matrices import read_model
     try:
-        settings, groups = read_model(args.config, args.world_size)
+        settings, groups, _ = read_model(args.config, args.world_size)
     finally:
         cpu.uninstall()  # fake tensors are on a device that the CPU must not stand in for
 

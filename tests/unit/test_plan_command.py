@@ -222,7 +222,7 @@ def test_a_plan_names_the_owners_that_training_would(
     plan_command.configure(parser)
     argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--world-size", str(world_size), "--hardware", hardware]
     args = parser.parse_args(argv)
-    config, groups, _ = plan_command._read(args)
+    config, groups, *_ = plan_command._read(args)
     settings = plan_command._settings(args, config, HARDWARE[hardware])
     monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     orthogonalizer = Orthogonalizer()

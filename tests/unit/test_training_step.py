@@ -1,0 +1,222 @@
+"""A simulated training step: what a model computes and holds, what is sent, and what Muon adds to Adam's step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import plans
+from megatron_muon import cli, cpu
+from megatron_muon.core.cost import Iteration
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.megatron.layout_file import write_layout
+from megatron_muon.planning import training_step
+from megatron_muon.planning.estimate import HARDWARE, PRODUCT_SHARE, Settings
+from megatron_muon.planning.training_step import Model, Parameters
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SETTINGS = Settings(256, "bf16", Iteration())
+TINY = Model(
+    parameters=(Parameters(1_600_000, 1_200_000, 1, 16),),
+    copies=1,
+    sequence_flops=6e12,
+    sequence_length=1000,
+    vocabulary=128,
+    global_batch=32,
+    micro_batch=1,
+    replicas=16,
+    strategy="optim_grads_params",
+    half=True,
+    reduced_bytes=4,
+)
+
+
+def changed(tmp_path: Path, name: str, changes: dict[str, object]) -> Path:
+    """A shipped config with flags changed, added or (None) left out."""
+    lines = (CONFIGS / f"{name}.yaml").read_text("utf-8").splitlines()
+    kept = [line for line in lines if line.strip().removeprefix("--").partition(":")[0] not in changes]
+    added = [f"  --{flag}: {value}" for flag, value in changes.items() if value is not None]
+    path = tmp_path / "run.yaml"
+    path.write_text("\n".join([*kept, *added]) + "\n", "utf-8")
+    return path
+
+
+def read_model(path: Path, world_size: int) -> Model:
+    cpu.install(force=True)
+    from megatron_muon.planning.matrices import read_model
+
+    return read_model(path, world_size).model
+
+
+def simulate(model: Model = TINY, tokens: int = 32_000, **changes: Any) -> dict[str, Any]:
+    given = {"world_size": 16, "muon_step_ms": 5.0, "imbalance": 2.0, "mfu": 0.5}
+    return training_step.simulate(model, tokens, settings=SETTINGS, hardware=HARDWARE["h100-sxm"], **(given | changes))
+
+
+def test_a_dense_model_computes_and_holds_what_its_sizes_say() -> None:
+    """Llama 3 8B: grouped queries, a gated MLP, and an output layer that does not share the embedding's weights."""
+    model = read_model(CONFIGS / "llama3-8b.yaml", 1024)
+    hidden, layers, vocabulary, length = 4096, 32, 128256, 8192
+    layer = hidden * (hidden + 2 * 1024 + hidden) + 3 * hidden * 14336
+    norms = (2 * layers + 1) * hidden
+    (dense,) = model.parameters
+    assert dense == Parameters(layers * layer + 2 * vocabulary * hidden + norms, layers * layer, 1, 1024)
+    assert dense.count == 8_030_261_248
+    causal_attention = layers * 2 * length * hidden  # scores and values, half of each
+    assert model.sequence_flops == 3 * length * (2 * (layers * layer + vocabulary * hidden) + causal_attention)
+    assert (model.tokens, model.replicas, model.half, model.reduced_bytes) == (4_194_304, 1024, True, 4)
+
+
+def test_a_mixture_computes_with_the_experts_of_a_token_and_holds_all(tmp_path: Path) -> None:
+    model = read_model(changed(tmp_path, "moe-large", {"num-layers": 4}), 128)
+    hidden, layers, vocabulary, length, heads = 2048, 4, 151936, 8192, 16 * 256
+    attention, expert, router = hidden * (heads + 2 * 512 + heads), 3 * hidden * 512, 512 * hidden
+    dense, experts = model.parameters
+    assert experts == Parameters(layers * 512 * expert, layers * 512 * expert, 8, 16)
+    norms = (2 * layers + 1) * hidden + layers * 2 * 256
+    assert dense.count == layers * (attention + expert + router) + 2 * vocabulary * hidden + norms
+    assert (dense.muon, dense.parts, dense.ranks) == (layers * (attention + expert + router), 1, 128)
+    of_a_token = layers * (attention + (10 + 1) * expert) + vocabulary * hidden  # Megatron leaves the router out
+    assert model.sequence_flops == 3 * length * (2 * of_a_token + layers * 2 * length * heads)
+
+
+def test_tied_embeddings_are_held_once_and_multiplied_all_the_same(tmp_path: Path) -> None:
+    ours, theirs = (
+        read_model(changed(tmp_path, "llama3-8b", {"num-layers": 2, **tied}), 64)
+        for tied in ({"untie-embeddings-and-output-weights": None}, {})
+    )
+    assert theirs.parameters[0].count - ours.parameters[0].count == 128256 * 4096
+    assert theirs.parameters[0].muon == ours.parameters[0].muon
+    assert theirs.sequence_flops == ours.sequence_flops
+
+
+def test_tensor_parallel_ranks_and_instances_hold_their_part(tmp_path: Path) -> None:
+    alone, cut = (
+        read_model(changed(tmp_path, "llama3-8b", {"num-layers": 2, **cuts}), 8)
+        for cuts in ({}, {"tensor-model-parallel-size": 2, "num-distributed-optimizer-instances": 2})
+    )
+    assert replace(cut.parameters[0], parts=1, ranks=8) == alone.parameters[0]
+    assert (cut.parameters[0].parts, cut.parameters[0].ranks, cut.copies, cut.replicas) == (2, 2, 2, 4)
+
+
+def test_the_step_adds_up_by_hand() -> None:
+    figures = simulate()
+    hardware = HARDWARE["h100-sxm"]
+    peak = hardware.bf16_tflops / PRODUCT_SHARE * 1e12
+    passes = 1e3 / (hardware.memory_gb_per_s * 1e9)  # ms a byte
+    forward_backward = 32 * 6e12 / (16 * peak * 0.5) * 1e3
+    both = 100_000 * (4 + 8 + 4 + 2) * passes
+    assert figures["adam_ms"] == pytest.approx(
+        {
+            "forward_backward": forward_backward,
+            "exposed_communication": 0.0,
+            "norm_clip_install": both,
+            "adam": 100_000 * 28 * passes,
+            "total": forward_backward + both + 100_000 * 28 * passes,
+        }
+    )
+    elementwise = 75_000 * (12 + 12 + 6 + 18) * passes + 2 * 75_000 * (9 * 2 + 3 * 2) * passes
+    ours = figures["muon_ms"]
+    assert ours["adam"] == pytest.approx(25_000 * 28 * passes)
+    assert ours["muon_elementwise"] == pytest.approx(elementwise)
+    assert ours["total"] == pytest.approx(forward_backward + both + 25_000 * 28 * passes + elementwise + 5.0)
+    assert figures["muon_over_adam"] == ours["total"] / figures["adam_ms"]["total"]
+
+
+def test_without_look_ahead_momentum_takes_one_pass_less() -> None:
+    assert training_step.holder_bytes(SETTINGS) - training_step.holder_bytes(replace(SETTINGS, looks_ahead=False)) == 12
+
+
+@pytest.mark.parametrize(
+    ("strategy", "micro_batches", "collectives"),
+    [("optim_grads_params", 3, (6, 3)), ("optim_grads", 3, (1, 3)), ("optim", 3, (1, 1))],
+)
+def test_sharded_weights_and_gradients_travel_in_each_micro_batch(
+    strategy: str, micro_batches: int, collectives: tuple[int, int]
+) -> None:
+    assert replace(TINY, strategy=strategy).collectives(micro_batches) == collectives
+
+
+def test_a_node_shares_what_comes_from_other_nodes() -> None:
+    hardware = replace(HARDWARE["h100-sxm"], node_ranks=8, node_gb_per_s=100.0, network_gb_per_s=10.0)
+    dense, experts = Parameters(16 * 10**9, 0, 1, 16), Parameters(16 * 10**9, 0, 8, 2)
+    # 32 GB to each rank, half of them from the other node, by 8 adapters: 2 GB each at 10 GB/s; 28 GB at 100 GB/s.
+    assert dense.gather_s(hardware, 2) == pytest.approx(0.28)
+    # Each of 8 expert-parallel ranks of a node gathers its own 4 GB from its one peer, in the other node.
+    assert experts.gather_s(hardware, 2) == pytest.approx(0.2)
+    assert replace(dense, ranks=8).gather_s(replace(hardware, node_gb_per_s=1.0), 2) == pytest.approx(28.0)
+
+
+def test_communication_that_takes_longer_than_computing_counts() -> None:
+    slow = replace(TINY, sequence_flops=6e6)
+    figures = simulate(slow)
+    exposed = figures["adam_ms"]["exposed_communication"]
+    assert exposed == figures["assumptions"]["communication_ms"] - figures["adam_ms"]["forward_backward"] > 0
+    assert figures["muon_ms"]["exposed_communication"] == exposed
+
+
+def test_less_than_a_sequence_for_a_rank_is_said() -> None:
+    assert not [note for note in simulate()["notes"] if "context-parallel" in note]
+    (note,) = [note for note in simulate(tokens=8_000)["notes"] if "context-parallel" in note]
+    assert "0.5 of a sequence of 1,000 tokens" in note
+    assert "needs 2 context-parallel ranks" in note
+
+
+def test_a_vocabulary_that_nobody_knows_is_said(tmp_path: Path) -> None:
+    unknown = {"num-layers": 2, "vocab-size": None, "tokenizer-model": None}
+    model = read_model(changed(tmp_path, "llama3-8b", unknown), 8)
+    assert model.vocabulary is None
+    assert any("--vocab-size" in note for note in simulate(model)["notes"])
+
+
+def test_the_command_shows_the_step_and_every_assumption(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """4 M tokens of Llama 3 8B on 1,024 H100: Muon takes at most 1.02 times Adam's step."""
+    figures = plans.planned(CONFIGS / "llama3-8b.yaml", 1024, "h100-sxm")
+    step = figures["training_step"]
+    assert step["tokens"] == 4_194_304
+    assert 1.0 < step["muon_over_adam"] <= 1.02
+    assert step["muon_ms"]["muon_step"] == figures["estimated_ms"]["step"]
+    assert step["assumptions"]["muon_parameters_per_rank"] == 32 * 218_103_808 / 1024
+    quickstart = ["plan", "--config", str(CONFIGS / "quickstart.yaml"), "--world-size", "2"]
+    assert cli.main([*quickstart, "--tokens", "65536", "--mfu", "0.4"]) == 0
+    shown = capsys.readouterr().out
+    assert "A training step of 65,536 tokens" in shown
+    for text in (
+        "with Adam",
+        "with Muon",
+        "Muon / Adam",
+        "at 40% of 67 TFLOP/s",
+        "weights gathered",
+        "GB/s of memory",
+    ):
+        assert text in shown
+    assert cli.main([*quickstart, "--hardware", "cpu-2core"]) == 0
+    assert "A training step" not in capsys.readouterr().out
+
+
+def test_training_steps_that_cannot_be_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = tmp_path / "layout.json"
+    write_layout(layout, Layout(2, (row_sharded("w", (2, 2), [1, 1]),)))
+    quickstart = ["--config", str(CONFIGS / "quickstart.yaml"), "--world-size", "2"]
+    for argv, text in (
+        (["--layout", str(layout), "--tokens", "100"], "--tokens 100 needs --config FILE.yaml"),
+        ([*quickstart, "--tokens", "100", "--hardware", "cpu-2core"], "for GPUs alone"),
+        ([*quickstart, "--mfu", "1.5"], "--mfu must be above 0 and at most 1, got 1.5"),
+        ([*quickstart, "--tokens", "0"], "must be a whole number of at least 1"),
+    ):
+        assert cli.main(["plan", *argv]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_the_table_of_plans_has_their_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart = CONFIGS / "quickstart.yaml"
+    plans.main(["--configs", str(quickstart), "--ranks", "2", "4"])
+    heading, _, two, four = capsys.readouterr().out.splitlines()
+    assert heading == f"| {' | '.join(plans.HEADINGS)} |"
+    for line, ranks in ((two, 2), (four, 4)):
+        figures = plans.planned(quickstart, ranks, "h100-sxm")
+        assert line == f"| {' | '.join(plans.cells('quickstart', figures))} |"
+        assert f"{figures['extra_bytes_max'] / 2**20:,.0f}" in line
