@@ -12,7 +12,9 @@ from megatron_muon.core.cost import Iteration
 Offload = Literal["none", "cpu", "nvme"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 TeamSize = Literal["auto", "1", "2", "4", "8"]
+Stages = Literal["auto", "1", "2"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
+STAGES = get_args(Stages)
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""
@@ -58,6 +60,10 @@ class MuonSettings:
     muon_team_size: TeamSize = "auto"
     """with the owner scheme: how many ranks of a node own a matrix together, each with a part of it; auto forms teams
     only where a matrix is more than a rank's share of the work, and where they save time"""
+
+    muon_exchange_stages: Stages = "auto"
+    """with the owner scheme on several nodes: 1 has each rank send to every rank that needs its rows; 2 goes within a
+    node first, then between ranks of the same place in their nodes, so that a rank has few peers; auto: the faster"""
 
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""

@@ -12,17 +12,18 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from megatron_muon.core.assignment import TeamRules, assign
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
 from megatron_muon.core.portions import Portion, Team
-from megatron_muon.core.traffic import Holders, Ints, Traffic
+from megatron_muon.core.traffic import USUAL_LINKS, Holders, Ints, Traffic, Transfers, ranks_of_nodes
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
@@ -44,6 +45,7 @@ class Plan:
         memory: what matrices take.
         buffer_bytes: what a step may take on a rank beyond weights, gradients and state.
         wave_bytes: the part of it that one wave may fill.
+        relay_ranks: where what travels goes in two stages, the ranks of each node; 0 where it goes straight.
     """
 
     layout: Layout
@@ -54,8 +56,9 @@ class Plan:
     memory: Memory
     buffer_bytes: int
     wave_bytes: int
+    relay_ranks: int = 0
 
-    @property
+    @cached_property
     def owners(self) -> tuple[int, ...]:
         """The first owner of each matrix: the only one where there are no teams."""
         return tuple(team.ranks[0] for team in self.teams)
@@ -75,7 +78,7 @@ class Plan:
         shapes = [matrix.shape for matrix in self.layout.matrices]
         blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
         teams = [(team.ranks, team.cuts) for team in self.teams]
-        content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes])
+        content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes, self.relay_ranks])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
@@ -89,13 +92,29 @@ class Plan:
         parts = self.memory.parts([self.layout.matrices[index] for index in whole], room, max(len(self.waves), 1))
         return tuple(whole[k::parts] for k in range(parts))
 
+    def gathering(self, wave: Sequence[int]) -> tuple[Transfers, ...]:
+        """What the all-to-alls carry in which rows of a wave arrive: one, or two stages."""
+        rows = self.traffic.gathered(wave)
+        return rows.stages(self.relay_ranks, between_first=True) if self.relay_ranks else (rows,)
+
+    def returning(self, wave: Sequence[int]) -> tuple[Transfers, ...]:
+        """What those carry in which its updates leave."""
+        updates = self.traffic.returned(wave)
+        return updates.stages(self.relay_ranks, between_first=False) if self.relay_ranks else (updates,)
+
+    def _all_to_alls(self) -> Iterator[Transfers]:
+        for wave in self.waves:
+            yield from (transfers.between_ranks() for transfers in (*self.gathering(wave), *self.returning(wave)))
+
+    def peers(self) -> int:
+        """The most others with which a rank exchanges bytes in one all-to-all."""
+        ranks = self.layout.world_size
+        return max((int(transfers.peers(ranks).max(initial=0)) for transfers in self._all_to_alls()), default=0)
+
     def exchanged_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for what it owns, and its update rows of what others own."""
         ranks = self.layout.world_size
-        received = np.zeros(ranks, dtype=np.int64)
-        for wave in self.waves:
-            for transfers in (self.traffic.gathered(wave), self.traffic.returned(wave)):
-                received += transfers.between_ranks().received(ranks)
+        received = sum((found.received(ranks) for found in self._all_to_alls()), np.zeros(ranks, dtype=np.int64))
         return tuple((received * self.memory.element_bytes).tolist())
 
 
@@ -154,7 +173,7 @@ def make_plan(
         waves = _waves(layout, teams, travelling, needs, wave_bytes)
     else:
         waves, wave_bytes = tuple((index,) for index in _interleave(travelling, teams, layout)), needs.single
-    return Plan(
+    plan = Plan(
         layout,
         tuple(teams),
         tuple(map(tuple, whole)),
@@ -164,6 +183,27 @@ def make_plan(
         buffer_bytes,
         wave_bytes,
     )
+    return replace(plan, relay_ranks=_relay_ranks(plan, rules))
+
+
+def _relay_ranks(plan: Plan, rules: TeamRules) -> int:
+    """Ranks of a node where two stages are asked for, or are faster by `USUAL_LINKS` for the wave of most matrices."""
+    each = ranks_of_nodes(rules.nodes)
+    if rules.stages == 2 and not each:
+        raise UserError(
+            "--muon-exchange-stages 2 needs two nodes or more, of as many ranks each, two at least; use auto, or 1"
+        )
+    if rules.stages or not each or not plan.waves:
+        return each if rules.stages == 2 else 0
+    wave, nodes = max(plan.waves, key=len), np.array(rules.nodes, dtype=np.int64)
+    straight, staged = (
+        sum(
+            USUAL_LINKS.seconds(transfers, nodes, plan.memory.element_bytes)
+            for transfers in (*choice.gathering(wave), *choice.returning(wave))
+        )
+        for choice in (plan, replace(plan, relay_ranks=each))
+    )
+    return each if staged < straight else 0
 
 
 class _Needs:

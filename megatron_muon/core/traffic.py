@@ -1,7 +1,9 @@
 """What travels: which rank has which elements of a matrix for another, by arithmetic.
 
-Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder. The
-planner, the estimates and the exchange's two stages all ask here.
+Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder. Where
+ranks have many peers, bytes go in two stages: rows between nodes, from each rank to that of the same place in the other
+node, and then within that node; update rows back the same way. The planner, the estimates and the exchange all ask
+here.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.portions import Team, rectangles
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+_KEPT = 2**18
 
 
 class Transfers(NamedTuple):
@@ -42,6 +46,55 @@ class Transfers(NamedTuple):
         """How many others each of `ranks` ranks sends to or receives from, whichever is more."""
         pairs = np.unique(self.sources * ranks + self.targets)
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
+
+    def relays(self, each: int, *, between_first: bool) -> Ints:
+        """The rank by which each goes in two stages, where nodes have `each` ranks.
+
+        It has the place of that end which holds rows, in the node of the other: what one node holds for a rank of
+        another then goes over all links between them. `between_first` has rows go between nodes first.
+        """
+        holders, others = (self.sources, self.targets) if between_first else (self.targets, self.sources)
+        return others // each * each + holders % each
+
+    def stages(self, each: int, *, between_first: bool) -> tuple[Transfers, Transfers]:
+        """The two stages of what leaves its rank."""
+        leave = self.between_ranks()
+        relays = leave.relays(each, between_first=between_first)
+        return Transfers(leave.sources, relays, leave.elements), Transfers(relays, leave.targets, leave.elements)
+
+
+class Links(NamedTuple):
+    """How fast ranks exchange: in a node, between nodes, and for each peer, whatever the size of its message."""
+
+    near_gb_per_s: float
+    far_gb_per_s: float
+    message_us: float
+
+    def seconds(self, transfers: Transfers, nodes: Ints, element_bytes: int) -> float:
+        """Of an all-to-all: what the busiest rank sends or receives over either link, and its messages."""
+        sources, targets, elements = transfers.between_ranks()
+        far = nodes[sources] != nodes[targets]
+        return self.message_us * 1e-6 * int(transfers.between_ranks().peers(len(nodes)).max(initial=0)) + max(
+            float(np.bincount(ends[part], weights=elements[part]).max(initial=0.0)) * element_bytes / (gb_per_s * 1e9)
+            for part, gb_per_s in ((~far, self.near_gb_per_s), (far, self.far_gb_per_s))
+            for ends in (sources, targets)
+        )
+
+
+MESSAGE_US = 2.0
+"""Of a rank for each peer of an all-to-all. Assumed, for NCCL's proxy, which posts a send and a receive; not in it are
+the connections and buffers that NCCL makes once for each pair."""
+
+USUAL_LINKS = Links(0.75 * 450, 0.75 * 50, MESSAGE_US)
+"""What the planner decides by: 75 % of the links of an H100 in a DGX."""
+
+
+def ranks_of_nodes(nodes: Sequence[int]) -> int:
+    """Ranks of each node, where there are several nodes of as many ranks, two at least, side by side; else 0."""
+    first = [number for number, node in enumerate(nodes) if number == 0 or node != nodes[number - 1]]
+    each, rest = divmod(len(nodes), len(first))
+    is_even = not rest and len(first) == len(set(nodes)) and first == list(range(0, len(nodes), each))
+    return each if is_even and each > 1 and len(first) > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +134,7 @@ class Traffic:
         self._layout, self._teams = layout, teams
         self._holders: dict[int, Holders] = {}
         self._common: dict[tuple[Any, ...], list[tuple[int, Ints]]] = {}
+        self._kept: dict[tuple[str, tuple[int, ...]], Transfers] = {}
 
     def holders(self, index: int) -> Holders:
         """Who holds a matrix."""
@@ -105,6 +159,22 @@ class Traffic:
 
     def gathered(self, indices: Iterable[int]) -> Transfers:
         """Rows of these matrices, from a holder to those that orthogonalise them."""
+        return self._keep("gathered", tuple(indices))
+
+    def returned(self, indices: Iterable[int]) -> Transfers:
+        """Their update rows, from there to all holders."""
+        return self._keep("returned", tuple(indices))
+
+    def _keep(self, what: str, indices: tuple[int, ...]) -> Transfers:
+        """Waves are asked for again and again: small ones are kept."""
+        found = self._kept.get((what, indices))
+        if found is None:
+            found = self._gathered(indices) if what == "gathered" else self._returned(indices)
+            if len(found.elements) < _KEPT:
+                self._kept[what, indices] = found
+        return found
+
+    def _gathered(self, indices: Sequence[int]) -> Transfers:
         ranks = self._layout.world_size
         return _joined(
             (self.holders(index).sources(owner, ranks), owner, elements)
@@ -112,8 +182,7 @@ class Traffic:
             for owner, elements in self.common(index)
         )
 
-    def returned(self, indices: Iterable[int]) -> Transfers:
-        """Their update rows, from there to all holders; `sources` are the owners."""
+    def _returned(self, indices: Sequence[int]) -> Transfers:
         columns = []
         for index in indices:
             holders = self.holders(index)

@@ -13,7 +13,7 @@ from megatron_muon.core.adaptive import SECOND_MOMENTS
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.numbers import check_number
-from megatron_muon.settings import TEAM_SIZES, MuonSettings
+from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
 
 ADJUST_LR = {
     None: ("shape_scaling", 1.0),
@@ -61,6 +61,7 @@ def check(given: Mapping[str, Any]) -> None:
         "exchange": ("owner", "allgather"),
         "exchange_dtype": ("auto", "fp32", "bf16"),
         "team_size": TEAM_SIZES,
+        "exchange_stages": STAGES,
         "momentum_dtype": ("fp32", "bf16", "int8"),
         "offload": ("none", "cpu", "nvme"),
         "fp32_matmul_prec": ("highest", "high", "medium", "low"),

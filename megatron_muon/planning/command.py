@@ -26,7 +26,7 @@ from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.planning import training_step
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
-from megatron_muon.settings import TEAM_SIZES, MuonSettings
+from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
 
 EVEN = 1.05
 """Loads whose maximum is within this factor of the mean count as even."""
@@ -70,6 +70,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what travels; auto: as Newton-Schulz starts (the config's --muon-exchange-dtype, or auto)")  # fmt: skip
     add("--team-size", choices=TEAM_SIZES,
         help="ranks that own a matrix together (the config's --muon-team-size, or auto)")  # fmt: skip
+    add("--stages", choices=STAGES,
+        help="of what travels between nodes (the config's --muon-exchange-stages, or auto)")  # fmt: skip
     add("--ns", choices=("auto", "standard", "gram"), help="the iteration (the config's --muon-ns, or auto)")
     add("--ns-dtype", choices=("bf16", "fp32"),
         help="its precision (the config's --muon-fp32-matmul-prec: bf16 for medium and without it)")  # fmt: skip
@@ -117,6 +119,7 @@ def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hard
             "buffer_mb": settings.buffer_mb,
             "exchange_dtype": settings.exchange_dtype,
             "team_size": settings.team_size,
+            "stages": settings.stages,
             "ns": settings.iteration.method,
             "ns_dtype": "bf16" if settings.iteration.half else "fp32",
             "ns_steps": settings.iteration.steps,
@@ -160,6 +163,8 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any
                 total(lambda plan: all_gather_bytes(plan.layout, plan.memory.element_bytes)).max()
             ),
         },
+        "peers": max(item.plan.peers() for item in plans),
+        "stages": max(1 + (item.plan.relay_ranks > 0) for item in plans),
         "extra_bytes_max": max(item.extra_bytes for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
         "buffer_bytes": max(item.plan.buffer_bytes for item in plans),
@@ -231,6 +236,7 @@ def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Sett
         buffer_mb=args.buffer_mb,
         exchange_dtype=args.exchange_dtype,
         team_size=args.team_size,
+        stages=args.stages,
         ns=args.ns,
         ns_dtype=args.ns_dtype,
     )
@@ -243,6 +249,7 @@ def settings_of(
     buffer_mb: float | None = None,
     exchange_dtype: str | None = None,
     team_size: str | None = None,
+    stages: str | None = None,
     ns: str | None = None,
     ns_dtype: str | None = None,
 ) -> Settings:
@@ -265,7 +272,12 @@ def settings_of(
     iteration = replace(iteration, products=hardware.products(half=half))
     travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
     return Settings(
-        buffer, travels, iteration, team_size or config.muon_team_size, getattr(config, "muon_nesterov", True)
+        buffer,
+        travels,
+        iteration,
+        team_size or config.muon_team_size,
+        stages or config.muon_exchange_stages,
+        getattr(config, "muon_nesterov", True),
     )
 
 
@@ -351,6 +363,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "most received by a rank": lambda c: size(c["exchange_bytes"]["max_per_rank"]),
     "  by all-gather": lambda c: size(c["exchange_bytes"]["allgather_per_rank"]),
     "  owner scheme": _saving,
+    "peers in an all-to-all, at most": lambda c: f"{c['peers']:,}" + ", two stages" * (c["stages"] == 2),
     "waves": lambda c: f"{c['waves']:,}",
     "extra memory, at most": lambda c: size(c["extra_bytes_max"]),
     "Newton-Schulz": lambda c: duration(c["estimated_ms"]["ns"]),

@@ -20,7 +20,7 @@ from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Prod
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.traffic import Ints, Transfers
+from megatron_muon.core.traffic import MESSAGE_US, Ints, Links
 from megatron_muon.planning.memory import extra_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -44,6 +44,11 @@ class Hardware:
     source: str
     processor: bool = False
     symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
+
+    @property
+    def links(self) -> Links:
+        """How fast its ranks exchange."""
+        return Links(self.node_gb_per_s, self.network_gb_per_s, MESSAGE_US)
 
     def products(self, *, half: bool) -> Products:
         """How it forms symmetric products, in bf16 where `half`, else in fp32."""
@@ -100,6 +105,7 @@ class Settings:
     exchange_dtype: str
     iteration: Iteration
     team_size: str = AUTO
+    stages: str = AUTO
     looks_ahead: bool = True
 
     @property
@@ -166,7 +172,8 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
     started = time.perf_counter()
     nodes = np.arange(ranks) * group.stride // hardware.node_ranks
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
-    rules = TeamRules(functools.cache(settings.iteration.cost), nodes.tolist(), size)
+    stages = 0 if settings.stages == AUTO else int(settings.stages)
+    rules = TeamRules(functools.cache(settings.iteration.cost), nodes.tolist(), size, stages)
     plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=rules)
     seconds = time.perf_counter() - started
     rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
@@ -179,8 +186,11 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         return np.bincount(members, weights=loads, minlength=ranks) / rate
 
     arrive_s, leave_s = (
-        [_transfer_s(travels(wave), nodes, plan.memory.element_bytes, hardware) for wave in plan.waves]
-        for travels in (plan.traffic.gathered, plan.traffic.returned)
+        [
+            sum(hardware.links.seconds(stage, nodes, plan.memory.element_bytes) for stage in travels(wave))
+            for wave in plan.waves
+        ]
+        for travels in (plan.gathering, plan.returning)
     )
     return GroupPlan(
         group=group,
@@ -217,14 +227,3 @@ def _play(
         clock[busy] = np.maximum(clock[busy], here) + work[busy]
         link = max(link, float(clock[busy].max(initial=here))) + leave_s[k]
     return max(link, float(clock.max()))
-
-
-def _transfer_s(transfers: Transfers, nodes: Ints, element_bytes: int, hardware: Hardware) -> float:
-    """Seconds of an all-to-all: what the busiest rank sends or receives over either link."""
-    sources, targets, elements = transfers.between_ranks()
-    far = nodes[sources] != nodes[targets]
-    return max(
-        float(np.bincount(ends[part], weights=elements[part]).max(initial=0.0)) * element_bytes / (gb_per_s * 1e9)
-        for part, gb_per_s in ((~far, hardware.node_gb_per_s), (far, hardware.network_gb_per_s))
-        for ends in (sources, targets)
-    )

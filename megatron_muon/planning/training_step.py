@@ -119,7 +119,8 @@ class Model:
 def holder_bytes(settings: Settings) -> int:
     """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step."""
     ahead = LOOK_AHEAD_BYTES if settings.looks_ahead else 0
-    return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + 2 * settings.element_bytes  # packed, and taken from a parcel
+    packed = 2 * settings.memory.element_bytes  # and taken from a parcel
+    return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + packed
 
 
 def owner_bytes(settings: Settings) -> int:
@@ -129,7 +130,7 @@ def owner_bytes(settings: Settings) -> int:
     its stack and from there to a parcel: `core.exchange.owner`, `core.orthogonalize`.
     """
     half = 2 if settings.iteration.half else 4
-    return 9 * settings.element_bytes + 3 * half
+    return 9 * settings.memory.element_bytes + 3 * half
 
 
 def simulate(

@@ -2,8 +2,8 @@
 
 A rank has a stream of products and a stream for each process group's collectives. A collective starts when all of its
 recorded members have issued it and the one before it on the group is over. The host is taken to be far enough ahead
-that no stream waits for it. Left out, as in the plan's estimate: latency, launches, elementwise work, and that
-collectives of several groups share links.
+that no stream waits for it. Left out, as in the plan's estimate: launches, elementwise work, and that collectives of
+several groups share links.
 """
 
 from __future__ import annotations
@@ -172,11 +172,13 @@ class _Player:
         nodes = self._nodes[members]
         places = {rank: place for place, rank in enumerate(members.ranks)}
         calls = [(places[rank], call) for rank, (_, call) in collective.issued.items()]
-        near, far = self._hardware.node_gb_per_s * 1e9, self._hardware.network_gb_per_s * 1e9
+        links = self._hardware.links
+        near, far = links.near_gb_per_s * 1e9, links.far_gb_per_s * 1e9
         _, first = calls[0]
         if first.sent is not None:
             return max(
-                _split_seconds(split, place, nodes, near, far)
+                links.message_us * 1e-6 * int((split.peers != place).sum())
+                + _split_seconds(split, place, nodes, near, far)
                 for place, call in calls
                 for split in (call.sent, call.received)
                 if split is not None

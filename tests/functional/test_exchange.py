@@ -49,12 +49,13 @@ def rectangles(rows: int, cols: int, world_size: int, chance: random.Random) -> 
 
 
 def updates(
-    rank: int, world_size: int, *, seed: int, waves: str, team_size: int | None = None
+    rank: int, world_size: int, *, seed: int, waves: str, team_size: int | None = None, node: int = 0
 ) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
     from megatron_muon.core.assignment import TeamRules
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.core.exchange.relays import make_relays
     from megatron_muon.core.exchange.steps import rectangle_view
     from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
     from megatron_muon.core.memory import Memory
@@ -75,7 +76,8 @@ def updates(
     assert group is not None
     rules = None
     if team_size is not None:
-        rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, team_size)
+        nodes = [other // (node or world_size) for other in range(world_size)]
+        rules = TeamRules(orthogonalizer.iteration.cost, nodes, team_size, 2 if node else 1)
     plan = make_plan(layout, costs, memory=Memory(4), rules=rules)
     if waves == "of one matrix":
         plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
@@ -115,7 +117,8 @@ def updates(
         return orthogonalizer.batch([matrices[i] for i in indices], None, portions, teams)
 
     gathered = AllGatherExchange(layout, group, batches, device=device)
-    owner = OwnerExchange(plan, group, batches, device=device, teams=teams)
+    relays = make_relays(group, plan.relay_ranks) if node else None
+    owner = OwnerExchange(plan, group, batches, device=device, teams=teams, relays=relays)
     results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
     held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
     assert all(set(result) == held for result in results)
@@ -123,16 +126,28 @@ def updates(
 
 
 def of_all_layouts(
-    rank: int, world_size: int, *, waves: str, team_size: int | None = None
+    rank: int, world_size: int, *, waves: str, team_size: int | None = None, node: int = 0
 ) -> list[list[dict[int, torch.Tensor]]]:
     """In a worker: `updates` of one layout after the other."""
-    return [updates(rank, world_size, seed=seed, waves=waves, team_size=team_size) for seed in range(LAYOUTS)]
+    return [
+        updates(rank, world_size, seed=seed, waves=waves, team_size=team_size, node=node) for seed in range(LAYOUTS)
+    ]
 
 
 @pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
 @pytest.mark.parametrize("waves", ["of one matrix", "large"])
 def test_owner_equals_all_gather(ranks: Pool, world_size: int, waves: str) -> None:
     for layouts in ranks(world_size, of_all_layouts, waves=waves):
+        for seed, (expected, *others) in enumerate(layouts):
+            for found in others:
+                for index, update in expected.items():
+                    assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
+
+
+@pytest.mark.parametrize("waves", wide_but(["of one matrix"], ["of one matrix", "large"]))
+def test_two_stages_equal_all_gather(ranks: Pool, waves: str) -> None:
+    """Two nodes of two ranks: what arrives is the same, in the same places."""
+    for layouts in ranks(4, of_all_layouts, waves=waves, team_size=1, node=2):
         for seed, (expected, *others) in enumerate(layouts):
             for found in others:
                 for index, update in expected.items():

@@ -12,6 +12,7 @@ from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.owner import OwnerExchange
+from megatron_muon.core.exchange.relays import make_relays
 from megatron_muon.core.exchange.repeated import AllGatherExchange, LocalExchange
 from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
@@ -37,6 +38,7 @@ def make_exchange(
     wire: str,
     device: torch.device,
     team_size: str = AUTO,
+    stages: str = AUTO,
     plan: Plan | None = None,
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL. Collective, but for LOCAL.
@@ -51,13 +53,14 @@ def make_exchange(
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
+        stages: with OWNER, of an all-to-all over several nodes: "1", "2", or "auto" for what is faster.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
 
     Raises:
         UserError: a team has more ranks than a node, or cannot have the second moment's norms; the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
-    rules = _team_rules(team_size, group, orthogonalizer, moment) if scheme == OWNER else None
+    rules = _team_rules(team_size, stages, group, orthogonalizer, moment) if scheme == OWNER else None
     teams = {} if rules is None else make_teams(group, rules.nodes, rules.sizes[-1])
 
     def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
@@ -74,13 +77,14 @@ def make_exchange(
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan)
     if scheme == SHARED:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
-    return OwnerExchange(plan, group, batches, wire_dtype=wire_dtype, device=device, teams=teams)
+    relays = make_relays(group, plan.relay_ranks) if plan.relay_ranks else None
+    return OwnerExchange(plan, group, batches, wire_dtype=wire_dtype, device=device, teams=teams, relays=relays)
 
 
 def _team_rules(
-    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
+    team_size: str, stages: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
 ) -> TeamRules:
-    """Which teams may own a matrix."""
+    """Which teams may own a matrix, and in how many stages it may travel."""
     size = 0 if team_size == AUTO else int(team_size)
     if moment is not None and moment.normalizer(()) is not None:
         if size > 1:
@@ -89,7 +93,7 @@ def _team_rules(
                 "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
             )
         size = 1
-    rules = TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
+    rules = TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size, 0 if stages == AUTO else int(stages))
     if size and size not in rules.sizes:
         raise UserError(
             f"--muon-team-size {size} is more than the ranks of a node that share these matrices; use auto, or "

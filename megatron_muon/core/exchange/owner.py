@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.exchange.relays import Relays, Stages
 from megatron_muon.core.exchange.steps import Batch, BatchMaker, InFlight, Parcel, Parcels, PlannedExchange, RowPhases
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.plan import Plan
@@ -63,6 +64,7 @@ class _Route:
         assembled: shards that this rank puts together from several updates, by matrix index.
         finals: matrices whose updates are complete when all of the wave have arrived.
         flags: for each of them one of its parcels, by its place in `returned` and then `home`, on the device.
+        stages: of the two all-to-alls, where they have two stages each.
     """
 
     batch: Batch
@@ -79,6 +81,7 @@ class _Route:
     assembled: dict[int, Shard]
     finals: list[int]
     flags: torch.Tensor
+    stages: tuple[Stages, Stages] | None
 
 
 @dataclass
@@ -107,7 +110,8 @@ class _Parts:
 class OwnerExchange(PlannedExchange):
     """Carries out a plan for matrices whose rows lie on several ranks.
 
-    `teams` are those of the plan that this rank is in; the other arguments are those of `PlannedExchange`.
+    `teams` are those of the plan that this rank is in, `relays` the groups of its two stages, where it has them; the
+    other arguments are those of `PlannedExchange`.
     """
 
     def __init__(
@@ -119,8 +123,9 @@ class OwnerExchange(PlannedExchange):
         wire_dtype: torch.dtype = torch.float32,
         device: torch.device,
         teams: Teams | None = None,
+        relays: Relays | None = None,
     ) -> None:
-        self._teams = teams or {}
+        self._teams, self._relays = teams or {}, relays
         super().__init__(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
     def _make_routes(self, batches: BatchMaker) -> None:
@@ -151,7 +156,11 @@ class OwnerExchange(PlannedExchange):
                 held = (own[index],) if own[index].numel else ()
                 for shard in matrix.shards if portion.rank == rank else held:
                     self._add(parts, portion, shard, room, is_team=is_team)
-        parcels = {name: self._parcels(found) for name, found in vars(parts).items()}
+        by_place = None if self._relays is None else self._relays.by_place  # see `Stages`
+        parcels = {
+            name: self._parcels(found, by_place if name in ("gathered", "spread") else None)
+            for name, found in vars(parts).items()
+        }
         arriving = [*parcels["returned"].parcels, *parcels["home"].parcels]
         whole = {parcel.index for parcel in parcels["returned"].parcels if parcel.piece.numel == parcel.shard.numel}
         place = {parcel.index: number for number, parcel in enumerate(arriving)}
@@ -164,6 +173,7 @@ class OwnerExchange(PlannedExchange):
             assembled={parcel.index: parcel.shard for parcel in arriving if parcel.index not in whole},
             finals=list(place),
             flags=self._on_device(place.values()),
+            stages=self._stages(wave),
         )
 
     def _add(self, parts: _Parts, portion: Portion, shard: Shard, room: int, *, is_team: bool) -> None:
@@ -183,6 +193,15 @@ class OwnerExchange(PlannedExchange):
                 parts.returned.append(Parcel(owner, index, piece, shard))
                 if source == rank:
                     parts.sent.append(Parcel(owner, index, piece, shard))
+
+    def _stages(self, wave: Sequence[int]) -> tuple[Stages, Stages] | None:
+        if self._relays is None:
+            return None
+        rows, updates = self.plan.traffic.gathered(wave), self.plan.traffic.returned(wave)
+        return (
+            Stages.of(rows, self._rank, self._relays, between_first=True),
+            Stages.of(updates, self._rank, self._relays, between_first=False),
+        )
 
     def _agreements(self, wave: Sequence[int], portions: Sequence[Portion], first: int) -> list[_Agreement]:
         """The teams of this rank with matrices in a wave, in an order that all ranks have."""
@@ -238,7 +257,7 @@ class OwnerExchange(PlannedExchange):
                 _copy(route.sent.in_buffer(send), route.sent.in_shards(shards))
                 _copy(route.stayed.in_buffer(stay), route.stayed.in_shards(shards))
                 del shards  # before there is room for what arrives
-            flight = self._all_to_all(send, route.sent, route.gathered, probe)
+            flight = self._all_to_all(send, route.sent, route.gathered, route.stages and route.stages[0], probe)
             flight.kept = stay
             return flight
 
@@ -289,7 +308,7 @@ class OwnerExchange(PlannedExchange):
                 index: self._nothing.new_empty(shard.rows, shard.cols) for index, shard in route.assembled.items()
             }
             _copy(route.home.in_shards(shards), route.home.in_rooms(results))
-            flight = self._all_to_all(send, route.spread, route.returned, probe)
+            flight = self._all_to_all(send, route.spread, route.returned, route.stages and route.stages[1], probe)
             return _Leaving(route, flight, shards, finite[route.home.rooms])
 
     def _receive(self, leaving: _Leaving, rows: RowPhases, probe: Probe) -> None:
@@ -310,7 +329,12 @@ class OwnerExchange(PlannedExchange):
             _copy(into, parts)
             rows.finalize(route.finals, [updates[index] for index in route.finals], finite)
 
-    def _all_to_all(self, send: torch.Tensor, sent: Parcels, expected: Parcels, probe: Probe) -> InFlight:
+    def _all_to_all(
+        self, send: torch.Tensor, sent: Parcels, expected: Parcels, stages: Stages | None, probe: Probe
+    ) -> InFlight:
+        if stages is not None:
+            probe.received(stages.elements * send.itemsize)
+            return stages.start(send)
         receive = self._nothing.new_empty(expected.numel)
         probe.received(receive.nbytes)
         work = dist.all_to_all_single(receive, send, expected.counts, sent.counts, group=self.group, async_op=True)

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -138,8 +137,8 @@ class PlannedExchange(Exchange):
     def _make_routes(self, batches: BatchMaker) -> None:
         """Settle, before the first step, what this rank does in each wave."""
 
-    def _parcels(self, parcels: Sequence[Parcel]) -> Parcels:
-        return Parcels(parcels, self.layout.world_size, self._nothing.device)
+    def _parcels(self, parcels: Sequence[Parcel], order: Callable[[int], Any] | None = None) -> Parcels:
+        return Parcels(parcels, self.layout.world_size, self._nothing.device, order)
 
 
 @dataclass(frozen=True)
@@ -180,6 +179,7 @@ class Parcels:
         parcels: they are ordered by the other rank, and within a rank as given.
         world_size: ranks of the group.
         device: where buffers lie.
+        order: of the other ranks; None is ascending.
 
     Attributes:
         parcels: in their order.
@@ -189,8 +189,14 @@ class Parcels:
         rooms: the rooms that they come from, on the device.
     """
 
-    def __init__(self, parcels: Sequence[Parcel], world_size: int, device: torch.device) -> None:
-        self.parcels = sorted(parcels, key=attrgetter("other"))
+    def __init__(
+        self,
+        parcels: Sequence[Parcel],
+        world_size: int,
+        device: torch.device,
+        order: Callable[[int], Any] | None = None,
+    ) -> None:
+        self.parcels = sorted(parcels, key=lambda parcel: order(parcel.other) if order else parcel.other)
         self.indices = [parcel.index for parcel in self.parcels]
         self.counts = [0] * world_size
         for parcel in self.parcels:
@@ -232,19 +238,21 @@ class Parcels:
 class InFlight:
     """A collective under way with the buffers that it reads and writes; they live until it has been waited for.
 
-    What a rank has for itself, `kept`, waits with them.
+    What a rank has for itself, `kept`, waits with them. `then` makes what was received from what has arrived, where a
+    second stage does. Collective.
     """
 
     work: Any
     received: torch.Tensor
     sent: torch.Tensor | None = None
     kept: torch.Tensor | None = None
+    then: Callable[[], torch.Tensor] | None = None
 
     def wait(self) -> torch.Tensor:
         """The received elements, in the order of the parcels that were expected."""
         if self.work is not None:
             self.work.wait()
-        return self.received
+        return self.received if self.then is None else self.then()
 
 
 def rectangle_view(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
