@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from megatron_muon.command_parser import write_json
-from megatron_muon.core.cost import Iteration
+from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, all_gather_bytes
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Ints, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
@@ -78,10 +79,25 @@ def run(args: argparse.Namespace) -> int:
     config, groups, world_size = _read(args)
     hardware = HARDWARE[args.hardware]
     settings = _settings(args, config, hardware)
-    figures = report([plan_group(group, settings, hardware) for group in groups], world_size, settings, hardware)
+    plans = [plan_group(group, settings, hardware) for group in groups]
+    _check_teams(plans, settings.team_size, given=args.team_size is not None)
+    figures = report(plans, world_size, settings, hardware)
     write_json(args.json, figures)
     show(figures, str(args.config or args.hf or args.layout), hardware)
     return 0
+
+
+def _check_teams(plans: Sequence[GroupPlan], team_size: str, *, given: bool) -> None:
+    """Refuse a team size that training refuses, and one on the line that does nothing."""
+    if team_size in (AUTO, "1"):
+        return
+    shared = [item for item in plans if item.plan.layout.world_size > 1]
+    for item in shared or plans if given else shared:
+        if max((len(team.ranks) for team in item.plan.teams), default=1) < int(team_size):
+            raise UserError(
+                f"{'--team-size' if given else '--muon-team-size'} {team_size} is more than the ranks of a node that "
+                f"share the {item.group.name} matrices; use auto"
+            )
 
 
 def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
@@ -221,11 +237,14 @@ def settings_of(
     )
     iteration.check()
     half = iteration.half
+    size = team_size or config.muon_team_size
+    if hasattr(config, "optimizer") and needs_whole_updates(config):
+        if size not in (AUTO, "1"):
+            raise UserError(f"--team-size {size}: NorMuon has no teams; use 1, or leave it out")
+        size = "1"
     iteration = replace(iteration, products=hardware.products(half=half))
     travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
-    return Settings(
-        buffer, travels, iteration, team_size or config.muon_team_size, getattr(config, "muon_nesterov", True)
-    )
+    return Settings(buffer, travels, iteration, size, getattr(config, "muon_nesterov", True))
 
 
 def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:

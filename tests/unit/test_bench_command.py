@@ -225,21 +225,18 @@ def test_floors_products_do_the_operations_that_are_counted(kind, method, precis
 
 
 def test_the_floor_counts_what_a_team_sends():
-    """Two ranks own 64x16 together: the half that the other has, there and back, and half of three sums, twice."""
+    """Two ranks own 64x16 alone or together: half of it there and back, or no rows and half of three sums, twice."""
     orthogonalizer = Orthogonalizer(Iteration(method=GRAM, precision="medium"))
     layout = layout_of(2, [(1, 64, 16)])
     rules = TeamRules(orthogonalizer.iteration.cost, [0, 0], 2)
-    (alone, together) = (
-        make_plan(layout, [1.0], buffer_bytes=2**20, element_bytes=2, rules=of) for of in (None, rules)
-    )
+    alone, together = (make_plan(layout, [1.0], buffer_bytes=2**20, element_bytes=2, rules=of) for of in (None, rules))
     assert [len(team.ranks) for team in together.teams] == [2]
     assert sorted(map(sum, _travels(alone, orthogonalizer))) == [32 * 16 * 2] * 2
     sums = 3 * 16 * 16 * 4
     assert _travels(together, orthogonalizer) == [[0, sums], [sums, 0]]  # rows lie where they are needed
-    work = {
-        team: sum(p.flops * n for p, n in _work(of, orthogonalizer).items()) for team, of in ((1, alone), (2, together))
-    }
-    assert work == {team: team * orthogonalizer.iteration.flops(64, 16, team) for team in (1, 2)}
+    for team, plan in ((1, alone), (2, together)):
+        work = sum(product.flops * count for product, count in _work(plan, orthogonalizer).items())
+        assert work == team * orthogonalizer.iteration.flops(64, 16, team)
 
 
 def test_layout_of_more_ranks_than_rows():
