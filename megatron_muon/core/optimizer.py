@@ -52,8 +52,9 @@ class ShardedMuon(torch.optim.Optimizer):
     """Muon whose parameters are row shards of matrices, or with `SharedExchange` whole replicas.
 
     The update of a matrix depends on its gradient alone, never on how many ranks hold it; how many own it changes its
-    rounding. State is one `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction on every rank, also
-    for empty shards. With `store` momentum is kept there instead, and `momentum_state` shows it as such state.
+    rounding. State is one `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction
+    on every rank, also for empty shards. With `store` momentum is kept there instead, and `momentum_state` shows it as
+    such state.
 
     Args:
         params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
