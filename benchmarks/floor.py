@@ -1,13 +1,15 @@
 """The least time that a Muon step can take on this machine, measured in the run that it is compared with.
 
 Newton-Schulz's part is its FLOPs over the rate at which the ranks, all busy at once, multiply matrices of the shapes
-that the iteration multiplies; the exchange's part is the plan's bytes over the bandwidth of one large all-to-all. Both
-are probed between the timed steps, so that a machine that slows down slows both. Elementwise work, assembly and
+that the iteration multiplies; the exchange's part is the plan's bytes over the bandwidth of one large all-to-all. In
+a team each rank multiplies its part and repeats the small products, and what the sums bring it are bytes like others.
+Both are probed between the timed steps, so that a machine that slows down slows both. Elementwise work, assembly and
 imbalance are not in the floor, and nothing overlaps in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections import Counter
@@ -17,9 +19,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.cost import KERNEL, Iteration
+from megatron_muon.core.cost import KERNEL, SUM_BYTES, Iteration
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import synchronize
 
 WINDOW_S = 0.04
@@ -48,14 +51,14 @@ class Product:
         return 2 * self.batch * self.m * self.k * self.n
 
 
-def products(block: Block, iteration: Iteration, *, batch: int = 1) -> Counter[Product]:
-    """How many products of each kind one Newton-Schulz run of `batch` blocks takes.
+def products(block: Block, iteration: Iteration, *, batch: int = 1, team: int = 1) -> Counter[Product]:
+    """How many products of each kind one Newton-Schulz run of `batch` blocks takes each rank of a team that cuts them.
 
     Where symmetric products are formed in halves, only what is computed counts.
     """
-    small, large = min(block), max(block)
-    counts = iteration.counts(iteration.method_for(*block))
-    square, symmetric = iteration.products.shares(*block)
+    small, large = min(block), -(-max(block) // team)
+    counts = iteration.counts(iteration.method_for(*block, team))
+    (square, _), (power, symmetric) = (iteration.products.shares(small, side) for side in (large, small))
 
     def kinds(inner: int, *, transposed: bool, share: float) -> Counter[Product]:
         if share == 1.0 or iteration.products is KERNEL:  # the probe has no symmetric kernel
@@ -71,7 +74,7 @@ def products(block: Block, iteration: Iteration, *, batch: int = 1) -> Counter[P
     total: Counter[Product] = Counter()
     for made, count in (
         (kinds(large, transposed=True, share=square), counts.gram),
-        (kinds(small, transposed=False, share=square), counts.square),
+        (kinds(small, transposed=False, share=power), counts.square),
         (kinds(small, transposed=False, share=symmetric), counts.symmetric),
         (Counter({Product(batch, small, small, large, False): 1}), counts.wide),
     ):
@@ -94,8 +97,7 @@ class Floor:
         self._device = device
         self._work = _work(plan, orthogonalizer)
         self._operands = {product: _operands(product, orthogonalizer.dtype, device) for product in self._work}
-        itemsize = orthogonalizer.dtype.itemsize
-        travels = _travels(plan, itemsize)
+        travels = _travels(plan, orthogonalizer)
         most = max(max(map(sum, travels)), max(map(sum, zip(*travels, strict=True))))
         self._scale = max(1.0, most / PROBE_BYTES)
         rank = group.rank()
@@ -152,24 +154,33 @@ class Floor:
         return time.perf_counter() - start
 
 
+def sum_bytes(portion: Portion, iteration: Iteration) -> int:
+    """Bytes that a rank receives in the sums that its team forms of a portion's block, each in a ring."""
+    team = len(portion.ranks)
+    sums = iteration.counts(iteration.method_for(*portion.of, team)).gram if team > 1 else 0
+    return sums * 2 * (team - 1) * SUM_BYTES * min(portion.of) ** 2 // team
+
+
 def _work(plan: Plan, orthogonalizer: Orthogonalizer) -> dict[Product, float]:
     """How often each batch of products runs in a step, over all ranks; batches as large as an owner's in a wave."""
-    blocks: Counter[Block] = Counter()
-    stacks: dict[Block, list[int]] = {}
+    blocks: Counter[tuple[Block, int]] = Counter()  # whole blocks, and how many ranks cut them
+    stacks: dict[tuple[Block, int], list[int]] = {}
     parts = [*plan.waves, *plan.whole]
     for part in parts:
-        owned: dict[int, Counter[Block]] = {}
+        owned: dict[int, Counter[tuple[Block, int]]] = {}
         for index in part:
-            shapes = [(min(shape), max(shape)) for shape in plan.layout.matrices[index].blocks]
-            owned.setdefault(plan.owners[index], Counter()).update(shapes)
+            for portion in plan.portions(index):
+                shapes = plan.layout.matrices[index].blocks if portion.block is None else [portion.of]
+                kinds = [((min(shape), max(shape)), len(portion.ranks)) for shape in shapes]
+                owned.setdefault(portion.rank, Counter()).update(kinds)
         for counts in owned.values():
             blocks.update(counts)
-            for shape, count in counts.items():
-                stacks.setdefault(shape, []).append(count)
+            for kind, count in counts.items():
+                stacks.setdefault(kind, []).append(count)
     work: dict[Product, float] = Counter()  # type: ignore[assignment]
-    for shape, count in blocks.items():
-        batch = statistics.median_low(stacks[shape])
-        for product, times in products(shape, orthogonalizer.iteration, batch=batch).items():
+    for (shape, team), count in blocks.items():
+        batch = statistics.median_low(stacks[shape, team])
+        for product, times in products(shape, orthogonalizer.iteration, batch=batch, team=team).items():
             work[product] += times * count / batch
     return work
 
@@ -219,17 +230,18 @@ def _per_second(call: Callable[[], None]) -> float:
             return count / elapsed
 
 
-def _travels(plan: Plan, itemsize: int) -> list[list[int]]:
-    """Bytes from rank i to rank j in a step, rows to owners and update rows back."""
-    size = plan.layout.world_size
+def _travels(plan: Plan, orthogonalizer: Orthogonalizer) -> list[list[int]]:
+    """Bytes from rank i to rank j in a step: rows to owners, update rows back, and the sums of teams, in a ring."""
+    size, itemsize = plan.layout.world_size, orthogonalizer.dtype.itemsize
     travels = [[0] * size for _ in range(size)]
+    for index in itertools.chain(*plan.waves):
+        for portion in plan.portions(index):
+            if len(portion.ranks) > 1:
+                before = portion.ranks[portion.place - 1]
+                travels[before][portion.rank] += sum_bytes(portion, orthogonalizer.iteration)
     for wave in plan.waves:
-        for index in wave:
-            owner = plan.owners[index]
-            for shard in plan.layout.matrices[index].shards:
-                if owner not in shard.holders:
-                    travels[shard.source(owner, size)][owner] += shard.numel * itemsize
-                for holder in shard.holders:
-                    if holder != owner:
-                        travels[owner][holder] += shard.numel * itemsize
+        for transfers in (*plan.gathering(wave), *plan.returning(wave)):
+            columns = (column.tolist() for column in transfers.between_ranks())
+            for source, target, elements in zip(*columns, strict=True):
+                travels[source][target] += elements * itemsize
     return travels

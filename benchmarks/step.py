@@ -12,6 +12,7 @@ import os
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,20 +21,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.floor import Floor
+from benchmarks.floor import Floor, sum_bytes
 from benchmarks.fsdp2 import Fsdp2Muon
+from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.memory import peak_extra_bytes
 from benchmarks.offload import DiskProbe, momentum_figures
 from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamBatch
 from megatron_muon.bench.command import StepSpec
-from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
-from megatron_muon.core.exchange.steps import Batch, Exchange
-from megatron_muon.core.layout import Layout, RowSplit, row_sharded
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.cost import AUTO, Iteration
+from megatron_muon.core.exchange import AllGatherExchange
+from megatron_muon.core.exchange.build import ALL_GATHER, OWNER, make_exchange
+from megatron_muon.core.exchange.steps import Batch, Exchange, PlannedExchange
+from megatron_muon.core.layout import Layout
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.plan import Plan
 from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
 from megatron_muon.cpu import keep_freed_memory
@@ -49,64 +51,43 @@ type Steps = torch.optim.Optimizer | Peer
 """What has a step to be timed."""
 
 PROFILED_STEPS = 3
-HEAD_SIZE = 64
 LR, MOMENTUM, WEIGHT_DECAY = 0.02, 0.95, 0.1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What every method works on: the blocks' matrices, rows cut evenly over the ranks.
+    """What every method works on: matrices, rows cut evenly over the ranks.
 
-    `weights` and `gradients` are this rank's rows of each matrix, fp32; no method changes them. `plan` is the owner
-    scheme's.
+    `weights` and `gradients` are this rank's rows of each matrix, fp32; no method changes them. `buffer_mb` is what
+    the owner scheme's step may take.
     """
 
     layout: Layout
     weights: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor, ...]
     orthogonalizer: Orthogonalizer
-    plan: Plan
+    buffer_mb: float | None
     group: dist.ProcessGroup
     device: torch.device
 
 
-def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
-    """The matrices of GPT blocks, qkv split into q, k and v over heads of `HEAD_SIZE`, if that divides."""
-    heads, rest = divmod(hidden_size, HEAD_SIZE)
-    head_size = hidden_size if rest else HEAD_SIZE
-    qkv = RowSplit(1 if rest else heads, (head_size, head_size, head_size))
-    shapes = {
-        "qkv": (3 * hidden_size, hidden_size),
-        "proj": (hidden_size, hidden_size),
-        "fc1": (4 * hidden_size, hidden_size),
-        "fc2": (hidden_size, 4 * hidden_size),
-    }
-    matrices = []
-    for layer in range(num_layers):
-        for name, shape in shapes.items():
-            rows = [shape[0] // ranks + (rank < shape[0] % ranks) for rank in range(ranks)]
-            matrices.append(row_sharded(f"layers.{layer}.{name}", shape, rows, qkv if name == "qkv" else None))
-    return Layout(ranks, tuple(matrices))
-
-
 def make_problem(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> Problem:
     """Weights and gradients from a seed for each matrix: whole matrices are the same for any number of ranks."""
-    layout = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
+    if spec.matrices:
+        layout = layout_of(group.size(), spec.matrices)
+    else:
+        assert spec.hidden_size is not None
+        assert spec.num_layers is not None
+        layout = gpt_layout(group.size(), spec.hidden_size, spec.num_layers)
     iteration = Iteration(precision="medium" if spec.ns_dtype == "bf16" else "highest")
     orthogonalizer = Orthogonalizer(iteration, device=device)
-    plan = make_plan(
-        layout,
-        [orthogonalizer.flops(matrix) for matrix in layout.matrices],
-        buffer_bytes=None if spec.buffer_mb is None else int(spec.buffer_mb * 2**20),
-        memory=Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration),
-    )
     parts = []
     for index, matrix in enumerate(layout.matrices):
         shard = matrix.shard_of(group.rank())
         rows = slice(shard.row_start, shard.row_start + shard.rows) if shard else slice(0)
         parts.append([full[rows].clone() for full in _whole_matrices(index, matrix.shape, device)])
     weights, gradients = zip(*parts, strict=True)
-    return Problem(layout, weights, gradients, orthogonalizer, plan, group, device)
+    return Problem(layout, weights, gradients, orthogonalizer, spec.buffer_mb, group, device)
 
 
 def _whole_matrices(index: int, shape: tuple[int, int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,8 +109,10 @@ def make_peer(peer: str, problem: Problem) -> Peer:
     )
 
 
-def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = None) -> torch.optim.Optimizer:
-    """The optimizer of a method, on its own copy of the weights and with the gradients in place.
+def make_optimizer(
+    method: str, problem: Problem, *, team_size: str = AUTO, run: OffloadRun | None = None
+) -> torch.optim.Optimizer:
+    """The optimizer of a method, on its own copy of the weights and with the gradients in place. Collective.
 
     Momentum is its state, or kept by `run`.
     """
@@ -145,7 +128,7 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
         store = run.make_store(problem.layout, rank, groups, kind="bench", device=problem.device)
     return ShardedMuon(
         [{"params": parameters}],
-        make_exchange(method, problem),
+        exchange_of(method, problem, team_size),
         lr=LR,
         momentum=MOMENTUM,
         nesterov=True,
@@ -156,18 +139,27 @@ def make_optimizer(method: str, problem: Problem, *, run: OffloadRun | None = No
     )
 
 
-def make_exchange(method: str, problem: Problem) -> Exchange:
-    """The exchange of a method; "allgather" is upstream's, with upstream's iteration."""
-    orthogonalizer = problem.orthogonalizer
+def exchange_of(method: str, problem: Problem, team_size: str = AUTO) -> Exchange:
+    """The exchange of a method; "allgather" is upstream's, with upstream's iteration. Collective."""
+    layout, group, orthogonalizer, device = problem.layout, problem.group, problem.orthogonalizer, problem.device
+    if method == "allgather":
 
-    def batch(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
-        assert not portions, "the plan has no teams"
-        matrices = [problem.layout.matrices[index] for index in indices]
-        return UpstreamBatch(matrices, orthogonalizer) if method == "allgather" else orthogonalizer.batch(matrices)
+        def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
+            assert not portions, "every rank orthogonalises whole matrices"
+            return UpstreamBatch([layout.matrices[index] for index in indices], orthogonalizer)
 
-    if method.startswith("allgather"):
-        return AllGatherExchange(problem.layout, problem.group, batch, device=problem.device)
-    return OwnerExchange(problem.plan, problem.group, batch, wire_dtype=orthogonalizer.dtype, device=problem.device)
+        return AllGatherExchange(layout, group, batches, device=device)
+    return make_exchange(
+        ALL_GATHER if method == "allgather-tuned" else OWNER,
+        layout,
+        group,
+        orthogonalizer,
+        moment=None,
+        buffer_mb=problem.buffer_mb,
+        wire=AUTO,
+        device=device,
+        team_size=team_size,
+    )
 
 
 def _megatron_adam(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
@@ -190,6 +182,8 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     """All figures of a run; the same on every rank. Collective."""
     problem = make_problem(spec, group, device)
     optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
+    for size in spec.team_size:
+        optimizers[f"team-{size}"] = make_optimizer("owner", problem, team_size=size)
     optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
     runs = {
         f"owner+{offload}": OffloadRun(
@@ -202,7 +196,9 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     }
     optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
     disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
-    floor = Floor(problem.plan, problem.orthogonalizer, group, device)
+    owner = exchange_of("owner", problem)
+    assert isinstance(owner, PlannedExchange)
+    floor = Floor(owner.plan, problem.orthogonalizer, group, device)
     for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
         for optimizer in optimizers.values():
             _timed(optimizer, problem)
@@ -230,6 +226,8 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
             "times_ms": [second * 1e3 for second in slowest],
             **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
         }
+        if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.exchange, PlannedExchange):
+            results[method]["plan"] = _plan_figures(optimizer.exchange.plan, problem)
         if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.store, RecordStore):
             results[method] |= momentum_figures(optimizer.store, group, device)
     for run in runs.values():
@@ -240,14 +238,20 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
         "rates": rates,
         "methods": results,
         **({"disk": disk.result(on_disk)} if disk is not None else {}),
-        "plan": {
-            "load_max_over_mean": problem.plan.imbalance,
-            "waves": len(problem.plan.waves),
-            "buffer_mb": problem.plan.buffer_bytes / 2**20,
-        },
+        "plan": _plan_figures(owner.plan, problem),
         "parameters": sum(matrix.numel for matrix in problem.layout.matrices),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "threads_per_rank": torch.get_num_threads(),
+    }
+
+
+def _plan_figures(plan: Plan, problem: Problem) -> dict[str, Any]:
+    sizes = Counter(len(team.ranks) for team in plan.teams)
+    return {
+        "load_max_over_mean": plan.imbalance,
+        "matrices_of_teams": {size: count for size, count in sorted(sizes.items()) if size > 1},
+        "waves": len(plan.waves),
+        "buffer_mb": plan.buffer_bytes / 2**20,
     }
 
 
@@ -292,7 +296,7 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
         planned = counted
         optimizer.prepare()
     else:
-        planned = _received_bytes(method, problem)[problem.group.rank()]
+        planned = _received_bytes(method, optimizer, problem)
     dist.barrier(problem.group)
     peak = peak_extra_bytes(optimizer.step, problem.device)
     wrong, planned_max, counted_max, peak_max = _over_ranks(
@@ -312,18 +316,21 @@ def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dic
     }
 
 
-def _received_bytes(method: str, problem: Problem) -> tuple[int, ...]:
-    """Bytes that each rank receives in a step, by arithmetic on the layout.
+def _received_bytes(method: str, optimizer: torch.optim.Optimizer, problem: Problem) -> int:
+    """Bytes that this rank receives in a step, by arithmetic on the plan or the layout.
 
     The all-gather scheme pads every shard to the largest, and gathers fp32.
     """
-    ranks = problem.group.size()
-    if method.startswith("owner"):
-        return problem.plan.exchanged_bytes()
+    rank, ranks, orthogonalizer = problem.group.rank(), problem.group.size(), problem.orthogonalizer
+    if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.exchange, PlannedExchange):
+        plan = optimizer.exchange.plan
+        portions = (portion for index in range(len(plan.teams)) for portion in plan.portions(index))
+        sums = sum(sum_bytes(portion, orthogonalizer.iteration) for portion in portions if portion.rank == rank)
+        return plan.exchanged_bytes()[rank] + sums
     if method.startswith("allgather"):
         padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
-        return ((ranks - 1) * padded * torch.float32.itemsize,) * ranks
-    return (0,) * ranks
+        return (ranks - 1) * padded * torch.float32.itemsize
+    return 0
 
 
 def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:

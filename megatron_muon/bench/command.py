@@ -1,7 +1,8 @@
 """`megatron-muon bench`: measures optimizer steps and whole training steps, and shows what came out.
 
-`bench step` times Muon's two exchanges and Adam on the shards of a GPT, `bench train` whole training steps of a config.
-This module has the arguments and the tables; `benchmarks/step.py`, beside the package, and `train` measure.
+`bench step` times Muon's two exchanges and Adam on the shards of a GPT or of given matrices, `bench train` whole
+training steps of a config. This module has the arguments and the tables; `benchmarks/step.py`, beside the package, and
+`train` measure.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +25,7 @@ from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
 from megatron_muon.runs.processes import ROOT, environment, run_logged, torchrun
 from megatron_muon.runs.provenance import provenance
-from megatron_muon.settings import DTYPES, OFFLOADS
+from megatron_muon.settings import DTYPES, OFFLOADS, TEAM_SIZES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -42,10 +44,12 @@ class StepSpec:
     """What `bench step` measures: its flags by name. Travels to the ranks as JSON."""
 
     ranks: int
-    hidden_size: int
-    num_layers: int
+    hidden_size: int | None
+    num_layers: int | None
+    matrices: Sequence[tuple[int, int, int]]  # (count, rows, cols), in place of a GPT's
     ns_dtype: str
     methods: Sequence[str]
+    team_size: Sequence[str]
     peers: Sequence[str]
     repeat: int
     warmup: int
@@ -61,7 +65,9 @@ EXAMPLES = """\
 examples:
   the optimizer step alone, on the shards of a GPT of 8 layers:
     megatron-muon bench step --ranks 4 --hidden-size 512 --num-layers 8 --json step.json
-  the same with momentum in host memory and on disk:
+  a matrix that is more than a rank's share, owned by a team and by one rank:
+    megatron-muon bench step --ranks 2 --matrices 8192x1024 --methods owner --team-size 1
+  the optimizer step with momentum in host memory and on disk:
     megatron-muon bench step --ranks 2 --hidden-size 512 --num-layers 8 --offload cpu nvme --offload-dir /local/nvme
   whole training steps, Muon and Adam in turn:
     megatron-muon bench train --config configs/quickstart.yaml --json train.json
@@ -71,7 +77,10 @@ examples:
 
 STEP_DESCRIPTION = """\
 Times one optimizer step of each method, in one run on the same shards and gradients: GPT blocks with qkv 3H x H,
-proj H x H, fc1 4H x H and fc2 H x 4H, rows cut evenly over the ranks.
+proj H x H, fc1 4H x H and fc2 H x 4H, or the matrices of --matrices; rows cut evenly over the ranks.
+
+owner is what training does: where a matrix is more than a rank's share, a team of ranks may own it together.
+--team-size 1 adds team-1, the same with one owner for every matrix; 2, 4 and 8 add teams of that size for all.
 
 allgather is that scheme as upstream's draft has it: every rank receives every matrix and runs emerging-optimizers'
 iteration on one after the other. allgather-tuned is the same with this package's iteration, so that its distance from
@@ -109,13 +118,17 @@ def configure(parser: CommandParser) -> None:
 
 def _step_arguments(add: Callable[..., object]) -> None:
     add("--ranks", type=positive, required=True, metavar="N", help="processes on this machine")
-    add("--hidden-size", type=positive, required=True, metavar="H", help="columns of qkv, proj and fc1")
-    add("--num-layers", type=positive, required=True, metavar="L", help="GPT blocks")
+    add("--hidden-size", type=positive, metavar="H", help="columns of qkv, proj and fc1")
+    add("--num-layers", type=positive, metavar="L", help="GPT blocks")
+    add("--matrices", type=_matrices, nargs="+", default=[], metavar="[COUNTx]ROWSxCOLS",
+        help="these in place of a GPT's, each one block: 8192x1024, or 8x1024x1024 for eight")  # fmt: skip
     add("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="what Newton-Schulz's products run in (bf16)")
     add("--repeat", type=positive, default=5, metavar="R", help="timed steps of each method (5)")
     add("--warmup", type=positive, default=1, metavar="W", help="steps of each method before these (1)")
     add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
+    add("--team-size", nargs="+", choices=TEAM_SIZES[1:], default=[], metavar="S",
+        help=f"owner again, as team-S, with teams of this size alone: {', '.join(TEAM_SIZES[1:])}")  # fmt: skip
     add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
         help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
     add("--buffer-mb", type=_buffer_mb, metavar="MB", help="MiB that the owner's step may take (256, or more)")
@@ -154,6 +167,13 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
     Raises:
         UserError: a peer that is not installed or needs CUDA, or a device or shards that peers are not measured on.
     """
+    if [args.hidden_size, args.num_layers].count(None) != (2 if args.matrices else 0):
+        raise UserError(
+            "what is to be measured? give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone"
+        )
+    for size in args.team_size:
+        if int(size) > args.ranks:
+            raise UserError(f"--team-size {size} is more than --ranks {args.ranks}; lower it, or raise --ranks")
     peers = args.peers
     for peer in peers:
         if peer in CUDA_PEERS:
@@ -166,10 +186,12 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
             raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
     if peers and args.device == "cuda":
         raise UserError(f"--peers {' '.join(peers)} --device cuda: measured on CPU alone; type --device cpu")
-    if "muon-fsdp2" in peers and args.hidden_size % args.ranks:
+    rows = [rows for _, rows, _ in args.matrices] or [args.hidden_size]
+    if "muon-fsdp2" in peers and any(number % args.ranks for number in rows):
+        given = f"--hidden-size {args.hidden_size}" if args.hidden_size else "--matrices"
         raise UserError(
-            f"--peers muon-fsdp2 --ranks {args.ranks} --hidden-size {args.hidden_size}: it takes shards of equal size "
-            f"alone; take a multiple of {args.ranks} as hidden size"
+            f"--peers muon-fsdp2 --ranks {args.ranks} {given}: it takes shards of equal size alone; take a multiple of "
+            f"{args.ranks} as {'hidden size' if args.hidden_size else 'rows of each'}"
         )
     if ("nvme" in args.offload) != (args.offload_dir is not None):
         raise UserError("--offload nvme and --offload-dir DIR go together; give both, or neither")
@@ -180,7 +202,7 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
 
         require_writable(Path(args.offload_dir))
     spec = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)}
-    for name in ("methods", "peers", "offload"):
+    for name in ("methods", "team_size", "peers", "offload"):
         spec[name] = list(dict.fromkeys(spec[name]))  # once each, in the order given
     return StepSpec(**spec)
 
@@ -243,7 +265,9 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
     )
     if of_peers := [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]:
         caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
-    size = f"H {spec['hidden_size']}, L {spec['num_layers']}, {spec['ranks']} ranks, {spec['ns_dtype']}"
+    if spec["team_size"] or results["plan"]["matrices_of_teams"]:
+        caption += f"\n{_teams(methods)}"
+    size = f"{_model(spec)}, {spec['ranks']} ranks, {spec['ns_dtype']}"
     columns = ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB")
     figures = _table(f"Optimizer step, {size}", columns, rows, caption)
     spent = [values["phases_ms"] for values in methods.values()]
@@ -252,6 +276,25 @@ def step_tables(results: Mapping[str, Any]) -> list[Table]:
     phases = _table("Phases in ms, mean over ranks, from steps of their own", ("phase", *methods), rows)
     offloaded = {method: values for method, values in methods.items() if "momentum_bytes" in values}
     return [figures, phases, *([_offload_table(results, offloaded)] if offloaded else [])]
+
+
+def _model(spec: Mapping[str, Any]) -> str:
+    """What was measured, in short."""
+    if spec["matrices"]:
+        return ", ".join(
+            f"{f'{count} of ' if count > 1 else ''}{rows}x{cols}" for count, rows, cols in spec["matrices"]
+        )
+    return f"H {spec['hidden_size']}, L {spec['num_layers']}"
+
+
+def _teams(methods: Mapping[str, Any]) -> str:
+    """How many matrices teams own, by method."""
+    found = []
+    for method, values in methods.items():
+        if "plan" in values and "momentum_bytes" not in values:
+            teams = [f"{count} by {size} ranks" for size, count in values["plan"]["matrices_of_teams"].items()]
+            found.append(f"{method} {' and '.join(teams) or 'none'}")
+    return f"matrices owned by teams: {', '.join(found)}"
 
 
 def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> Table:
@@ -309,6 +352,14 @@ def _ms(milliseconds: float) -> str:
 
 def _mb(size: int) -> str:
     return f"{size / 1e6:,.2f}"
+
+
+def _matrices(text: str) -> tuple[int, int, int]:
+    """Count, rows and columns."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
+        raise argparse.ArgumentTypeError(f"{text} is not ROWSxCOLS or COUNTxROWSxCOLS, such as 8192x1024")
+    rows, cols = (int(side) for side in text.split("x")[-2:])
+    return int(text.split("x")[0]) if text.count("x") > 1 else 1, rows, cols
 
 
 def _buffer_mb(text: str) -> float:

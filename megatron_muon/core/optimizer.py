@@ -6,7 +6,7 @@ exchange runs them wave by wave, a wave being as many matrices as fit its buffer
     prepare   each rank, its rows   momentum <- lerp(momentum, gradient), look-ahead; elementwise
     exchange  rows -> owner         all-to-all: a rank's rows of each matrix, (rows, cols), go to the rank that owns it,
                                     4 bytes an element, or 2 where the iteration runs in bf16
-              owner                 Newton-Schulz on whole matrices, block by block
+              owner                 Newton-Schulz on whole matrices, block by block; a team of owners adds up X X^T
               owner -> rows         all-to-all: the update's rows go to all ranks that hold them, as many bytes
     finalize  each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
 
@@ -51,9 +51,10 @@ def local_rows(tensor: torch.Tensor) -> torch.Tensor:
 class ShardedMuon(torch.optim.Optimizer):
     """Muon whose parameters are row shards of matrices, or with `SharedExchange` whole replicas.
 
-    The update of a matrix depends on its gradient alone, never on how many ranks hold it. State is one
-    `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction on every rank, also
-    for empty shards. With `store` momentum is kept there instead, and `momentum_state` shows it as such state.
+    The update of a matrix depends on its gradient alone, never on how many ranks hold it; how many own it changes its
+    rounding. State is one `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction
+    on every rank, also for empty shards. With `store` momentum is kept there instead, and `momentum_state` shows it as
+    such state.
 
     Args:
         params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and

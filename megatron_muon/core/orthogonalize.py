@@ -7,6 +7,7 @@ the scale of each block's own shape, and a look at whether the result is finite.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -157,7 +158,7 @@ class Orthogonalizer:
             least_norm = None
             if self.eps:
                 least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
-            updates = self._iterate(to_unit_magnitude(part, self.dtype, exponent), scale, least_norm, cut)
+            updates = self._iterate(to_unit_magnitude(part, self.dtype, exponent), scale, least_norm, cut, probe)
             if number == 0 and cut is None:
                 probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
@@ -185,13 +186,14 @@ class Orthogonalizer:
         scale: float,
         least_norm: torch.Tensor | None = None,
         cut: Cut | None = None,
+        probe: Probe = SILENT,
     ) -> torch.Tensor:
         """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype."""
         *first, (a, b, c) = self._steps
         steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
         whole, team, total = start.shape[2], 1, None
         if cut is not None:
-            whole, team, total = cut.longer, len(cut.team.ranks), cut.team.total
+            whole, team, total = cut.longer, len(cut.team.ranks), functools.partial(cut.team.total, probe=probe)
         iterate = ns.gram if self.iteration.method_for(start.shape[1], whole, team) == GRAM else ns.standard
         # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
         precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)

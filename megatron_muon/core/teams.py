@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.portions import TEAM_SIZES, chunks
+from megatron_muon.core.probe import SILENT, Probe
 
 Teams = Mapping[tuple[int, ...], "TeamGroup"]
 """The teams that this rank is in, by their ranks in the group of the layout."""
@@ -25,12 +26,13 @@ class TeamGroup:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
 
-    def total(self, part: torch.Tensor) -> torch.Tensor:
+    def total(self, part: torch.Tensor, probe: Probe = SILENT) -> torch.Tensor:
         """The sum of the ranks' parts, formed in fp32, of the dtype of `part`. Collective.
 
-        In a ring, every rank has the same bits.
+        In a ring, every rank has the same bits, and receives all but one part of the sum twice.
         """
         total = part.float()
+        probe.received(2 * (len(self.ranks) - 1) * total.nbytes // len(self.ranks))
         dist.all_reduce(total, group=self.group)
         return total.to(part.dtype)
 

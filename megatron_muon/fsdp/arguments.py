@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS
-from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.exchange.build import ALL_GATHER, LOCAL, OWNER, SHARED
 from megatron_muon.core.numbers import check_number
 from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
 
@@ -70,6 +71,11 @@ def check(given: Mapping[str, Any]) -> None:
     }.items():
         if given[name] not in choices:
             raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, choices))}")
+    if given["moment2_method"] == "normuon" and given["team_size"] not in (AUTO, "1"):
+        raise UserError(
+            f"team_size={given['team_size']!r}: NorMuon keeps the norm of a whole update, which no rank of a team has; "
+            "use team_size='1', or moment2_method='adamuon'"
+        )
     numbers = {
         "adamw_lr": "lr",
         "adamw_eps": "adam_eps",
@@ -93,6 +99,17 @@ def check(given: Mapping[str, Any]) -> None:
         raise UserError("process_group is for share_replicated=True; leave it out, or share")
     if given["share_replicated"] and not dist.is_initialized():
         raise UserError("share_replicated needs ranks to share with; call torch.distributed.init_process_group()")
+
+
+def check_teams(team_size: str, scheme: str) -> None:
+    """Refuse a team size that the scheme of an exchange passes over, by a UserError."""
+    if scheme != OWNER and team_size != AUTO:
+        why = {
+            ALL_GATHER: "exchange='allgather' has every rank orthogonalise all matrices",
+            SHARED: "share_replicated=True gives every matrix one owner",
+            LOCAL: "every rank holds whole matrices, and orthogonalises them",
+        }[scheme]
+        raise UserError(f"team_size={team_size!r} has no effect here: {why}; leave it out")
 
 
 @contextmanager

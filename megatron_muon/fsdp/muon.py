@@ -22,7 +22,15 @@ from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
 from megatron_muon.fsdp import shards
-from megatron_muon.fsdp.arguments import ADJUST_LR, NS_COEFFICIENTS, NS_STEPS, check, in_arguments, iteration_of
+from megatron_muon.fsdp.arguments import (
+    ADJUST_LR,
+    NS_COEFFICIENTS,
+    NS_STEPS,
+    check,
+    check_teams,
+    in_arguments,
+    iteration_of,
+)
 from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select, splits
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
@@ -158,6 +166,7 @@ class Muon(MuonState):
         scheme = given["exchange"]
         if replicated:
             scheme = SHARED if given["share_replicated"] else LOCAL
+        check_teams(given["team_size"], scheme)
         exchange = make_exchange(
             scheme,
             layout,

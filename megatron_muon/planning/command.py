@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from megatron_muon.command_parser import positive, write_json
-from megatron_muon.core.cost import Iteration
+from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.plan import Plan, all_gather_bytes
 from megatron_muon.core.traffic import Ints
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.planning import training_step
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Settings, plan_group
@@ -90,7 +91,9 @@ def run(args: argparse.Namespace) -> int:
     _check_training_step(args, hardware)
     config, groups, world_size, model = _read(args)
     settings = _settings(args, config, hardware)
-    figures = report([plan_group(group, settings, hardware) for group in groups], world_size, settings, hardware)
+    plans = [plan_group(group, settings, hardware) for group in groups]
+    _check_teams(plans, settings.team_size, given=args.team_size is not None)
+    figures = report(plans, world_size, settings, hardware)
     tokens = args.tokens or (model.tokens if model is not None and not hardware.processor else None)
     if model is not None and tokens is not None:
         figures["training_step"] = training_step.simulate(
@@ -106,6 +109,19 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, figures)
     show(figures, str(args.config or args.hf or args.layout), hardware)
     return 0
+
+
+def _check_teams(plans: Sequence[GroupPlan], team_size: str, *, given: bool) -> None:
+    """Refuse a team size that training refuses, and one on the line that does nothing."""
+    if team_size in (AUTO, "1"):
+        return
+    shared = [item for item in plans if item.plan.layout.world_size > 1]
+    for item in shared or plans if given else shared:
+        if max((len(team.ranks) for team in item.plan.teams), default=1) < int(team_size):
+            raise UserError(
+                f"{'--team-size' if given else '--muon-team-size'} {team_size} is more than the ranks of a node that "
+                f"share the {item.group.name} matrices; use auto"
+            )
 
 
 def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
@@ -269,13 +285,18 @@ def settings_of(
     )
     iteration.check()
     half = iteration.half
+    size = team_size or config.muon_team_size
+    if hasattr(config, "optimizer") and needs_whole_updates(config):
+        if size not in (AUTO, "1"):
+            raise UserError(f"--team-size {size}: NorMuon has no teams; use 1, or leave it out")
+        size = "1"
     iteration = replace(iteration, products=hardware.products(half=half))
     travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
     return Settings(
         buffer,
         travels,
         iteration,
-        team_size or config.muon_team_size,
+        size,
         stages or config.muon_exchange_stages,
         getattr(config, "muon_nesterov", True),
     )

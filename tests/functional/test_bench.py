@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(150)
 
 def test_bench_step(tmp_path):
     command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
-    setting = ["--num-layers", "1", "--repeat", "2", "--ns-dtype", "fp32", "--device", "cpu"]
+    setting = ["--num-layers", "1", "--repeat", "2", "--ns-dtype", "fp32", "--device", "cpu", "--team-size", "1", "2"]
     (tmp_path / "momentum").mkdir()
     setting += ["--offload", "cpu", "nvme", "--offload-dir", "momentum", "--momentum-dtype", "bf16"]
     run = cli.run([*command, *setting, "--json", "figures.json"], tmp_path, seconds=120).checked()
@@ -24,7 +24,8 @@ def test_bench_step(tmp_path):
     assert floor["ns"] > 0
     assert floor["exchange"] > 0
     assert floor["total"] == pytest.approx(floor["ns"] + floor["exchange"])
-    assert set(figures["methods"]) == {"owner", "allgather", "allgather-tuned", "adam", "owner+cpu", "owner+nvme"}
+    methods = {"owner", "allgather", "allgather-tuned", "adam", "team-1", "team-2", "owner+cpu", "owner+nvme"}
+    assert set(figures["methods"]) == methods
     for values in figures["methods"].values():
         assert 0 < values["min_ms"] <= values["median_ms"]
         assert values["phases_ms"]
@@ -36,6 +37,12 @@ def test_bench_step(tmp_path):
     assert figures["methods"]["allgather"]["exchange_bytes_per_rank"] == elements // 2 * 4
     assert figures["methods"]["owner"]["exchange_bytes_per_rank"] >= elements // 2 * 4
     assert figures["methods"]["adam"]["exchange_bytes_per_rank"] == 0
+    # All are small: auto forms no team. Teams of two cut each of the six blocks, and add up its Gram matrix in fp32 at
+    # least twice; each time a rank receives half of it, twice.
+    assert figures["plan"] == figures["methods"]["team-1"]["plan"]
+    assert figures["plan"]["matrices_of_teams"] == {}
+    assert figures["methods"]["team-2"]["plan"]["matrices_of_teams"] == {"2": 4}
+    assert figures["methods"]["team-2"]["exchange_bytes_per_rank"] >= 6 * 2 * 64 * 64 * 4
     phases = figures["methods"]["owner"]["phases_ms"]
     assert {"momentum", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply"} <= set(phases)
 

@@ -199,7 +199,7 @@ def anonymous_bytes() -> int:
 
 def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, int]:
     """In a worker: what keeping momentum, and some steps of changing it, adds to this process's own memory."""
-    from benchmarks.step import gpt_layout
+    from benchmarks.layouts import gpt_layout
     from megatron_muon.offload.run import OffloadRun
 
     layout = gpt_layout(world_size, 384, 14)

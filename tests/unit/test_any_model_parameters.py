@@ -146,6 +146,21 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UserError,
         "exchange='ring' does not exist; choose one of 'owner', 'allgather'",
     ),
+    "a team of three": (
+        wrong(team_size="3"),
+        UserError,
+        "team_size='3' does not exist; choose one of 'auto', '1', '2'",
+    ),
+    "teams without shards": (
+        wrong(team_size="2"),
+        UserError,
+        "team_size='2' has no effect here: every rank holds whole matrices, and orthogonalises them; leave it out",
+    ),
+    "teams of NorMuon": (
+        wrong(team_size="2", moment2_method="normuon"),
+        UserError,
+        "team_size='2': NorMuon keeps the norm of a whole update, .*; use team_size='1', or moment2_method='adamuon'",
+    ),
     "adjust_lr_fn": (wrong(adjust_lr_fn="max"), UserError, "adjust_lr_fn='max' does not exist"),
     "unproven": (wrong(ns_coefficients="cans"), UserError, "^ns_coefficients cans is not stable with fp32_matmul_prec"),
     "gram, unproven": (

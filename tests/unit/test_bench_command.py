@@ -9,14 +9,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.floor import products
+from benchmarks.floor import _travels, _work, products
+from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.peers import NS_METHODS
-from benchmarks.step import gpt_layout
 from megatron_muon import cli, exit_codes
 from megatron_muon.bench import command as bench_command
 from megatron_muon.bench import train as bench_train
 from megatron_muon.command_parser import CommandParser
+from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import make_plan
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.runs import processes
 
@@ -57,8 +60,9 @@ def step_results():
             "adam": {**method, "median_ms": 60.0, "phases_ms": {"apply": 60.0}, "exchange_bytes_per_rank": 0},
         },
     }
-    setting = {"hidden_size": 64, "num_layers": 1, "ranks": 2, "ns_dtype": "bf16"}
-    return {"bench": "step", **bench_command._with_ratios(figures), "setting": setting, **PROVENANCE}
+    setting = {"hidden_size": 64, "num_layers": 1, "matrices": [], "team_size": [], "ranks": 2, "ns_dtype": "bf16"}
+    plan = {"matrices_of_teams": {}}
+    return {"bench": "step", **bench_command._with_ratios(figures), "plan": plan, "setting": setting, **PROVENANCE}
 
 
 def test_arguments_reach_the_specification():
@@ -69,6 +73,9 @@ def test_arguments_reach_the_specification():
         parsed(*STEP, "--ns-dtype", "fp32", "--methods", "adam", "owner", "adam", "--buffer-mb", "0.5", "--repeat", "3")
     )
     assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ["adam", "owner"], 0.5, 3)
+    given = ("step", "--ranks", "4", "--matrices", "8192x1024", "8x96x64", "--team-size", "4", "1", "4")
+    spec = bench_command.step_spec(parsed(*given))
+    assert (spec.matrices, spec.team_size) == ([(1, 8192, 1024), (8, 96, 64)], ["4", "1"])
 
 
 @pytest.mark.parametrize(
@@ -78,6 +85,13 @@ def test_arguments_reach_the_specification():
         ([*STEP, "--repeat", "0"], "at least 1"),
         ([*STEP, "--buffer-mb", "-1"], "out of range"),
         ([*STEP, "--methods", "sgd"], "invalid choice"),
+        ([*STEP, "--team-size", "auto"], "invalid choice"),
+        (["step", "--ranks", "2", "--matrices", "8192"], "8192 is not ROWSxCOLS or COUNTxROWSxCOLS"),
+        (["step", "--ranks", "2", "--matrices", "0x64x64"], "0x64x64 is not ROWSxCOLS"),
+        (["step", "--ranks", "2"], "give --hidden-size H and --num-layers L, or --matrices"),
+        (["step", "--ranks", "2", "--hidden-size", "64"], "give --hidden-size H and --num-layers L, or --matrices"),
+        ([*STEP, "--matrices", "64x64"], "give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone"),
+        ([*STEP, "--team-size", "4"], "--team-size 4 is more than --ranks 2; lower it, or raise --ranks"),
         (["train"], "--config"),
     ],
 )
@@ -131,6 +145,14 @@ def test_what_does_not_go_together_is_refused(argv, said, monkeypatch):
         bench_command.step_spec(parsed(*STEP, *argv))
 
 
+def test_peers_of_equal_shards_refuse_other_matrices(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    argv = ("step", "--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7")
+    assert bench_command.step_spec(parsed(*argv)).peers == ["muon-fsdp2"]
+    with pytest.raises(UserError, match=r"--matrices: it takes shards of equal size .* multiple of 2 as rows of each"):
+        bench_command.step_spec(parsed(*argv, "7x64"))
+
+
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
     assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == exit_codes.USAGE
     assert "there is no directory" in capsys.readouterr().err
@@ -156,6 +178,17 @@ def test_step_table_says_what_a_peer_computes_in(monkeypatch):
     results = step_results()
     results["methods"]["deepspeed"] = {**results["methods"]["owner"], "ns_dtype": "bfloat16"}
     assert "Newton-Schulz of deepspeed in bfloat16" in shown(results, monkeypatch)
+
+
+def test_step_table_says_which_matrices_teams_own(monkeypatch):
+    results = step_results()
+    assert "teams" not in shown(results, monkeypatch)
+    results["methods"]["owner"]["plan"] = {"matrices_of_teams": {"2": 1, "4": 3}}
+    results["methods"]["team-1"] = {**results["methods"]["adam"], "plan": {"matrices_of_teams": {}}}
+    results["setting"] |= {"matrices": [[1, 8192, 1024], [8, 96, 64]], "team_size": ["1"]}
+    text = shown(results, monkeypatch)
+    assert "matrices owned by teams: owner 1 by 2 ranks and 3 by 4 ranks, team-1 none" in text
+    assert "Optimizer step, 8192x1024, 8 of 96x64, 2 ranks, bf16" in text
 
 
 def test_train_table(monkeypatch):
@@ -186,8 +219,24 @@ def test_train_flags_take_back_what_is_not_training():
 @pytest.mark.parametrize("kind", [DENSE, HALVES])
 def test_floors_products_do_the_operations_that_are_counted(kind, method, precision, block, steps):
     iteration = Iteration(steps=steps, precision=precision, method=method, products=kind)
-    done = products(block, iteration, batch=3)
-    assert sum(product.flops * count for product, count in done.items()) == 3 * iteration.flops(*block)
+    for team in (1, 2, 4):
+        done = products(block, iteration, batch=3, team=team)
+        assert sum(product.flops * count for product, count in done.items()) == 3 * iteration.flops(*block, team)
+
+
+def test_the_floor_counts_what_a_team_sends():
+    """Two ranks own 64x16 alone or together: half of it there and back, or no rows and half of three sums, twice."""
+    orthogonalizer = Orthogonalizer(Iteration(method=GRAM, precision="medium"))
+    layout = layout_of(2, [(1, 64, 16)])
+    rules = TeamRules(orthogonalizer.iteration.cost, [0, 0], 2)
+    alone, together = (make_plan(layout, [1.0], buffer_bytes=2**20, element_bytes=2, rules=of) for of in (None, rules))
+    assert [len(team.ranks) for team in together.teams] == [2]
+    assert sorted(map(sum, _travels(alone, orthogonalizer))) == [32 * 16 * 2] * 2
+    sums = 3 * 16 * 16 * 4
+    assert _travels(together, orthogonalizer) == [[0, sums], [sums, 0]]  # rows lie where they are needed
+    for team, plan in ((1, alone), (2, together)):
+        work = sum(product.flops * count for product, count in _work(plan, orthogonalizer).items())
+        assert work == team * orthogonalizer.iteration.flops(64, 16, team)
 
 
 def test_layout_of_more_ranks_than_rows():

@@ -135,6 +135,30 @@ def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
     assert figures["settings"] == dict(zip(names, (64.0, "fp32", "auto", "standard", "bf16", 5), strict=True))
 
 
+def test_team_sizes_that_a_plan_cannot_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experts = {"num_experts": "4", "expert_model_parallel_size": "4", "moe_router_load_balancing_type": "none"}
+    for changes, ranks, size, kind in (
+        ({}, 2, 4, "dense"),
+        ({}, 1, 2, "dense"),
+        (experts, 8, 4, "experts"),  # which two ranks share
+    ):
+        said = message(capsys, "--config", config(tmp_path, **changes), "--world-size", ranks, "--team-size", size)
+        assert f"--team-size {size} is more than the ranks of a node that share the {kind} matrices; use auto" in said
+    path = config(tmp_path, **experts)  # an expert's group of one rank has nothing to share, in a run too
+    assert planned(tmp_path, "--config", path, "--world-size", 4, "--team-size", 2)["matrices_of_teams"]
+
+
+def test_normuon_is_planned_without_teams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its owners need whole updates, so training forms no teams."""
+    wide = {"num_layers": "1", "ffn_hidden_size": "65536", "hidden_size": "2048", "optimizer": "adaptive_muon"}
+    path = config(tmp_path, **wide)
+    assert planned(tmp_path, "--config", path, "--world-size", 8)["matrices_of_teams"]
+    path = config(tmp_path, **wide, adaptive_muon_moment2_method="normuon")
+    figures = planned(tmp_path, "--config", path, "--world-size", 8)
+    assert (figures["matrices_of_teams"], figures["settings"]["team_size"]) == ({}, "1")
+    assert "NorMuon has no teams" in message(capsys, "--config", path, "--world-size", 8, "--team-size", 2)
+
+
 def test_bf16_halves_what_travels(tmp_path: Path) -> None:
     path = config(tmp_path)
     fp32 = planned(tmp_path, "--config", path, "--world-size", 2, "--exchange-dtype", "fp32")["exchange_bytes"]

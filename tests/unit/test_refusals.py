@@ -95,6 +95,26 @@ CASES = {
         {"muon_exchange": "allgather", "muon_exchange_dtype": "bf16"},
         "--muon-exchange-dtype has no effect here",
     ),
+    "teams where all ranks do all": (
+        ("--muon-exchange", "allgather", "--muon-team-size", "2"),
+        {"muon_exchange": "allgather", "muon_team_size": "2"},
+        "--muon-team-size has no effect here: --muon-exchange allgather gathers",
+    ),
+    "teams without shards": (
+        ("--muon-team-size", "1"),
+        {"muon_team_size": "1", "strategy": "no_shard"},
+        "--muon-team-size has no effect here: .* no_shard exchanges nothing",
+    ),
+    "teams of replicas": (
+        ("--muon-share-replicated", "--muon-team-size", "4"),
+        {"muon_share_replicated": True, "muon_team_size": "4", "strategy": "no_shard"},
+        "--muon-team-size has no effect here: --muon-share-replicated gives every matrix one owner; leave it out",
+    ),
+    "teams of NorMuon": (
+        ("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon", "--muon-team-size", "2"),
+        {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "muon_team_size": "2"},
+        "--muon-team-size 2: NorMuon keeps the norm of a whole update, .*; use --muon-team-size 1",
+    ),
     "nothing to exchange": (
         ("--muon-exchange", "allgather"),
         {"muon_exchange": "allgather", "strategy": "no_shard"},
@@ -114,5 +134,7 @@ def test_a_script_is_refused_what_the_command_line_refuses(parser, monkeypatch, 
 
 
 def test_what_is_supported_passes_both(parser, monkeypatch):
-    on_the_line(parser, "--cuda-graph-impl", "local", strategy="optim")
-    in_a_script(monkeypatch, strategy="optim", ddp={}, model={"cuda_graph_impl": "local"})
+    normuon = {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"}
+    on_the_line(parser, "--cuda-graph-impl", "local", "--muon-team-size", "2", strategy="optim")
+    in_a_script(monkeypatch, strategy="optim", ddp={}, model={"cuda_graph_impl": "local"}, muon_team_size="2")
+    in_a_script(monkeypatch, strategy="optim", ddp={}, model={}, muon_team_size="1", **normuon)

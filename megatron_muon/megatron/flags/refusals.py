@@ -60,7 +60,9 @@ class MuonRun:
 def check(run: MuonRun) -> None:
     """Refuse what a run asks of Muon in vain, or of this package without Muon; of independent rules each in a line."""
     with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
-    rules = (_choices, _features, _heeded, _proven, _offload, _blocks, _share) if with_muon else (_nothing_of_muon,)
+    rules = (
+        (_choices, _features, _heeded, _teams, _proven, _offload, _blocks, _share) if with_muon else (_nothing_of_muon,)
+    )
     reasons = Reasons()
     for rule in (_precision, _layer_wise, _adaptive, *rules):
         with reasons:
@@ -171,11 +173,14 @@ def _heeded(run: MuonRun) -> None:
     if run.megatrons_own:
         why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
         method = ["muon_ns"] if settings.optimizer == "muon" else []
-        passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype"])
+        passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype", "muon_team_size"])
+    elif run.replicated:
+        why = "--muon-share-replicated gives every matrix one owner"
+        passed_over = run.given(["muon_team_size"])
     elif settings.muon_exchange == "allgather" and not settings.muon_share_replicated:
-        why = "--muon-exchange allgather gathers fp32, matrix by matrix"
+        why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
         dtype = ["muon_exchange_dtype"] if settings.muon_exchange_dtype == "bf16" else []
-        passed_over = run.given([*dtype, "muon_exchange_buffer_mb"])
+        passed_over = run.given([*dtype, "muon_exchange_buffer_mb", "muon_team_size"])
     for flag in passed_over:
         raise UserError(f"{flag} has no effect here: {why}; leave it out")
     gated = run.model.gated_linear_unit if run.has_model else run.model.swiglu
@@ -186,6 +191,21 @@ def _heeded(run: MuonRun) -> None:
             f"--muon-dump-layout has nothing to write with {NO_SHARD}: every rank holds whole matrices; use "
             f"{SHARDING}, or leave the flag out"
         )
+
+
+def _teams(run: MuonRun) -> None:
+    """Refuse teams where an owner needs whole updates."""
+    settings = run.settings
+    if needs_whole_updates(settings) and settings.muon_team_size not in ("auto", "1"):
+        raise UserError(
+            f"--muon-team-size {settings.muon_team_size}: NorMuon keeps the norm of a whole update, which no rank of a "
+            "team has; use --muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
+        )
+
+
+def needs_whole_updates(settings: Any) -> bool:
+    """Whether parsed flags or a MuonOptimizerConfig ask for NorMuon, with which no teams are formed."""
+    return bool(settings.optimizer == "adaptive_muon" and settings.adaptive_muon_moment2_method == "normuon")
 
 
 def _proven(run: MuonRun) -> None:
