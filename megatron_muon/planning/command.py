@@ -353,7 +353,7 @@ def notes(figures: dict[str, Any]) -> list[str]:
     if figures["exchange_bytes"]["max_per_rank"] and not HARDWARE[figures["hardware"]].processor:
         lines.append(
             "not counted: NCCL's point-to-point buffers, which the first all-to-all allocates (on 8 H100 memory in use "
-            "went from 1.06 to 4.34 GB, NVIDIA/nccl#1685)"
+            "went from 1.06 to 4.34 GB, NVIDIA/nccl#1685); NCCL_MAX_P2P_NCHANNELS bounds them"
         )
     return lines
 
