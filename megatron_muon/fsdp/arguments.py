@@ -101,15 +101,17 @@ def check(given: Mapping[str, Any]) -> None:
         raise UserError("share_replicated needs ranks to share with; call torch.distributed.init_process_group()")
 
 
-def check_teams(team_size: str, scheme: str) -> None:
-    """Refuse a team size that the scheme of an exchange passes over, by a UserError."""
-    if scheme != OWNER and team_size != AUTO:
+def check_scheme(given: Mapping[str, Any], scheme: str) -> None:
+    """Refuse arguments that the scheme of an exchange passes over, by a UserError."""
+    for name in ("team_size", "exchange_stages"):
+        if scheme == OWNER or given[name] == AUTO:
+            continue
         why = {
             ALL_GATHER: "exchange='allgather' has every rank orthogonalise all matrices",
-            SHARED: "share_replicated=True gives every matrix one owner",
+            SHARED: "share_replicated=True gives every matrix one owner, which broadcasts its update",
             LOCAL: "every rank holds whole matrices, and orthogonalises them",
         }[scheme]
-        raise UserError(f"team_size={team_size!r} has no effect here: {why}; leave it out")
+        raise UserError(f"{name}={given[name]!r} has no effect here: {why}; leave it out")
 
 
 @contextmanager

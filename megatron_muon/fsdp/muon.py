@@ -27,7 +27,7 @@ from megatron_muon.fsdp.arguments import (
     NS_COEFFICIENTS,
     NS_STEPS,
     check,
-    check_teams,
+    check_scheme,
     in_arguments,
     iteration_of,
 )
@@ -166,7 +166,7 @@ class Muon(MuonState):
         scheme = given["exchange"]
         if replicated:
             scheme = SHARED if given["share_replicated"] else LOCAL
-        check_teams(given["team_size"], scheme)
+        check_scheme(given, scheme)
         exchange = make_exchange(
             scheme,
             layout,

@@ -100,6 +100,11 @@ CASES = {
         {"muon_exchange": "allgather", "muon_team_size": "2"},
         "--muon-team-size has no effect here: --muon-exchange allgather gathers",
     ),
+    "stages where all ranks do all": (
+        ("--muon-exchange", "allgather", "--muon-exchange-stages", "2"),
+        {"muon_exchange": "allgather", "muon_exchange_stages": "2"},
+        "--muon-exchange-stages has no effect here: --muon-exchange allgather gathers",
+    ),
     "teams without shards": (
         ("--muon-team-size", "1"),
         {"muon_team_size": "1", "strategy": "no_shard"},
@@ -108,7 +113,7 @@ CASES = {
     "teams of replicas": (
         ("--muon-share-replicated", "--muon-team-size", "4"),
         {"muon_share_replicated": True, "muon_team_size": "4", "strategy": "no_shard"},
-        "--muon-team-size has no effect here: --muon-share-replicated gives every matrix one owner; leave it out",
+        "--muon-team-size has no effect here: --muon-share-replicated gives .* its update; leave it out",
     ),
     "teams of NorMuon": (
         ("--optimizer", "adaptive_muon", "--adaptive-muon-moment2-method", "normuon", "--muon-team-size", "2"),
