@@ -90,7 +90,7 @@ def _fork(rank: int, task: dict[str, Any], store: Path) -> int:
     if pid:
         return pid
     kwargs = {"argv": task["argv"], "folder": task["folder"]}
-    kind, _ = pool._answer(rank, "tests.functional.training", "train", task["ranks"], str(store), kwargs)
+    kind, _ = pool._answer(rank, "tests.functional.training", "train", task["ranks"], str(store), None, kwargs)
     os._exit(int(kind != "done"))
 
 
