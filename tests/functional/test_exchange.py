@@ -127,8 +127,13 @@ def of_all_layouts(
     ]
 
 
-@pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
-@pytest.mark.parametrize("buffer_bytes", [1, 2**20], ids=["smaller than a matrix", "large"])
+SMALL, LARGE = 1, 2**20
+"""Buffers smaller than a matrix, and for many."""
+
+
+@pytest.mark.parametrize(
+    ("world_size", "buffer_bytes"), wide_but([(3, SMALL)], itertools.product((1, 2, 3, 4), (SMALL, LARGE)))
+)
 def test_owner_equals_all_gather(ranks: Pool, world_size: int, buffer_bytes: int) -> None:
     for layouts in ranks(world_size, of_all_layouts, buffer_bytes=buffer_bytes):
         for seed, (expected, *others) in enumerate(layouts):
@@ -137,8 +142,13 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int, buffer_bytes: int
                     assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
 
 
-@pytest.mark.parametrize(("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)]))
-@pytest.mark.parametrize("buffer_bytes", [1, 2**20], ids=["smaller than a matrix", "large"])
+@pytest.mark.parametrize(
+    ("world_size", "team_size", "buffer_bytes"),
+    wide_but(
+        [(3, 2, LARGE)],
+        [(*ranks_and_team, size) for ranks_and_team in [(2, 2), (3, 2), (4, 2), (4, 4)] for size in (SMALL, LARGE)],
+    ),
+)
 def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, buffer_bytes: int) -> None:
     """To the rounding of sums formed in another order, and the same bits again and with a slow rank."""
     different = 0
