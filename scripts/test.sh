@@ -43,7 +43,7 @@ done
 
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=1
-at_once=(--dist loadfile --no-loadscope-reorder)
+at_once=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 trap 'echo "test.sh: interrupted" >&2; [[ -z ${mypy:-} ]] || kill "$mypy" 2>/dev/null; exit 130' INT TERM HUP
 
 results=()
@@ -79,10 +79,9 @@ for part in "${parts[@]}"; do
             check "api reference" .venv/bin/pdoc --docformat google --output-directory build/api \
                 megatron_muon.{core,fsdp,megatron,offload,checkpoint}
             ;;
-        unit) check "unit tests" .venv/bin/python -m pytest tests/unit --numprocesses 2 "${at_once[@]}" "$@" ;;
-        functional) # for two cores: one of the three waits for clocks, disks or the other ranks
-            check "functional tests" .venv/bin/python -m pytest tests/functional --numprocesses 3 "${at_once[@]}" \
-                --durations=10 "$@"
+        unit) check "unit tests" .venv/bin/python -m pytest tests/unit "${at_once[@]}" "$@" ;;
+        functional)
+            check "functional tests" .venv/bin/python -m pytest tests/functional "${at_once[@]}" --durations=10 "$@"
             ;;
     esac
 done
