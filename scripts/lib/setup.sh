@@ -129,18 +129,22 @@ find_python() {
 
 # --- Installing -------------------------------------------------------------------------------------------------------
 
-PIP_PID=""
+PIP_PIDS=()
 
-# Runs pip install. A person at a terminal sees pip's own progress; a log gets a line every half minute.
+# Runs `pip install WORDS` for each argument, all at once: a pip fetches, checks and unpacks on one core. A person at a
+# terminal sees pip's own progress, one pip after the other; a log gets a line every half minute.
 pip_install() {
-    local pip=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install "$@") told=$SECONDS
+    local pip=("$VENV/bin/python" -m pip --disable-pip-version-check --no-input install) told=$SECONDS words pid failed=0
     if [[ -t 2 ]]; then
-        "${pip[@]}" >&2
+        for words in "$@"; do "${pip[@]}" $words >&2 || return; done
         return
     fi
-    "${pip[@]}" --progress-bar off >"$LOG" 2>&1 &
-    PIP_PID=$!
-    while kill -0 "$PIP_PID" 2>/dev/null; do
+    : >"$LOG"
+    for words in "$@"; do
+        "${pip[@]}" $words --progress-bar off >>"$LOG" 2>&1 &
+        PIP_PIDS+=($!)
+    done
+    while kill -0 "${PIP_PIDS[@]}" 2>/dev/null; do
         sleep 0.2
         ((SECONDS - told >= 30)) || continue
         told=$SECONDS
@@ -151,16 +155,14 @@ pip_install() {
                 "$(sed -n 's/^Collecting \([^ ]*\).*/\1/p' "$LOG" | tail -n 1)"
         fi
     done
-    wait "$PIP_PID" || {
-        PIP_PID=""
-        grep -v '^WARNING' "$LOG" | tail -n 15 | cut -c -300 >&2
-        return 1
-    }
-    PIP_PID=""
+    for pid in "${PIP_PIDS[@]}"; do wait "$pid" || failed=1; done
+    PIP_PIDS=()
+    ((!failed)) || { grep '^ERROR' "$LOG" || grep -v '^WARNING' "$LOG"; } | tail -n 15 | cut -c -300 >&2
+    return "$failed"
 }
 
 interrupted() {
-    [[ -z $PIP_PID ]] || kill "$PIP_PID" 2>/dev/null || true
+    ((!${#PIP_PIDS[@]})) || kill "${PIP_PIDS[@]}" 2>/dev/null || true
     say "interrupted; the next run carries on from here"
     exit 130
 }
@@ -197,15 +199,19 @@ install() {
     broken=$("$VENV/bin/python" scripts/lib/check_env.py --repair "$LOCK")
     if [[ -n $broken ]]; then
         say "installing $(wc -w <<<"$broken") of $TOTAL packages (all of them: about 5 GB on disk, a few minutes)"
-        # --no-deps: the lock is complete, and nothing outside it gets in.
-        pip_install --no-deps --no-compile -r "$LOCK" ||
+        # Half of the bytes are NVIDIA's. --no-deps: the lock is complete, and nothing outside it gets in.
+        grep '^nvidia-' "$LOCK" >"$VENV/nvidia.txt" || true
+        grep -v '^nvidia-' "$LOCK" >"$VENV/others.txt"
+        pip_install "--no-deps --no-compile -r .venv/nvidia.txt" "--no-deps --no-compile -r .venv/others.txt" ||
             die "pip could not install requirements/lock.txt: see above, then run this again"
-        # pip compiles one file after the other; some packages carry files that are no Python of today.
-        "$VENV/bin/python" -m compileall -q -j 0 "$VENV/lib" >>"$LOG" 2>&1 || true
+        # What every start imports; pip would compile one file after the other, and of all packages, which takes longer
+        # than it saves. Some files are no Python of today.
+        "$VENV/bin/python" -m compileall -q -j 0 -x '/torch/(_inductor|testing)/' \
+            "$VENV"/lib/python*/site-packages/{torch,megatron} >>"$LOG" 2>&1 || true
         broken=$("$VENV/bin/python" scripts/lib/check_env.py "$LOCK")
         [[ -z $broken ]] || die "still incomplete: $broken; remove .venv and run this again"
     fi
-    pip_install --quiet --no-deps --no-build-isolation -e "$ROOT" ||
+    pip_install "--quiet --no-deps --no-build-isolation -e ." ||
         die "pip could not install the package itself: see above"
     fingerprint "$(venv_version)" >"$STAMP.new"
     mv "$STAMP.new" "$STAMP"

@@ -14,6 +14,7 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 from tests.functional import cli, warm  # noqa: E402
+from tests.functional.killable import Killable  # noqa: E402
 from tests.functional.pool import Pool  # noqa: E402
 
 
@@ -46,6 +47,21 @@ def delayed_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
     """Runs a test a second time, `wide`, with delayed collectives (delayed.py)."""
     with ranks.delayed() if request.param == "delayed" else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(scope="session")
+def process_that_forks() -> Iterator[Killable]:
+    """Starts the runs of `killable`."""
+    process = Killable()
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def killable(process_that_forks: Killable) -> Iterator[Killable]:
+    """Runs that may be killed; none outlives the test."""
+    yield process_that_forks
+    process_that_forks.kill()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from tests.functional import pool, warm
 from tests.functional.cli import ROOT
 
@@ -72,6 +74,7 @@ def wait_for_iteration(folder: Path, pids: list[int], number: int) -> None:
     while not log.exists() or text not in log.read_text(errors="replace"):
         said = log.read_text(errors="replace")[-3000:] if log.exists() else ""
         assert time.monotonic() < deadline, f"no iteration {number}\n{said}"
+        assert any(map(psutil.pid_exists, pids)), f"the ranks ended before iteration {number}\n{said}"
         time.sleep(0.02)
 
 
@@ -90,7 +93,7 @@ def _fork(rank: int, task: dict[str, Any], store: Path) -> int:
     if pid:
         return pid
     kwargs = {"argv": task["argv"], "folder": task["folder"]}
-    kind, _ = pool._answer(rank, "tests.functional.training", "train", task["ranks"], str(store), kwargs)
+    kind, _ = pool._answer(rank, "tests.functional.training", "train", task["ranks"], str(store), None, kwargs)
     os._exit(int(kind != "done"))
 
 

@@ -192,12 +192,13 @@ def _work(index: int, address: str) -> None:
     global installed  # a task that is a whole training run takes them back and installs its own
     installed = Patches()  # the patches of a run that do not concern megatron.training
     mend_megatron_fsdp(installed)
-    gc.freeze()  # what is shared with children stays shared: a collection in one would write to every page
     while True:
         try:
             task = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionError):
             return
+        importlib.import_module(task[0])  # once for all tasks of a module
+        gc.freeze()  # what is shared with children stays shared: a collection in one would write to every page
         child = os.fork()
         if child == 0:
             connection.send_bytes(pickle.dumps(_answer(index, *task)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import resource
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +21,10 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from tests.functional import cli
 from tests.functional.case import Case, batches
+from tests.functional.killable import Killable
 from tests.functional.model import Trainer
 from tests.functional.pool import Pool, RankError
-from tests.functional.training import Trainings
+from tests.functional.training import Trainings, train
 from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
@@ -75,18 +76,19 @@ def latest(folder: Path) -> Any:
     return files.latest(folder / "ck")
 
 
-def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings) -> None:
+def test_a_rank_killed_in_the_middle_of_a_save(training: Trainings, killable: Killable) -> None:
     """The checkpoint before it stays the latest, and the next run goes on from there."""
     here = training.folder
+    pids = killable.start(here, *training.flags, *LARGE)
 
     def kill(until: Callable[[Callable[[], Any]], Any]) -> None:
-        if victim := until(lambda: latest(here) == 2 and rank_in(here, 1)):
+        if until(lambda: latest(here) == 2):
             until((here / "ck" / "iter_0000004.saving").exists)
-            victim.kill()
+            os.kill(pids[1], signal.SIGKILL)
 
     with watching(kill):
-        run = cli.torchrun(here, *training.flags, *LARGE, cold=True)
-    assert run.returncode != 0, "the kill came too late"
+        statuses = killable.wait()
+    assert statuses[1] == -signal.SIGKILL, "the kill came too late"
     assert latest(here) == 2
     assert files.problems(here / "ck" / "iter_0000002") == []
     assert files.iterations(here / "ck") == [2]
@@ -126,21 +128,24 @@ def test_one_training_saves_to_a_folder_at_a_time(training: Trainings) -> None:
     assert sorted(path.name for path in (here / "ck").iterdir()) == names
 
 
+def train_on_small_disk(rank: int, world_size: int, *, file_bytes: int, **run: Any) -> tuple[int, str]:
+    """In a worker: a training run whose files may be so large and no larger."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    return train(rank, world_size, **run)
+
+
 def test_a_full_disk(training: Trainings) -> None:
     """A limit on the size of files stands in for it: the write fails in the same place, in the same way."""
     here = training.folder
     training(*LARGE, "--train-iters", "2").checked()
-    module = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(cli.ROOT / "pretrain_gpt.py"))
-    schedule = ("--load", "ck", "--override-opt-param-scheduler")
-    limited = 'ulimit -f 2000; exec "$0" "$@"'
-    run = cli.run(["bash", "-c", limited, sys.executable, *module, *training.flags, *LARGE, *schedule], here, cold=True)
-    assert run.returncode == 1
-    errors = [line for line in run.output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
-    assert len(errors) == 1, run.tail
-    assert "the checkpoint of iteration 4 could not be written to ck (rank " in errors[0]
-    assert "a file could not be written in full" in errors[0]
-    assert "GiB free there" in errors[0]
-    assert "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2" in errors[0]
+    argv = training.line(*LARGE, "--load", "ck", "--override-opt-param-scheduler")
+    for status, output in training.ranks(2, train_on_small_disk, argv=argv, folder=str(here), file_bytes=2000 * 1024):
+        assert status == 1
+        (error,) = [line for line in output.splitlines() if line.startswith("pretrain_gpt.py: error: ")]
+        assert "the checkpoint of iteration 4 could not be written to ck (rank " in error
+        assert "a file could not be written in full" in error
+        assert "GiB free there" in error
+        assert "the newest complete checkpoint is iteration 2: resume with --load ck --ckpt-step 2" in error
     assert latest(here) == 2
     assert files.iterations(here / "ck") == [2]
 

@@ -4,6 +4,8 @@ rank loads what the layout saved, to the last bit.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -40,17 +42,19 @@ LAYOUTS = [
 
 
 @pytest.fixture(scope="module")
-def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, dict[str, cli.Run]]:
-    """Runs of four steps, and those of one rank, which saved the second and the fourth: in `one-MODEL`."""
+def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainings, Callable[[str], cli.Run]]:
+    """Runs of four steps, and a model's on one rank, which saved the second and the fourth: in `one-MODEL`."""
     folder = tmp_path_factory.mktemp("layouts")
     corpus = cli.make_corpus(tmp_path_factory.mktemp("corpus"))
     steps = ("--train-iters", "4")
     sizes = (*DIVISIBLE, "--make-vocab-size-divisible-by", "132")
     training = Trainings(ranks, folder, (*cli.TINY, *corpus, *steps, *sizes, *EXACT), batch=4)
-    one = {}
-    for model, flags in MODELS.items():
+
+    @functools.cache
+    def one(model: str) -> cli.Run:
         save = ("--save", f"one-{model}", "--save-interval", "2")
-        one[model] = training(*FULL, *flags, *save, ranks=1).checked()
+        return training(*FULL, *MODELS[model], *save, ranks=1).checked()
+
     return training, one
 
 
@@ -62,15 +66,16 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 def test_layouts_save_resume_and_reshard(
     trainings: Any, model: str, layout: str, sharding: str, flags: tuple[str, ...]
 ) -> None:
-    training, one = trainings
+    training, one_rank = trainings
+    one = one_rank(model)
     args = (*cli.MUON, *strategy(sharding.split(", ")[0]), *MODELS[model], *flags)
     whole, resumed, back = (f"{name}, {layout}, {sharding}" for name in ("whole", "resumed", "back"))
     first = ("--load", f"one-{model}", "--ckpt-step", "2", "--save", whole, "--save-interval", "1")
     run = training(*args, *first, ranks=4).checked()
     assert warnings(run) == []
     # The second line of a start averages over its first step too, so only the first tells a single step's loss.
-    assert run.losses[0] == pytest.approx(one[model].losses[2], abs=1e-5)
-    assert run.iterations[0].grad_norm == pytest.approx(one[model].iterations[2].grad_norm, rel=1e-3)
+    assert run.losses[0] == pytest.approx(one.losses[2], abs=1e-5)
+    assert run.iterations[0].grad_norm == pytest.approx(one.iterations[2].grad_norm, rel=1e-3)
 
     training(*args, "--load", whole, "--ckpt-step", "3", "--save", resumed, "--save-interval", "3", ranks=4).checked()
     expected = saved(training, whole, 4)

@@ -61,6 +61,10 @@ ELSEWHERE = {
         "functional/test_examples.py",
         "test_the_step_on_fsdp2_beside_others",
     ),
+    "megatron-muon plan --config configs/moe-large.yaml --world-size 128": (
+        "unit/test_plan_command.py",
+        "test_the_shipped_models_are_planned",
+    ),
     "megatron-muon rehearse --config": ("unit/test_rehearse_command.py", "test_plan_and_rehearsal_agree"),
     "python examples/": ("functional/test_examples.py", "test_models_that_are_not_megatrons_learn"),
     "./scripts/quickstart.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),

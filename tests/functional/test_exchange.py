@@ -134,8 +134,12 @@ def of_all_layouts(
     ]
 
 
-@pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
-@pytest.mark.parametrize("waves", ["of one matrix", "large"])
+WAVES = ("of one matrix", "large")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "waves"), wide_but([(3, "of one matrix")], itertools.product((1, 2, 3, 4), WAVES))
+)
 def test_owner_equals_all_gather(ranks: Pool, world_size: int, waves: str) -> None:
     for layouts in ranks(world_size, of_all_layouts, waves=waves):
         for seed, (expected, *others) in enumerate(layouts):
@@ -144,7 +148,7 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int, waves: str) -> No
                     assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
 
 
-@pytest.mark.parametrize("waves", wide_but(["of one matrix"], ["of one matrix", "large"]))
+@pytest.mark.parametrize("waves", wide_but(["large"], WAVES))
 def test_two_stages_equal_all_gather(ranks: Pool, waves: str) -> None:
     """Two nodes of two ranks: what arrives is the same, in the same places."""
     for layouts in ranks(4, of_all_layouts, waves=waves, team_size=1, node=2):
@@ -154,8 +158,13 @@ def test_two_stages_equal_all_gather(ranks: Pool, waves: str) -> None:
                     assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
 
 
-@pytest.mark.parametrize(("world_size", "team_size"), wide_but([(3, 2)], [(2, 2), (3, 2), (4, 2), (4, 4)]))
-@pytest.mark.parametrize("waves", ["of one matrix", "large"])
+@pytest.mark.parametrize(
+    ("world_size", "team_size", "waves"),
+    wide_but(
+        [(3, 2, "large")],
+        [(*ranks_and_team, waves) for ranks_and_team in [(2, 2), (3, 2), (4, 2), (4, 4)] for waves in WAVES],
+    ),
+)
 def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, waves: str) -> None:
     """To the rounding of sums formed in another order, and the same bits again and with a slow rank."""
     different = 0

@@ -183,7 +183,7 @@ def curves(rank: int, world_size: int, *, cases: dict[str, Case], micro_batches:
 
 TRAINED_OFTEN = [
     ("dense", "HSDP 2 x TP 2", ["optim_grads", f"{OUTER}, overlap"]),
-    ("experts", "EP 2 x TP 2, sequence parallel", ["optim", "optim_grads_params"]),
+    ("experts", "EP 2 x TP 2, sequence parallel", ["optim_grads_params"]),
 ]
 
 

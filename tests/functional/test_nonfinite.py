@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.functional.case import Case, gradient_of
 from tests.functional.model import Trainer
@@ -42,17 +41,18 @@ def one_bad_gradient(rank: int, world_size: int, *, strategies: tuple[str, ...],
     return seen
 
 
-def clipped_updates(rank: int, world_size: int, *, strategy: str, clip: float, scale: float) -> Any:
-    """In a worker: how far every matrix moves in one step whose gradient is scaled, then clipped."""
-    case = Case(strategy=strategy, layers=1, optimizer={"clip_grad": clip, "weight_decay": 0.0})
-    trainer = Trainer(case)
-    before = trainer.whole()
-    updated, norm, _ = trainer.step(lambda *what: scale * gradient_of(*what))
-    assert updated
-    after = trainer.whole()
-    matrices = trainer.whole_state("momentum_buffer")
-    dist.barrier()
-    return float(norm), {name: after[name] - before[name] for name in matrices}
+def clipped_updates(rank: int, world_size: int, *, strategy: str, steps: list[tuple[float, float]]) -> Any:
+    """In a worker: how far every matrix moves in a first step whose gradient is scaled, then clipped."""
+    moved = []
+    for clip, scale in steps:
+        trainer = Trainer(Case(strategy=strategy, layers=1, optimizer={"clip_grad": clip, "weight_decay": 0.0}))
+        before = trainer.whole()
+        updated, norm, _ = trainer.step(lambda *what, scale=scale: scale * gradient_of(*what))
+        assert updated
+        after = trainer.whole()
+        matrices = trainer.whole_state("momentum_buffer")
+        moved.append((float(norm), {name: after[name] - before[name] for name in matrices}))
+    return moved
 
 
 @pytest.mark.parametrize("bad", wide_but([math.inf], [math.inf, math.nan]))
@@ -69,12 +69,12 @@ def test_one_bad_gradient_poisons_nothing(ranks: Pool, bad: float, victim: str) 
             assert moved, strategy
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", wide_but(["optim_grads_params"], ["no_shard", "optim_grads_params"]))
 def test_a_tiny_clip_factor_keeps_the_update(ranks: Pool, strategy: str) -> None:
     """Clipping pushed Newton-Schulz's input under the eps of its normalisation, and the matrices stood still."""
-    _, expected = ranks(2, clipped_updates, strategy=strategy, clip=0.0, scale=1.0)[0]
-    for clip, scale in ((1e-12, 1.0), (1e-12, 1e6), (1.0, 1e12)):
-        norm, found = ranks(2, clipped_updates, strategy=strategy, clip=clip, scale=scale)[0]
+    steps = [(0.0, 1.0), (1e-12, 1.0), (1e-12, 1e6), (1.0, 1e12)]
+    (_, expected), *moved = ranks(2, clipped_updates, strategy=strategy, steps=steps)[0]
+    for (clip, scale), (norm, found) in zip(steps[1:], moved, strict=True):
         assert norm > 0.1 * scale
         for name, update in expected.items():
             assert update.norm() > 1e-3
@@ -112,16 +112,22 @@ QKV = "decoder.layers.0.self_attention.linear_qkv.weight"
         Case(strategy="optim_grads_params", layers=1),
         Case(strategy="optim_grads_params", layers=1, optimizer={"muon_team_size": "2"}),
         Case(strategy="optim", layers=1, optimizer={"muon_exchange": "allgather"}),
-        Case(strategy="optim_grads_params", layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
+        pytest.param(
+            Case(strategy="optim_grads_params", layers=1, optimizer={"muon_fp32_matmul_prec": "medium"}),
+            marks=pytest.mark.wide,
+        ),
         Case(
             strategy="optim_grads_params",
             layers=1,
             optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
         ),
-        Case(
-            strategy="optim_grads_params",
-            layers=1,
-            optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "adamuon"},
+        pytest.param(
+            Case(
+                strategy="optim_grads_params",
+                layers=1,
+                optimizer={"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "adamuon"},
+            ),
+            marks=pytest.mark.wide,
         ),
     ],
     ids=lambda case: f"{case.strategy} {case.optimizer}",

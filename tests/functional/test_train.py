@@ -76,8 +76,8 @@ class Running:
 
     def end(self, number: int) -> int:
         """Send the signal; the exit status, once all processes are gone."""
-        family = processes.descendants(self.process.pid)
-        assert len(family) >= 2  # torchrun and its rank
+        while len(family := processes.descendants(self.process.pid)) < 2:  # torchrun and its rank
+            assert self.process.poll() is None, self.output[-4000:]
         self.process.send_signal(number)
         status = self.process.wait(timeout=120)
         assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]

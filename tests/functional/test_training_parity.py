@@ -17,7 +17,7 @@ from tests.functional.model import Trainer
 from tests.functional.pool import Pool
 from tests.functional.wide import wide_but
 
-STEPS = 20
+STEPS = 12
 TOLERANCE = 1e-4
 BASE = Case(strategy="no_shard", layers=1, optimizer={"clip_grad": 0.3, "lr": 0.02, "min_lr": 0.02})
 

@@ -204,21 +204,26 @@ def test_a_mistake_is_one_line_with_value_and_remedy(answers, name):
     assert "Traceback" not in error
 
 
+UNKNOWN_FLAG = ("--num-layres", "2"), ("unknown flag --num-layres", "did you mean --num-layers?")
+
+
 @pytest.mark.parametrize(
-    ("argv", "fragments"),
+    ("argv", "fragments", "cold"),
     [
-        pytest.param(("--num-layres", "2"), ("unknown flag --num-layres", "did you mean --num-layers?"), id="flag"),
+        pytest.param(*UNKNOWN_FLAG, False, id="flag"),
+        pytest.param(*UNKNOWN_FLAG, True, id="flag, from a cold start", marks=pytest.mark.wide),
         pytest.param(
             # Known only when the groups are built, and so reported from within the training loop's set-up.
             ("--num-distributed-optimizer-instances", "2", "--data-parallel-sharding-strategy", "no_shard"),
             ("--num-distributed-optimizer-instances 2", "no_shard", "leave it at 1"),
+            False,
             id="HSDP",
         ),
     ],
 )
-def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments):
+def test_torchrun_shows_a_mistake_once(tmp_path, argv, fragments, cold):
     """Rank 1 ends silently; torchrun, which then ends rank 0, must not do so before rank 0 has spoken."""
-    run = cli.torchrun(tmp_path, *RUN, "--eval-interval", "10", *argv, cold="--num-layres" in argv)
+    run = cli.torchrun(tmp_path, *RUN, "--eval-interval", "10", *argv, cold=cold)
     assert run.returncode != 0
     lines = [line for line in run.output.splitlines() if "pretrain_gpt.py: error:" in line]
     assert len(lines) == 1, run.tail

@@ -182,6 +182,7 @@ def import_everything() -> None:
     import megatron.core.datasets.helpers
     import megatron.core.tokenizers.text.text_tokenizer
     import megatron.training.arguments
+    import pytest  # noqa: F401 - the modules of tasks import it
     import torch._dynamo.trace_rules
     import torch.distributed.run
 

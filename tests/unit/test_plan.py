@@ -207,6 +207,7 @@ def test_loads_are_even_where_matrices_are_many(ranks: int, kinds: int, hidden: 
     assert make_plan(layout, costs(layout), memory=Memory(2)).imbalance <= 1.05
 
 
+@pytest.mark.wide
 def test_loads_of_26000_matrices_on_128_ranks_are_even() -> None:
     """A mixture of experts without expert parallelism: dense matrices split over all ranks, experts mostly whole."""
     dense = layers([(4096, 4096), (6144, 4096)], 25, 128)

@@ -36,7 +36,7 @@ LAYOUT = Layout(
         pytest.param({"muon_exchange_buffer_mb": 72.0}, "a100-sxm", marks=pytest.mark.wide),
         ({"muon_exchange_dtype": "fp32", "muon_nesterov": False}, "h100-sxm"),
         pytest.param({"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"}, "h100-sxm", marks=pytest.mark.wide),
-        ({"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0}, "h100-sxm"),
+        pytest.param({"muon_ns": "standard", "muon_exchange_buffer_mb": 1024.0}, "h100-sxm", marks=pytest.mark.wide),
         pytest.param({"muon_num_ns_steps": 1}, "h100-sxm", marks=pytest.mark.wide),
         ({"muon_team_size": "2"}, "h100-sxm"),
         pytest.param({"muon_team_size": "2", "muon_ns": "standard"}, "a100-sxm", marks=pytest.mark.wide),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -61,6 +62,7 @@ def arithmetic(precision: str) -> Iterator[torch.dtype]:
         yield torch.bfloat16 if precision == "medium" else torch.float32
 
 
+@cache
 def blocks(ratio: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Blocks `(batch, m, ratio * m)` of each spectrum, and their U, singular values over the norm, and V."""
     m, n = ROWS, ratio * ROWS
@@ -92,7 +94,7 @@ def fault(coefficient_type: str, steps: int, precision: str, *, iterations: Sequ
             with arithmetic(precision) as dtype:
                 result = iterate(to_unit_magnitude(start.clone(), dtype), ns.coefficients(coefficient_type, steps))
             result = result.double()
-            if not result.isfinite().all() or torch.linalg.matrix_norm(result, 2).max() > LARGEST:
+            if not result.isfinite().all() or torch.linalg.eigvalsh(result @ result.mT).max() > LARGEST**2:
                 return "too large"
             found = (u.T @ result @ v).diagonal(dim1=1, dim2=2)
             if (found[values >= SEEN] < 0).any():
@@ -114,8 +116,14 @@ def test_every_set_of_emerging_optimizers_is_listed() -> None:
     assert set(SETS) == set(ns.muon_utils._COEFFICIENT_SETS)
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
-@pytest.mark.parametrize("coefficient_type", SETS)
+@pytest.mark.parametrize(
+    ("coefficient_type", "precision"),
+    [
+        pytest.param(name, precision, marks=pytest.mark.wide if precision == "high" and name != "quintic" else ())
+        for name in SETS
+        for precision in ("highest", "high", "medium")
+    ],
+)
 def test_updates_are_near_orthogonal_exactly_where_a_run_may_start(coefficient_type: str, precision: str) -> None:
     for steps in range(1, 13):
         proven = BOTH if Iteration(coefficient_type, steps, precision).gram_is_proven else BOTH[:1]
