@@ -71,14 +71,19 @@ class Links(NamedTuple):
     message_us: float
 
     def seconds(self, transfers: Transfers, nodes: Ints, element_bytes: int) -> float:
-        """Of an all-to-all: what the busiest rank sends or receives over either link, and its messages."""
+        """Of an all-to-all: bytes of the busiest rank over both links at the same time, and its messages."""
         sources, targets, elements = transfers.between_ranks()
-        far = nodes[sources] != nodes[targets]
-        return self.message_us * 1e-6 * int(transfers.between_ranks().peers(len(nodes)).max(initial=0)) + max(
-            float(np.bincount(ends[part], weights=elements[part]).max(initial=0.0)) * element_bytes / (gb_per_s * 1e9)
-            for part, gb_per_s in ((~far, self.near_gb_per_s), (far, self.far_gb_per_s))
-            for ends in (sources, targets)
-        )
+        ranks, far = len(nodes), nodes[sources] != nodes[targets]
+        pairs = np.unique(sources * ranks + targets)
+        slowest = 0.0
+        for ends, messages in ((sources, pairs // ranks), (targets, pairs % ranks)):
+            near_s, far_s = (
+                np.bincount(ends[part], weights=elements[part], minlength=ranks) * element_bytes / (gb_per_s * 1e9)
+                for part, gb_per_s in ((~far, self.near_gb_per_s), (far, self.far_gb_per_s))
+            )
+            posted_s = self.message_us * 1e-6 * np.bincount(messages, minlength=ranks)
+            slowest = max(slowest, float((posted_s + np.maximum(near_s, far_s)).max(initial=0.0)))
+        return slowest
 
 
 MESSAGE_US = 2.0

@@ -18,6 +18,7 @@ from megatron_muon.bench import train as bench_train
 from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
+from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.errors import RunFailedError, UserError
@@ -229,7 +230,7 @@ def test_the_floor_counts_what_a_team_sends():
     orthogonalizer = Orthogonalizer(Iteration(method=GRAM, precision="medium"))
     layout = layout_of(2, [(1, 64, 16)])
     rules = TeamRules(orthogonalizer.iteration.cost, [0, 0], 2)
-    alone, together = (make_plan(layout, [1.0], buffer_bytes=2**20, element_bytes=2, rules=of) for of in (None, rules))
+    alone, together = (make_plan(layout, [1.0], memory=Memory(2), rules=of) for of in (None, rules))
     assert [len(team.ranks) for team in together.teams] == [2]
     assert sorted(map(sum, _travels(alone, orthogonalizer))) == [32 * 16 * 2] * 2
     sums = 3 * 16 * 16 * 4

@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from megatron_muon.core.traffic import MESSAGE_US
 from megatron_muon.planning.estimate import HARDWARE
 from megatron_muon.rehearsal import playback
 from megatron_muon.rehearsal.trace import Call, Event, Members, Products, RankTrace, Split, StepTrace, Wait
@@ -63,10 +64,10 @@ def test_links_within_and_between_nodes_work_at_the_same_time() -> None:
         3: all_to_all(split(), split()),
     }
     traces = {rank: trace(rank, (0, 1, 2, 3), call, Wait(0, "gather_wait")) for rank, call in exchanged.items()}
-    assert playback.play(traces, 0, ROUND)[3].end_s == pytest.approx(3.0)
+    assert playback.play(traces, 0, ROUND)[3].end_s == pytest.approx(3.0 + 2 * MESSAGE_US * 1e-6)
     near = {**exchanged, 0: all_to_all(split(r1=50, r2=3), split(r1=1))}
     traces = {rank: trace(rank, (0, 1, 2, 3), call, Wait(0, "gather_wait")) for rank, call in near.items()}
-    assert playback.play(traces, 0, ROUND)[3].end_s == pytest.approx(5.0)
+    assert playback.play(traces, 0, ROUND)[3].end_s == pytest.approx(5.0 + 2 * MESSAGE_US * 1e-6)
 
 
 def test_collectives_of_a_group_come_one_after_the_other_beside_products() -> None:
