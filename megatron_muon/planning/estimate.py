@@ -185,11 +185,9 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         loads = np.array([load for team in of for load in team.loads])
         return np.bincount(members, weights=loads, minlength=ranks) / rate
 
+    seconds_of = functools.partial(hardware.links.seconds, nodes=nodes, element_bytes=plan.memory.element_bytes)
     arrive_s, leave_s = (
-        [
-            sum(hardware.links.seconds(stage, nodes, plan.memory.element_bytes) for stage in travels(wave))
-            for wave in plan.waves
-        ]
+        [[seconds_of(stage) for stage in travels(wave)] for wave in plan.waves]
         for travels in (plan.gathering, plan.returning)
     )
     return GroupPlan(
@@ -199,7 +197,7 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
         extra=extra_bytes(plan, looks_ahead=settings.looks_ahead),
         ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=(sum(arrive_s) + sum(leave_s)) * 1e3,
+        exchange_ms=sum(map(sum, arrive_s + leave_s)) * 1e3,
         step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
     )
 
@@ -207,23 +205,31 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
 def _play(
     plan: Plan,
     products_s: Callable[[Sequence[int]], Floats],
-    arrive_s: Sequence[float],
-    leave_s: Sequence[float],
+    arrive_s: Sequence[Sequence[float]],
+    leave_s: Sequence[Sequence[float]],
 ) -> float:
-    """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler."""
+    """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler.
+
+    Updates of wave k leave after those of wave k-1 have arrived. Of two stages, products wait for that within a node:
+    the second where rows arrive, the first where updates leave.
+    """
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
-    link = arrived = arrive_s[0]  # when the link is free, and when the current wave has arrived
+    link = arrived = arrive_s[0][0]  # when the link is free, and when the current wave has arrived
+    left = 0.0  # when the updates of the wave before have
     for k, wave in enumerate(plan.waves):
         here = arrived
         if k + 1 < len(plan.waves):
-            link = arrived = link + arrive_s[k + 1]
+            link = arrived = link + arrive_s[k + 1][0]
         work = products_s(wave)
         busy = work > 0
         clock += filler
-        clock[busy] = np.maximum(clock[busy], here) + work[busy]
-        link = max(link, float(clock[busy].max(initial=here))) + leave_s[k]
+        passed_on, passed_back = sum(arrive_s[k][1:]), sum(leave_s[k][:-1])
+        if plan.relay_ranks:
+            busy[:] = True
+        clock[busy] = np.maximum(np.maximum(clock[busy], here) + passed_on + work[busy], left) + passed_back
+        link = left = max(link, float(clock[busy].max(initial=here))) + leave_s[k][-1]
     return max(link, float(clock.max()))
