@@ -26,7 +26,7 @@ from tests.functional.pool import Pool, RankError
 from tests.functional.wide import wide_but
 
 CASES = {
-    "owner": Case(layers=1, optimizer=exact.ONE_MATRIX_A_WAVE),
+    "owner": Case(layers=1, optimizer=exact.SMALL_WAVES),
     "allgather": Case(layers=1, optimizer={"muon_exchange": "allgather"}),
     "shared": Case(layers=1, strategy="no_shard", optimizer={"muon_share_replicated": True}),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,24 @@ def test_the_shipped_models_are_planned(
     assert figures["matrices"] == matrices
     assert parameters is None or figures["parameters"] == parameters
     assert (figures["ns_load"]["max_over_mean"] <= 1.05) is is_even
+    assert figures["extra_bytes_max"] <= figures["buffer_bytes"]
     for group in figures["groups"]:
         assert group["ns_load"]["max_over_mean"] >= group["ns_load"]["least_possible"] * (1 - 1e-9)
         assert group["exchange_bytes"]["max_per_rank"] < group["exchange_bytes"]["allgather_per_rank"]
+
+
+def test_a_shipped_model_takes_no_more_than_it_may(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Teams cut what does not fit whole; a number that is too small is an error, and the one that it names works."""
+    run = ("--config", CONFIGS / "llama3-8b.yaml", "--world-size", 64)
+    usual, tight = planned(tmp_path, *run), planned(tmp_path, *run, "--buffer-mb", 512)
+    assert usual["buffer_bytes"] > 2**30
+    assert usual["matrices_of_teams"] == {}
+    assert tight["matrices_of_teams"]
+    assert tight["extra_bytes_max"] <= tight["buffer_bytes"] == 2**29
+    capsys.readouterr()
+    found = re.search(r"needs ([0-9.]+); give at least that", message(capsys, *run, "--buffer-mb", 64))
+    assert found
+    assert planned(tmp_path, *run, "--buffer-mb", found[1])["extra_bytes_max"] <= float(found[1]) * 2**20
 
 
 def test_experts_and_dense_are_separate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,94 @@
+"""What travels in two stages: by which ranks, when the planner takes them, and that ranks agree on them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon import cpu
+from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.memory import Memory
+from megatron_muon.core.plan import Plan, make_plan
+from megatron_muon.core.traffic import Transfers, ranks_of_nodes
+from megatron_muon.megatron.settings import MuonOptimizerConfig
+from megatron_muon.planning.command import settings_of
+from megatron_muon.planning.estimate import HARDWARE, Group, plan_group
+from megatron_muon.rehearsal.checks import Recorded, check
+from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
+
+FAR = dataclasses.replace(HARDWARE["h100-sxm"], node_ranks=2)
+
+
+def planned(ranks: int, node: int, *, stages: int = 0, side: int = 64, count: int = 4) -> Plan:
+    held = [side // ranks + (rank < side % ranks) for rank in range(ranks)]
+    layout = Layout(ranks, tuple(row_sharded(f"w{k}", (side, side), held) for k in range(count)))
+    memory = Memory(2)
+    rules = TeamRules(memory.iteration.cost, [rank // node for rank in range(ranks)], 1, stages)
+    return make_plan(layout, [1.0] * count, memory=memory, rules=rules)
+
+
+@given(st.data(), st.integers(2, 4), st.integers(2, 4), st.booleans())
+def test_each_stage_stays_on_its_links(data: st.DataObject, nodes: int, each: int, between_first: bool) -> None:
+    rank = st.integers(0, nodes * each - 1)
+    pairs = data.draw(st.lists(st.tuples(rank, rank, st.integers(1, 9)), min_size=1))
+    columns = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
+    whole = Transfers(*columns).between_ranks()
+    first, second = whole.stages(each, between_first=between_first)
+    between, within = (first, second) if between_first else (second, first)
+    assert (between.sources % each == between.targets % each).all()
+    assert (within.sources // each == within.targets // each).all()
+    assert np.array_equal(first.targets, second.sources)
+    assert np.array_equal(first.sources, whole.sources)
+    assert np.array_equal(second.targets, whole.targets)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each"),
+    [([0] * 8, 0), ([0, 0, 1, 1], 2), ([0, 0, 1], 0), ([0, 1, 2], 0), ([0, 1, 0, 1], 0), ([3, 3, 5, 5], 2), ([0], 0)],
+)
+def test_nodes_of_as_many_ranks_side_by_side(nodes: list[int], each: int) -> None:
+    assert ranks_of_nodes(nodes) == each
+
+
+def test_two_stages_are_taken_where_peers_are_many() -> None:
+    far, near = planned(512, 8, side=512), planned(8, 8)
+    assert far.relay_ranks == 8
+    assert far.peers() <= 64
+    assert planned(512, 8, side=512, stages=1).peers() == 511
+    assert near.relay_ranks == 0
+    assert planned(16, 8, side=8192, count=64).relay_ranks == 0  # bytes count, and few messages
+
+
+def test_two_stages_need_nodes() -> None:
+    with pytest.raises(UserError, match="--muon-exchange-stages 2 needs two nodes or more"):
+        planned(8, 8, stages=2)
+
+
+def test_owners_lie_where_their_rows_are() -> None:
+    """Each matrix lies in one node, but for a row: nothing else goes between nodes."""
+    held = [[15, 16, 16, 16, 1, 0, 0, 0], [1, 0, 0, 0, 15, 16, 16, 16]]
+    layout = Layout(8, tuple(row_sharded(f"w{k}", (64, 64), held[k % 2]) for k in range(16)))
+    memory = Memory(2)
+    rules = TeamRules(memory.iteration.cost, [0] * 4 + [1] * 4, size=1)
+    plan = make_plan(layout, [1.0] * 16, memory=memory, rules=rules)
+    assert [owner // 4 for owner in plan.owners] == [0, 1] * 8
+    assert plan.imbalance == 1.0
+
+
+def test_ranks_of_two_nodes_agree() -> None:
+    cpu.uninstall()
+    held = [30, 20, 10, 4]
+    group = Group("dense", Layout(4, tuple(row_sharded(f"w{k}", (64, 48 + 16 * k), held) for k in range(8))))
+    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, muon_exchange_stages="2", muon_exchange_buffer_mb=0.5)
+    traces = {rank: rehearse_rank(rank, Rehearsal(config, [group], 4, FAR)) for rank in range(4)}
+    plan = plan_group(group, settings_of(config, FAR), FAR)
+    assert check(Recorded(traces, [plan], 4)) == []
+    pairs = {members.ranks for trace in traces.values() for members in trace.groups}
+    assert pairs >= {(0, 1), (2, 3), (0, 2), (1, 3)}
+    assert plan.plan.peers() == 1
