@@ -2,7 +2,8 @@
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
 itself. It gives every matrix one owner, or a team of them (`assignment`), so that the ranks' work is even and few bytes
-move, then cuts the matrices that travel into waves that fit a buffer. Nothing here sends anything.
+move, then cuts the matrices that travel into waves that fit memory, and chooses whether they go between nodes in one
+stage or in two. Nothing here sends anything.
 """
 
 from __future__ import annotations

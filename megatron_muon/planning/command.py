@@ -49,9 +49,10 @@ examples:
 DESCRIPTION = """\
 Plan a Muon step on paper: who orthogonalises what, how even that is, what travels, how long it may take.
 
-Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, without latency, launches
-and elementwise work. With --config, a whole training step of the config's batch (or --tokens) on GPUs follows, with
-Adam and with Muon, and what that assumes. They rank configurations; measure with megatron-muon bench.
+Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, with 2 microseconds for each
+peer of an all-to-all, without launches and elementwise work. With --config, a whole training step of the config's
+batch (or --tokens) on GPUs follows, with Adam and with Muon, and what that assumes. They rank configurations;
+measure with megatron-muon bench.
 """
 
 

@@ -182,7 +182,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     )
     console.print(table)
     lines = [f"a step may take {size(figures['planned']['buffer_bytes'])}"]
-    lines += [f"{hardware.name}: {hardware.source}; without latency, launches and elementwise work"]
+    lines += [f"{hardware.name}: {hardware.source}; without launches and elementwise work"]
     if figures["slowest"]["rank"] is not None:
         waits = [f"{duration(wait['ms'])} in {wait['phase']} for {wait['for']}" for wait in figures["slowest"]["waits"]]
         more = f" and {len(waits) - SHOWN} more" if len(waits) > SHOWN else ""

@@ -114,7 +114,7 @@ class Exchange(ABC):
 
 
 class PlannedExchange(Exchange):
-    """An exchange in which each matrix has one owner, which orthogonalises it, and travels in a wave.
+    """An exchange in which each matrix has an owner, or a team, which orthogonalises it, and travels in a wave.
 
     `plan` is the same on every rank; the other arguments are those of `Exchange`. What a rank has itself is rounded
     like what travels, so that a result does not depend on who holds what.
