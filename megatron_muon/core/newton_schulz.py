@@ -165,7 +165,8 @@ def _product(
     if products is KERNEL:
         bases = [None] * batch if base is None else base
         tsyrk = muon_utils.triton_kernels.tsyrk_ex
-        return torch.stack([tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, bases, strict=True)])
+        formed = [tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, bases, strict=True)]
+        return torch.stack(formed) if batch > 1 else formed[0][None]
     half = m // 2
     out = left.new_empty(batch, m, m)
     for c, a, b, result in zip(out if base is None else base, left, right, out, strict=True):

@@ -34,9 +34,10 @@ def extra_bytes(plan: Plan, *, looks_ahead: bool) -> Ints:
         arriving, packing = (nothing, nothing) if following is None else (following.arriving, following.packing)
         for held in (
             leaving + wave.arriving + packing,
-            leaving + wave.arriving + arriving + np.maximum(filler, wave.assembling),
+            leaving + wave.arriving + arriving + filler,
+            leaving + arriving + wave.assembling,
             leaving + arriving + wave.iterating,
-            arriving + wave.results + wave.leaving,
+            arriving + wave.results + wave.sending_back,
         ):
             most = np.maximum(most, held)
         leaving = wave.leaving
@@ -65,10 +66,10 @@ class _Wave:
         of_teams = [index for index in indices if plan.teams[index].cuts is not None]
         alone = [index for index in indices if plan.teams[index].cuts is None]
         rows, updates = traffic.gathered(indices).between_ranks(), traffic.returned(indices).between_ranks()
+        of_their_own = traffic.gathered(of_teams)
         # What a team's rank has for itself waits with what it sends.
-        sent = traffic.gathered(alone).between_ranks().sent(ranks) + traffic.gathered(of_teams).sent(ranks)
-        leaving = updates.sent(ranks) + updates.received(ranks)
-        given, kept = (np.zeros(ranks, dtype=np.int64) for _ in range(2))
+        stayed = of_their_own.sent(ranks) - of_their_own.between_ranks().sent(ranks)
+        given, kept, together = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
         for index in indices:
             holders, team = traffic.holders(index), plan.teams[index]
             held = holders.elements[holders.numbers]
@@ -81,7 +82,7 @@ class _Wave:
                 whole = np.zeros(len(held), dtype=bool)  # whose update comes in one piece from another rank
                 for rank, elements in traffic.common(index):
                     whole |= (elements[holders.numbers] == held) & (holders.ranks != rank)
-                leaving[holders.ranks[~whole]] += held[~whole]  # put together
+                together[holders.ranks[~whole]] += held[~whole]
         owned: dict[int, tuple[list[Matrix], list[Portion]]] = defaultdict(lambda: ([], []))
         for index in alone:
             owned[plan.owners[index]][0].append(plan.layout.matrices[index])
@@ -91,10 +92,19 @@ class _Wave:
         matrices, results, temporaries = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
         for owner, (whole_ones, portions) in owned.items():
             matrices[owner], results[owner], temporaries[owner] = memory.of_batch(whole_ones, portions)
-        gathered = rows.received(ranks)
-        self.arriving: Ints = wire * (sent + gathered)
-        self.packing: Ints = wire * sent + np.maximum(row_bytes * given, wire * gathered)
-        self.assembling: Ints = matrices + row_bytes * kept
+        sent, gathered = rows.sent(ranks), rows.received(ranks)
+        spread, returned = updates.sent(ranks), updates.received(ranks)
+        assembling = wire * (gathered + stayed) + matrices + row_bytes * kept
+        if plan.relay_ranks:
+            there, back = (stages[0].received(ranks) for stages in (plan.gathering(indices), plan.returning(indices)))
+            self.assembling: Ints = np.maximum(wire * (2 * there + gathered + stayed), assembling)
+            self.sending_back: Ints = wire * (back + np.maximum(np.maximum(spread, back), returned) + together)
+            self.leaving: Ints = wire * (back + returned + together)
+            gathered = there  # until it is waited for
+        else:
+            self.assembling = assembling
+            self.sending_back = self.leaving = wire * (spread + returned + together)
+        self.arriving: Ints = wire * (sent + stayed + gathered)
+        self.packing: Ints = wire * (sent + stayed) + np.maximum(row_bytes * given, wire * gathered)
         self.iterating: Ints = matrices + temporaries
         self.results: Ints = results
-        self.leaving: Ints = wire * leaving

@@ -81,14 +81,21 @@ def test_owners_lie_where_their_rows_are() -> None:
     assert plan.imbalance == 1.0
 
 
-def test_ranks_of_two_nodes_agree() -> None:
+@pytest.mark.parametrize("team_size", ["1", "2"])
+def test_ranks_of_two_nodes_agree(team_size: str) -> None:
+    """On bytes, the order of collectives, and memory."""
     cpu.uninstall()
-    held = [30, 20, 10, 4]
-    group = Group("dense", Layout(4, tuple(row_sharded(f"w{k}", (64, 48 + 16 * k), held) for k in range(8))))
-    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, muon_exchange_stages="2", muon_exchange_buffer_mb=0.5)
+    held = [700, 524, 300, 12]
+    group = Group("dense", Layout(4, tuple(row_sharded(f"w{k}", (1536, 512 + 256 * k), held) for k in range(6))))
+    config = MuonOptimizerConfig(
+        optimizer="muon", lr=0.01, muon_exchange_stages="2", muon_exchange_buffer_mb=64.0, muon_team_size=team_size
+    )
     traces = {rank: rehearse_rank(rank, Rehearsal(config, [group], 4, FAR)) for rank in range(4)}
     plan = plan_group(group, settings_of(config, FAR), FAR)
     assert check(Recorded(traces, [plan], 4)) == []
+    assert len(plan.plan.waves) > 1
+    for rank, trace in traces.items():
+        assert plan.extra[rank] == pytest.approx(trace.steps[-1].extra_bytes, rel=0.1)
     pairs = {members.ranks for trace in traces.values() for members in trace.groups}
     assert pairs >= {(0, 1), (2, 3), (0, 2), (1, 3)}
     assert plan.plan.peers() == 1

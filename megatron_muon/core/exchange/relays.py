@@ -48,14 +48,20 @@ class Stages:
         relays: the groups.
         between_first: whether the stage between nodes is the first.
         sent: elements for each rank of the first group.
-        passed: elements that this rank relays: from each rank of the first group, to each rank of the second.
+        arriving: elements that this rank relays, from each rank of the first group.
+        leaving: the same, to each rank of the second group.
+        pieces: their sizes in the order in which they arrive, by rank of the first group and then of the second.
+        order: in which they leave, by rank of the second group and then of the first.
         received: elements from each rank of the second group.
     """
 
     relays: Relays
     between_first: bool
     sent: list[int]
-    passed: list[list[int]]
+    arriving: list[int]
+    leaving: list[int]
+    pieces: list[int]
+    order: list[int]
     received: list[int]
 
     @classmethod
@@ -77,22 +83,26 @@ class Stages:
             np.add.at(found, (rows[here], columns[here]), elements[here])
             return found
 
+        passed = table(by == rank, of_first(sources), of_second(targets))
+        numbers = np.full_like(passed, -1)
+        numbers[passed > 0] = np.arange(np.count_nonzero(passed))
         return cls(
             relays,
             between_first,
-            table(sources == rank, of_first(by), of_second(targets)).sum(axis=1).tolist(),
-            table(by == rank, of_first(sources), of_second(targets)).tolist(),
-            table(targets == rank, of_first(sources), of_second(by)).sum(axis=0).tolist(),
+            sent=table(sources == rank, of_first(by), of_second(targets)).sum(axis=1).tolist(),
+            arriving=passed.sum(axis=1).tolist(),
+            leaving=passed.sum(axis=0).tolist(),
+            pieces=passed[passed > 0].tolist(),
+            order=[number for number in numbers.T.ravel().tolist() if number >= 0],
+            received=table(targets == rank, of_first(sources), of_second(by)).sum(axis=0).tolist(),
         )
 
     def start(self, send: torch.Tensor) -> InFlight:
         """Send what is for others, and expect what they have for this rank."""
+        passed = send.new_empty(sum(self.pieces))
+        work = self._first(passed, send, is_async=self.between_first)
         if self.between_first:
-            passed = send.new_empty(sum(map(sum, self.passed)))
-            work = self._first(passed, send, is_async=True)
-            return InFlight(work, passed, send, then=lambda: self._then(passed))
-        passed = send.new_empty(sum(map(sum, self.passed)))
-        self._first(passed, send, is_async=False)
+            return InFlight(work, passed, send, then=self._then)
         return self._second(self._regrouped(passed), is_async=True)
 
     def _then(self, passed: torch.Tensor) -> torch.Tensor:
@@ -100,28 +110,25 @@ class Stages:
 
     def _first(self, passed: torch.Tensor, send: torch.Tensor, *, is_async: bool) -> Any:
         group = self.relays.rail if self.between_first else self.relays.node
-        counts = [sum(row) for row in self.passed]
-        return dist.all_to_all_single(passed, send, counts, self.sent, group=group, async_op=is_async)
+        return dist.all_to_all_single(passed, send, self.arriving, self.sent, group=group, async_op=is_async)
 
     def _regrouped(self, passed: torch.Tensor) -> torch.Tensor:
         """What this rank relays, by the ranks that it goes to."""
-        pieces = passed.split([size for row in self.passed for size in row])
-        count = len(self.received)
-        return torch.cat([piece for k in range(count) for piece in pieces[k::count]])
+        pieces = passed.split(self.pieces)
+        return torch.cat([pieces[number] for number in self.order]) if self.order else passed
 
     def _second(self, relayed: torch.Tensor, *, is_async: bool) -> InFlight:
         group = self.relays.node if self.between_first else self.relays.rail
-        counts = [sum(column) for column in zip(*self.passed, strict=True)]
-        arriving = relayed.new_empty(sum(self.received))
-        work = dist.all_to_all_single(arriving, relayed, self.received, counts, group=group, async_op=is_async)
-        return InFlight(work, arriving, relayed)
+        received = relayed.new_empty(sum(self.received))
+        work = dist.all_to_all_single(received, relayed, self.received, self.leaving, group=group, async_op=is_async)
+        return InFlight(work, received, relayed)
 
     @property
     def elements(self) -> int:
         """Those that this rank receives from others, in both stages."""
         rail, node = self.relays.rail.rank(), self.relays.node.rank()
         first, second = (rail, node) if self.between_first else (node, rail)
-        return sum(map(sum, self.passed)) - sum(self.passed[first]) + sum(self.received) - self.received[second]
+        return sum(self.arriving) - self.arriving[first] + sum(self.received) - self.received[second]
 
 
 def make_relays(group: dist.ProcessGroup, each: int) -> Relays:

@@ -161,12 +161,19 @@ class Parcel:
 
     def in_shard(self, shard: torch.Tensor) -> torch.Tensor:
         """The rectangle in what the holder has of the matrix: a view."""
-        top, left = self.piece.row - self.shard.row_start, self.piece.col - self.shard.col_start
-        return shard.narrow(0, top, self.piece.rows).narrow(1, left, self.piece.cols)
+        piece = self.piece
+        return _part(shard, piece.row - self.shard.row_start, piece.rows, piece.col - self.shard.col_start, piece.cols)
 
     def in_room(self, room: torch.Tensor) -> torch.Tensor:
         """The rectangle in what its owner has of the matrix: a view."""
-        return room.narrow(0, self.piece.room_row, self.piece.rows).narrow(1, self.piece.room_col, self.piece.cols)
+        return _part(room, self.piece.room_row, self.piece.rows, self.piece.room_col, self.piece.cols)
+
+
+def _part(whole: torch.Tensor, row: int, rows: int, col: int, cols: int) -> torch.Tensor:
+    """A rectangle of a matrix; each view of the thousands in a step costs the host time, so none is made in vain."""
+    if rows != len(whole):
+        whole = whole.narrow(0, row, rows)
+    return whole if cols == whole.shape[1] else whole.narrow(1, col, cols)
 
 
 class Parcels:
@@ -238,23 +245,26 @@ class Parcels:
 class InFlight:
     """A collective under way with the buffers that it reads and writes; they live until it has been waited for.
 
-    What a rank has for itself, `kept`, waits with them. `then` makes what was received from what has arrived, where a
-    second stage does. Collective.
+    What a rank has for itself, `kept`, waits with them. Where there is a second stage, `then` makes what is received
+    from what has arrived. Collective.
     """
 
     work: Any
     received: torch.Tensor
     sent: torch.Tensor | None = None
     kept: torch.Tensor | None = None
-    then: Callable[[], torch.Tensor] | None = None
+    then: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def wait(self) -> torch.Tensor:
         """The received elements, in the order of the parcels that were expected."""
         if self.work is not None:
             self.work.wait()
-        return self.received if self.then is None else self.then()
+        self.work = self.sent = None
+        if self.then is not None:
+            self.received, self.then = self.then(self.received), None
+        return self.received
 
 
 def rectangle_view(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:
     """The rectangle of `matrix` that `shard` describes, a view."""
-    return matrix.narrow(0, shard.row_start, shard.rows).narrow(1, shard.col_start, shard.cols)
+    return _part(matrix, shard.row_start, shard.rows, shard.col_start, shard.cols)
