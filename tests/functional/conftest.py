@@ -25,8 +25,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for clocks comes first, so that the rest runs beside it where pytest has several processes."""
-    items.sort(key=lambda item: item.path.stem != "test_slurm")
+    """What waits for clocks comes first, and then what takes a minute by itself: the rest runs beside it."""
+    first = ("test_slurm", "test_sweep", "test_train", "test_command_line")
+    items.sort(key=lambda item: first.index(item.path.stem) if item.path.stem in first else len(first))
 
 
 def pytest_sessionfinish() -> None:
