@@ -74,7 +74,7 @@ class LocalExchange(Exchange):
     ) -> None:
         super().__init__(layout, group, device=device)
         indices = range(len(layout.matrices))
-        memory.check(buffer_bytes, max(memory.whole([matrix]) for matrix in layout.matrices), layout)
+        memory.check(buffer_bytes, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
         count = memory.parts(layout.matrices, buffer_bytes or AUTO_BYTES)
         self._parts = [(indices[k::count], batches(indices[k::count])) for k in range(count)]
 
