@@ -12,7 +12,7 @@ from megatron_muon.core.cost import Iteration
 Offload = Literal["none", "cpu", "nvme"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 TeamSize = Literal["auto", "1", "2", "4", "8"]
-Stages = Literal["auto", "1", "2"]
+Stages = Literal["auto", "1", "2", "3"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 STAGES = get_args(Stages)
 
@@ -62,8 +62,9 @@ class MuonSettings:
     only where a matrix is more than a rank's share of the work, and where they save time"""
 
     muon_exchange_stages: Stages = "auto"
-    """with the owner scheme on several nodes: 1 has each rank send to every rank that needs its rows; 2 goes within a
-    node first, then between ranks of the same place in their nodes, so that a rank has few peers; auto: the faster"""
+    """with the owner scheme on several nodes: 1 has each rank send to every rank that needs its rows; 2 sends by way of
+    the rank of the same place in the owner's node, 3 over one link for each two nodes, so that a rank has few peers;
+    auto: the fastest"""
 
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""

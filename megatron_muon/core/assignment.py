@@ -35,7 +35,7 @@ class TeamRules:
         cost: the work of each rank of a team on a block, from its rows, its columns and the size of the team.
         nodes: the node of each rank, counted from 0; a team lies in one.
         size: of every team; 1 forms none, 0 leaves it to the planner.
-        stages: of an all-to-all, 1 or 2; 0 leaves them to the planner.
+        stages: of an all-to-all, 1 to 3; 0 leaves them to the planner.
     """
 
     cost: Callable[[int, int, int], float]

@@ -2,8 +2,8 @@
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
 itself. It gives every matrix one owner, or a team of them (`assignment`), so that the ranks' work is even and few bytes
-move, then cuts the matrices that travel into waves that fit memory, and chooses whether they go between nodes in one
-stage or in two. Nothing here sends anything.
+move, then cuts the matrices that travel into waves that fit memory, and chooses in how many
+stages they go between nodes. Nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,7 +24,7 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
 from megatron_muon.core.portions import Portion, Team
-from megatron_muon.core.traffic import USUAL_LINKS, Holders, Ints, Traffic, Transfers, ranks_of_nodes
+from megatron_muon.core.traffic import USUAL_LINKS, Holders, Ints, Path, Traffic, Transfers, ranks_of_nodes
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
@@ -46,7 +46,7 @@ class Plan:
         memory: what matrices take.
         buffer_bytes: what a step may take on a rank beyond weights, gradients and state.
         wave_bytes: the part of it that one wave may fill.
-        relay_ranks: where what travels goes in two stages, the ranks of each node; 0 where it goes straight.
+        path: in how many stages they go.
     """
 
     layout: Layout
@@ -57,7 +57,7 @@ class Plan:
     memory: Memory
     buffer_bytes: int
     wave_bytes: int
-    relay_ranks: int = 0
+    path: Path = field(default_factory=Path)
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -79,7 +79,8 @@ class Plan:
         shapes = [matrix.shape for matrix in self.layout.matrices]
         blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
         teams = [(team.ranks, team.cuts) for team in self.teams]
-        content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes, self.relay_ranks])
+        path = self.path.stages, self.path.node_ranks
+        content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes, path])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
@@ -94,14 +95,12 @@ class Plan:
         return tuple(whole[k::parts] for k in range(parts))
 
     def gathering(self, wave: Sequence[int]) -> tuple[Transfers, ...]:
-        """What the all-to-alls carry in which rows of a wave arrive: one, or two stages."""
-        rows = self.traffic.gathered(wave)
-        return rows.stages(self.relay_ranks, between_first=True) if self.relay_ranks else (rows,)
+        """What the all-to-alls carry in which rows of a wave arrive, one for each stage."""
+        return self.path.legs(self.traffic.gathered(wave))
 
     def returning(self, wave: Sequence[int]) -> tuple[Transfers, ...]:
         """What those carry in which its updates leave."""
-        updates = self.traffic.returned(wave)
-        return updates.stages(self.relay_ranks, between_first=False) if self.relay_ranks else (updates,)
+        return self.path.back().legs(self.traffic.returned(wave))
 
     def _all_to_alls(self) -> Iterator[Transfers]:
         for wave in self.waves:
@@ -184,27 +183,33 @@ def make_plan(
         buffer_bytes,
         wave_bytes,
     )
-    return replace(plan, relay_ranks=_relay_ranks(plan, rules))
+    return replace(plan, path=_path(plan, rules))
 
 
-def _relay_ranks(plan: Plan, rules: TeamRules) -> int:
-    """Ranks of a node where two stages are asked for, or are faster by `USUAL_LINKS` for the wave of most matrices."""
+def _path(plan: Plan, rules: TeamRules) -> Path:
+    """In the stages that are asked for, or in those that are fastest by `USUAL_LINKS` for the wave of most matrices.
+
+    Relays hold what passes through them in the room of a wave.
+    """
     each = ranks_of_nodes(rules.nodes)
-    if rules.stages == 2 and not each:
+    if rules.stages > 1 and not each:
         raise UserError(
-            "--muon-exchange-stages 2 needs two nodes or more, of as many ranks each, two at least; use auto, or 1"
+            f"--muon-exchange-stages {rules.stages} needs two nodes or more, of as many ranks each, two at least; use "
+            "auto, or 1"
         )
-    if rules.stages or not each or not plan.waves:
-        return each if rules.stages == 2 else 0
+    paths = [Path(), *(Path(stages, each) for stages in (2, 3) if each)]
+    if rules.stages or not plan.waves:
+        return next((path for path in paths if path.stages == rules.stages), paths[0])
     wave, nodes = max(plan.waves, key=len), np.array(rules.nodes, dtype=np.int64)
-    straight, staged = (
-        sum(
+
+    def seconds(path: Path) -> float:
+        staged = replace(plan, path=path)
+        return sum(
             USUAL_LINKS.seconds(transfers, nodes, plan.memory.element_bytes)
-            for transfers in (*choice.gathering(wave), *choice.returning(wave))
+            for transfers in (*staged.gathering(wave), *staged.returning(wave))
         )
-        for choice in (plan, replace(plan, relay_ranks=each))
-    )
-    return each if staged < straight else 0
+
+    return min(paths, key=seconds)
 
 
 class _Needs:

@@ -1,15 +1,15 @@
 """What travels: which rank has which elements of a matrix for another, by arithmetic.
 
 Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder. Where
-ranks have many peers, bytes go in two stages: rows between nodes, from each rank to that of the same place in the other
-node, and then within that node; update rows back the same way. The planner, the estimates and the exchange all ask
-here.
+ranks have many peers, bytes go in two or three stages, by way of other ranks of the two nodes (`Path`). The planner,
+the estimates and the exchange all ask here.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,20 +47,53 @@ class Transfers(NamedTuple):
         pairs = np.unique(self.sources * ranks + self.targets)
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
-    def relays(self, each: int, *, between_first: bool) -> Ints:
-        """The rank by which each goes in two stages, where nodes have `each` ranks.
 
-        It has the place of that end which holds rows, in the node of the other: what one node holds for a rank of
-        another then goes over all links between them. `between_first` has rows go between nodes first.
-        """
-        holders, others = (self.sources, self.targets) if between_first else (self.targets, self.sources)
-        return others // each * each + holders % each
+@dataclass(frozen=True)
+class Path:
+    """The way of bytes from rank to rank.
 
-    def stages(self, each: int, *, between_first: bool) -> tuple[Transfers, Transfers]:
-        """The two stages of what leaves its rank."""
-        leave = self.between_ranks()
-        relays = leave.relays(each, between_first=between_first)
-        return Transfers(leave.sources, relays, leave.elements), Transfers(relays, leave.targets, leave.elements)
+    In one stage they go straight. In two, rows go between nodes first, from each rank to that of the same place in the
+    other node, and then within that node, and updates back the same way: what one node holds for a rank of another goes
+    over all links between them. In three, all that one node has for another goes over one link, between ranks of a
+    place that is another for each pair of nodes, and is collected and spread within the nodes: a rank has peers in
+    fewer nodes, and nodes that are many still use all links.
+
+    Attributes:
+        stages: 1, 2 or 3.
+        node_ranks: ranks of each node, side by side; of no account in one stage.
+        of_rows: whether rows travel, from those that hold them, or their updates.
+    """
+
+    stages: int = 1
+    node_ranks: int = 1
+    of_rows: bool = True
+
+    def back(self) -> Path:
+        """The way of the updates of rows that went this way."""
+        return replace(self, of_rows=False)
+
+    @property
+    def between(self) -> int:
+        """Number of the stage between nodes, counted from 0."""
+        return (self.stages - 1) // 2 if self.of_rows else self.stages // 2
+
+    def relays[Ranks: (int, Ints)](self, sources: Ranks, targets: Ranks) -> list[Ranks]:
+        """The ranks by way of which bytes go, one for each stage but the last."""
+        each = self.node_ranks
+        if self.stages == 1:
+            return []
+        if self.stages == 2:
+            holders, others = (sources, targets) if self.of_rows else (targets, sources)
+            return [others // each * each + holders % each]
+        near, far = sources // each, targets // each
+        place, is_far = (near + far) % each, near != far
+        return [targets + is_far * (node * each + place - targets) for node in (near, far)]
+
+    def legs(self, transfers: Transfers) -> tuple[Transfers, ...]:
+        """What travels in each stage of what leaves its rank."""
+        sources, targets, elements = transfers.between_ranks()
+        points = [sources, *self.relays(sources, targets), targets]
+        return tuple(Transfers(*ends, elements) for ends in itertools.pairwise(points))
 
 
 class Links(NamedTuple):

@@ -79,7 +79,7 @@ class Muon(MuonState):
         exchange: "owner" or "allgather": how sharded matrices become whole.
         exchange_buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         exchange_dtype: what travels: "auto", "fp32" or "bf16".
-        exchange_stages: of an all-to-all over several nodes: "auto", "1" or "2", as the flag.
+        exchange_stages: of an all-to-all over several nodes: "auto", "1", "2" or "3", as the flag.
         team_size: how many ranks own a matrix together: "auto", "1", "2", "4" or "8", as the flag `--muon-team-size`.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
             broadcasts the update, instead of by all. Needs the same gradients on all ranks.

@@ -181,7 +181,7 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any
             ),
         },
         "peers": max(item.plan.peers() for item in plans),
-        "stages": max(1 + (item.plan.relay_ranks > 0) for item in plans),
+        "stages": max(item.plan.path.stages for item in plans),
         "extra_bytes_max": max(item.extra_bytes for item in plans),
         "waves": sum(len(item.plan.waves) for item in plans),
         "buffer_bytes": max(item.plan.buffer_bytes for item in plans),
@@ -385,7 +385,9 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "most received by a rank": lambda c: size(c["exchange_bytes"]["max_per_rank"]),
     "  by all-gather": lambda c: size(c["exchange_bytes"]["allgather_per_rank"]),
     "  owner scheme": _saving,
-    "peers in an all-to-all, at most": lambda c: f"{c['peers']:,}" + ", two stages" * (c["stages"] == 2),
+    "peers in an all-to-all, at most": lambda c: (
+        f"{c['peers']:,}" + (f", {c['stages']} stages" if c["stages"] > 1 else "")
+    ),
     "waves": lambda c: f"{c['waves']:,}",
     "extra memory, at most": lambda c: size(c["extra_bytes_max"]),
     "Newton-Schulz": lambda c: duration(c["estimated_ms"]["ns"]),

@@ -210,26 +210,27 @@ def _play(
 ) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler.
 
-    Updates of wave k leave after those of wave k-1 have arrived. Of two stages, products wait for that within a node:
-    the second where rows arrive, the first where updates leave.
+    Updates of wave k leave after those of wave k-1 have arrived. Products wait for the stages within nodes.
     """
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
+    there, back = plan.path.between, plan.path.back().between
     clock = np.zeros_like(filler)  # when each rank's products are done
-    link = arrived = arrive_s[0][0]  # when the link is free, and when the current wave has arrived
+    link = arrived = sum(arrive_s[0][: there + 1])  # when the link is free, and when the current wave has arrived
     left = 0.0  # when the updates of the wave before have
     for k, wave in enumerate(plan.waves):
-        here = arrived
+        here, passed_in = arrived, sum(arrive_s[k][there + 1 :])
         if k + 1 < len(plan.waves):
-            link = arrived = link + arrive_s[k + 1][0]
+            before = sum(arrive_s[k + 1][:there])
+            clock += before
+            arrived = link = max(link, float(clock.max()) * (there > 0)) + arrive_s[k + 1][there]
         work = products_s(wave)
-        busy = work > 0
+        busy = (work > 0) | (plan.path.stages > 1)
         clock += filler
-        passed_on, passed_back = sum(arrive_s[k][1:]), sum(leave_s[k][:-1])
-        if plan.relay_ranks:
-            busy[:] = True
-        clock[busy] = np.maximum(np.maximum(clock[busy], here) + passed_on + work[busy], left) + passed_back
-        link = left = max(link, float(clock[busy].max(initial=here))) + leave_s[k][-1]
-    return max(link, float(clock.max()))
+        clock[busy] = np.maximum(clock[busy], here) + passed_in + work[busy]
+        clock[busy] = np.maximum(clock[busy], left) + sum(leave_s[k][:back])
+        link = max(link, float(clock[busy].max(initial=here))) + leave_s[k][back]
+        left = link + sum(leave_s[k][back + 1 :])
+    return max(left, float(clock.max()))

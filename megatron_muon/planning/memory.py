@@ -29,7 +29,7 @@ def extra_bytes(plan: Plan, *, looks_ahead: bool) -> Ints:
     fillers = _fillers(plan, row_bytes)
     if not waves:
         return fillers[0]
-    most, leaving = waves[0].packing, nothing
+    most, leaving, receiving = waves[0].packing, nothing, nothing
     for wave, following, filler in itertools.zip_longest(waves, waves[1:], fillers):
         arriving, packing = (nothing, nothing) if following is None else (following.arriving, following.packing)
         for held in (
@@ -37,11 +37,12 @@ def extra_bytes(plan: Plan, *, looks_ahead: bool) -> Ints:
             leaving + wave.arriving + arriving + filler,
             leaving + arriving + wave.assembling,
             leaving + arriving + wave.iterating,
+            receiving + arriving + wave.results,
             arriving + wave.results + wave.sending_back,
         ):
             most = np.maximum(most, held)
-        leaving = wave.leaving
-    return most
+        leaving, receiving = wave.leaving, wave.receiving
+    return np.maximum(most, receiving)
 
 
 def _fillers(plan: Plan, row_bytes: int) -> list[Ints]:
@@ -55,6 +56,26 @@ def _fillers(plan: Plan, row_bytes: int) -> list[Ints]:
             wave = number // beside_a_wave
             taken[wave][rank] = max(taken[wave][rank], size)
     return taken
+
+
+class _Flight:
+    """Elements in the buffers of an all-to-all on each rank, as `core.exchange.relays` goes through its stages.
+
+    What passes through a rank is there a second time while it is put in the order in which it leaves.
+
+    Args:
+        sent: by each rank.
+        received: by each rank, in each stage.
+        between: number of the stage between nodes, which is under way while the step goes on.
+    """
+
+    def __init__(self, sent: Ints, received: Sequence[Ints], between: int) -> None:
+        buffers = [sent, *received]
+        stages = [first + second for first, second in itertools.pairwise(buffers)]
+        passed = [2 * elements for elements in buffers]
+        self.under_way = stages[between]
+        self.starting = np.max([*stages[: between + 1], *passed[1 : between + 1]], axis=0)
+        self.waiting = np.max([buffers[-1], *stages[between + 1 :], *passed[between + 1 : -1]], axis=0)
 
 
 class _Wave:
@@ -92,19 +113,15 @@ class _Wave:
         matrices, results, temporaries = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
         for owner, (whole_ones, portions) in owned.items():
             matrices[owner], results[owner], temporaries[owner] = memory.of_batch(whole_ones, portions)
-        sent, gathered = rows.sent(ranks), rows.received(ranks)
-        spread, returned = updates.sent(ranks), updates.received(ranks)
-        assembling = wire * (gathered + stayed) + matrices + row_bytes * kept
-        if plan.relay_ranks:
-            there, back = (stages[0].received(ranks) for stages in (plan.gathering(indices), plan.returning(indices)))
-            self.assembling: Ints = np.maximum(wire * (2 * there + gathered + stayed), assembling)
-            self.sending_back: Ints = wire * (back + np.maximum(np.maximum(spread, back), returned) + together)
-            self.leaving: Ints = wire * (back + returned + together)
-            gathered = there  # until it is waited for
-        else:
-            self.assembling = assembling
-            self.sending_back = self.leaving = wire * (spread + returned + together)
-        self.arriving: Ints = wire * (sent + stayed + gathered)
-        self.packing: Ints = wire * (sent + stayed) + np.maximum(row_bytes * given, wire * gathered)
+        sent, spread = rows.sent(ranks), updates.sent(ranks)
+        assembling = wire * (rows.received(ranks) + stayed) + matrices + row_bytes * kept
+        there = _Flight(sent, [leg.received(ranks) for leg in plan.gathering(indices)], plan.path.between)
+        back = _Flight(spread, [leg.received(ranks) for leg in plan.returning(indices)], plan.path.back().between)
+        self.packing: Ints = wire * stayed + np.maximum(wire * sent + row_bytes * given, wire * there.starting)
+        self.arriving: Ints = wire * (stayed + there.under_way)
+        self.assembling: Ints = np.maximum(wire * (stayed + there.waiting), assembling)
+        self.sending_back: Ints = wire * (together + back.starting)
+        self.leaving: Ints = wire * (together + back.under_way)
+        self.receiving: Ints = wire * (together + back.waiting)
         self.iterating: Ints = matrices + temporaries
         self.results: Ints = results

@@ -53,7 +53,7 @@ def make_exchange(
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
-        stages: with OWNER, of an all-to-all over several nodes: "1", "2", or "auto" for what is faster.
+        stages: with OWNER, of an all-to-all over several nodes: "1", "2", "3", or "auto" for the fastest.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
 
     Raises:
@@ -77,7 +77,7 @@ def make_exchange(
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan)
     if scheme == SHARED:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
-    relays = make_relays(group, plan.relay_ranks) if plan.relay_ranks else None
+    relays = make_relays(group, plan.path.node_ranks) if plan.path.stages > 1 else None
     return OwnerExchange(plan, group, batches, wire_dtype=wire_dtype, device=device, teams=teams, relays=relays)
 
 

@@ -12,7 +12,7 @@ rows together again, and the team agrees on whether the matrix is finite.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,7 +64,7 @@ class _Route:
         assembled: shards that this rank puts together from several updates, by matrix index.
         finals: matrices whose updates are complete when all of the wave have arrived.
         flags: for each of them one of its parcels, by its place in `returned` and then `home`, on the device.
-        stages: of the two all-to-alls, where they have two stages each.
+        stages: of the two all-to-alls, where they have several each.
     """
 
     batch: Batch
@@ -110,7 +110,7 @@ class _Parts:
 class OwnerExchange(PlannedExchange):
     """Carries out a plan for matrices whose rows lie on several ranks.
 
-    `teams` are those of the plan that this rank is in, `relays` the groups of its two stages, where it has them; the
+    `teams` are those of the plan that this rank is in, `relays` the groups of its stages, where it has several; the
     other arguments are those of `PlannedExchange`.
     """
 
@@ -156,11 +156,14 @@ class OwnerExchange(PlannedExchange):
                 held = (own[index],) if own[index].numel else ()
                 for shard in matrix.shards if portion.rank == rank else held:
                     self._add(parts, portion, shard, room, is_team=is_team)
-        by_place = None if self._relays is None else self._relays.by_place  # see `Stages`
-        parcels = {
-            name: self._parcels(found, by_place if name in ("gathered", "spread") else None)
-            for name, found in vars(parts).items()
+        there, back = self.plan.path, self.plan.path.back()
+        orders: dict[str, Callable[[int], list[int]]] = {  # see `Stages`
+            "sent": lambda other: [*there.relays(rank, other)[:1], other],
+            "gathered": lambda other: [*there.relays(other, rank)[-1:], other],
+            "spread": lambda other: [*back.relays(rank, other)[:1], other],
+            "returned": lambda other: [*back.relays(other, rank)[-1:], other],
         }
+        parcels = {name: self._parcels(found, orders.get(name)) for name, found in vars(parts).items()}
         arriving = [*parcels["returned"].parcels, *parcels["home"].parcels]
         whole = {parcel.index for parcel in parcels["returned"].parcels if parcel.piece.numel == parcel.shard.numel}
         place = {parcel.index: number for number, parcel in enumerate(arriving)}
@@ -197,10 +200,10 @@ class OwnerExchange(PlannedExchange):
     def _stages(self, wave: Sequence[int]) -> tuple[Stages, Stages] | None:
         if self._relays is None:
             return None
-        rows, updates = self.plan.traffic.gathered(wave), self.plan.traffic.returned(wave)
+        path, traffic = self.plan.path, self.plan.traffic
         return (
-            Stages.of(rows, self._rank, self._relays, between_first=True),
-            Stages.of(updates, self._rank, self._relays, between_first=False),
+            Stages.of(traffic.gathered(wave), path, self._rank, self._relays),
+            Stages.of(traffic.returned(wave), path.back(), self._rank, self._relays),
         )
 
     def _agreements(self, wave: Sequence[int], portions: Sequence[Portion], first: int) -> list[_Agreement]:
@@ -250,16 +253,17 @@ class OwnerExchange(PlannedExchange):
     def _gather(self, route: _Route, rows: RowPhases, probe: Probe) -> InFlight:
         """Send this rank's rows of a wave to their owners, and expect the rows of the matrices that it owns."""
         with probe.phase("gather"):
-            send = self._nothing.new_empty(route.sent.numel)
-            stay = self._nothing.new_empty(route.stayed.numel)
-            if route.given:
-                shards = dict(zip(route.given, rows.prepare(route.given), strict=True))
-                _copy(route.sent.in_buffer(send), route.sent.in_shards(shards))
-                _copy(route.stayed.in_buffer(stay), route.stayed.in_shards(shards))
-                del shards  # before there is room for what arrives
-            flight = self._all_to_all(send, route.sent, route.gathered, route.stages and route.stages[0], probe)
-            flight.kept = stay
+            flight = self._pack(route, rows)
+            self._all_to_all(flight, route.sent, route.gathered, route.stages and route.stages[0], probe)
             return flight
+
+    def _pack(self, route: _Route, rows: RowPhases) -> InFlight:
+        send, stay = self._nothing.new_empty(route.sent.numel), self._nothing.new_empty(route.stayed.numel)
+        if route.given:
+            shards = dict(zip(route.given, rows.prepare(route.given), strict=True))
+            _copy(route.sent.in_buffer(send), route.sent.in_shards(shards))
+            _copy(route.stayed.in_buffer(stay), route.stayed.in_shards(shards))
+        return InFlight(send, kept=stay)
 
     def _assemble(self, route: _Route, rows: RowPhases, arriving: InFlight, probe: Probe) -> None:
         """Put this rank's matrices of a wave together from what arrived and its own rows."""
@@ -300,16 +304,20 @@ class OwnerExchange(PlannedExchange):
     def _send_back(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor, probe: Probe) -> _Leaving:
         """Send the update rows of other ranks to their holders, and begin to put this rank's own together."""
         with probe.phase("send_back"):
-            send = self._nothing.new_empty(route.spread.numel)
-            if route.spread.indices:
-                _copy(route.spread.in_buffer(send), route.spread.in_rooms(results))
-                route.spread.mark(send, finite)
+            flight = self._pack_updates(route, results, finite)
             shards = {
                 index: self._nothing.new_empty(shard.rows, shard.cols) for index, shard in route.assembled.items()
             }
             _copy(route.home.in_shards(shards), route.home.in_rooms(results))
-            flight = self._all_to_all(send, route.spread, route.returned, route.stages and route.stages[1], probe)
+            self._all_to_all(flight, route.spread, route.returned, route.stages and route.stages[1], probe)
             return _Leaving(route, flight, shards, finite[route.home.rooms])
+
+    def _pack_updates(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor) -> InFlight:
+        send = self._nothing.new_empty(route.spread.numel)
+        if route.spread.indices:
+            _copy(route.spread.in_buffer(send), route.spread.in_rooms(results))
+            route.spread.mark(send, finite)
+        return InFlight(send)
 
     def _receive(self, leaving: _Leaving, rows: RowPhases, probe: Probe) -> None:
         """Finalize the update rows that came back."""
@@ -330,15 +338,18 @@ class OwnerExchange(PlannedExchange):
             rows.finalize(route.finals, [updates[index] for index in route.finals], finite)
 
     def _all_to_all(
-        self, send: torch.Tensor, sent: Parcels, expected: Parcels, stages: Stages | None, probe: Probe
-    ) -> InFlight:
+        self, flight: InFlight, sent: Parcels, expected: Parcels, stages: Stages | None, probe: Probe
+    ) -> None:
+        """Start to send what `flight` has to send."""
         if stages is not None:
-            probe.received(stages.elements * send.itemsize)
-            return stages.start(send)
-        receive = self._nothing.new_empty(expected.numel)
-        probe.received(receive.nbytes)
-        work = dist.all_to_all_single(receive, send, expected.counts, sent.counts, group=self.group, async_op=True)
-        return InFlight(work, receive, send)
+            probe.received(stages.elements * self._nothing.itemsize)
+            stages.start(flight)
+            return
+        flight.received = self._nothing.new_empty(expected.numel)
+        probe.received(flight.received.nbytes)
+        flight.work = dist.all_to_all_single(
+            flight.received, flight.sent, expected.counts, sent.counts, group=self.group, async_op=True
+        )
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""An all-to-all in two stages: between nodes, from each rank to that of the same place, and within a node.
+"""An all-to-all in several stages: between ranks of the same place of their nodes, and within nodes.
 
 With N nodes of G ranks, a rank has at most N - 1 and G - 1 peers instead of N * G - 1. What goes between nodes is under
 way as the one all-to-all would be; what goes within a node, on its fast link, is waited for where it is sent.
@@ -6,16 +6,16 @@ way as the one all-to-all would be; what goes within a node, on its fast link, i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from megatron_muon.core.exchange.steps import InFlight
-from megatron_muon.core.traffic import Ints, Transfers
+from megatron_muon.core.traffic import Path, Transfers
 
 
 @dataclass(frozen=True)
@@ -32,103 +32,104 @@ class Relays:
     node: dist.ProcessGroup
     rail: dist.ProcessGroup
 
-    def by_place(self, rank: int) -> tuple[int, int]:
-        """Orders ranks by their place, and then by their node."""
-        return rank % self.each, rank // self.each
+
+@dataclass(frozen=True)
+class _Leg:
+    """One stage of an all-to-all, as this rank has it.
+
+    What a rank has for another lies together, ordered by the pair of ranks at the two ends of the path.
+
+    Attributes:
+        group: in which it takes place.
+        sent: elements for each rank of the group.
+        received: elements from each of them.
+        pieces: of what arrives, the elements of each pair.
+        order: in which the pieces leave in the next stage.
+    """
+
+    group: dist.ProcessGroup
+    sent: list[int]
+    received: list[int]
+    pieces: list[int]
+    order: list[int]
+
+    def start(self, flight: InFlight, *, is_async: bool) -> None:
+        """Send what `flight` has to send, and expect what others send. Collective."""
+        assert flight.sent is not None
+        flight.received = flight.sent.new_empty(sum(self.received))
+        flight.work = dist.all_to_all_single(
+            flight.received, flight.sent, self.received, self.sent, group=self.group, async_op=is_async
+        )
+        if not is_async:
+            flight.sent = None
+
+    def pass_on(self, flight: InFlight) -> None:
+        """Make what has been received what is sent next."""
+        assert flight.received is not None
+        pieces = flight.received.split(self.pieces)
+        flight.sent = torch.cat([pieces[number] for number in self.order]) if self.order else flight.received
+        flight.received = None
 
 
 @dataclass(frozen=True)
 class Stages:
-    """One all-to-all of this rank in two stages.
+    """One all-to-all of this rank: the stage between nodes, and those before and after it.
 
-    What is for ranks of a relay lies together, and so does what comes from one: of rows, which go between nodes first,
-    what is sent is ordered by rank and what arrives `by_place`; of updates the other way.
-
-    Attributes:
-        relays: the groups.
-        between_first: whether the stage between nodes is the first.
-        sent: elements for each rank of the first group.
-        arriving: elements that this rank relays, from each rank of the first group.
-        leaving: the same, to each rank of the second group.
-        pieces: their sizes in the order in which they arrive, by rank of the first group and then of the second.
-        order: in which they leave, by rank of the second group and then of the first.
-        received: elements from each rank of the second group.
+    What is sent first is ordered by first relay, what is received last by last relay.
     """
 
-    relays: Relays
-    between_first: bool
-    sent: list[int]
-    arriving: list[int]
-    leaving: list[int]
-    pieces: list[int]
-    order: list[int]
-    received: list[int]
+    before: list[_Leg]
+    between: _Leg
+    after: list[_Leg]
 
     @classmethod
-    def of(cls, transfers: Transfers, rank: int, relays: Relays, *, between_first: bool) -> Stages:
+    def of(cls, transfers: Transfers, path: Path, rank: int, relays: Relays) -> Stages:
         """Those of `rank`, where all ranks have `transfers` for others."""
-        sources, targets, elements = leave = transfers.between_ranks()
-        by = leave.relays(relays.each, between_first=between_first)
-        nodes, places = relays.rail.size(), relays.each
-        first, second = (nodes, places) if between_first else (places, nodes)
-
-        def of_first(ranks: Ints) -> Ints:
-            return ranks // places if between_first else ranks % places
-
-        def of_second(ranks: Ints) -> Ints:
-            return ranks % places if between_first else ranks // places
-
-        def table(here: np.ndarray[Any, np.dtype[np.bool_]], rows: Ints, columns: Ints) -> Ints:
-            found = np.zeros((first, second), dtype=np.int64)
-            np.add.at(found, (rows[here], columns[here]), elements[here])
-            return found
-
-        passed = table(by == rank, of_first(sources), of_second(targets))
-        numbers = np.full_like(passed, -1)
-        numbers[passed > 0] = np.arange(np.count_nonzero(passed))
-        return cls(
-            relays,
-            between_first,
-            sent=table(sources == rank, of_first(by), of_second(targets)).sum(axis=1).tolist(),
-            arriving=passed.sum(axis=1).tolist(),
-            leaving=passed.sum(axis=0).tolist(),
-            pieces=passed[passed > 0].tolist(),
-            order=[number for number in numbers.T.ravel().tolist() if number >= 0],
-            received=table(targets == rank, of_first(sources), of_second(by)).sum(axis=0).tolist(),
-        )
-
-    def start(self, send: torch.Tensor) -> InFlight:
-        """Send what is for others, and expect what they have for this rank."""
-        passed = send.new_empty(sum(self.pieces))
-        work = self._first(passed, send, is_async=self.between_first)
-        if self.between_first:
-            return InFlight(work, passed, send, then=self._then)
-        return self._second(self._regrouped(passed), is_async=True)
-
-    def _then(self, passed: torch.Tensor) -> torch.Tensor:
-        return self._second(self._regrouped(passed), is_async=False).received
-
-    def _first(self, passed: torch.Tensor, send: torch.Tensor, *, is_async: bool) -> Any:
-        group = self.relays.rail if self.between_first else self.relays.node
-        return dist.all_to_all_single(passed, send, self.arriving, self.sent, group=group, async_op=is_async)
-
-    def _regrouped(self, passed: torch.Tensor) -> torch.Tensor:
-        """What this rank relays, by the ranks that it goes to."""
-        pieces = passed.split(self.pieces)
-        return torch.cat([pieces[number] for number in self.order]) if self.order else passed
-
-    def _second(self, relayed: torch.Tensor, *, is_async: bool) -> InFlight:
-        group = self.relays.node if self.between_first else self.relays.rail
-        received = relayed.new_empty(sum(self.received))
-        work = dist.all_to_all_single(received, relayed, self.received, self.leaving, group=group, async_op=is_async)
-        return InFlight(work, received, relayed)
+        sources, targets, elements = transfers.between_ranks()
+        points = [sources, *path.relays(sources, targets), targets]
+        passing = np.any([point == rank for point in points], axis=0)
+        ends, pair = np.unique(np.stack([sources[passing], targets[passing]]), axis=1, return_inverse=True)
+        elements = np.bincount(pair, weights=elements[passing], minlength=ends.shape[1]).astype(np.int64)
+        points = [ends[0], *path.relays(ends[0], ends[1]), ends[1]]
+        legs = []
+        for number, (here, there) in enumerate(itertools.pairwise(points)):
+            is_between = number == path.between
+            group = relays.rail if is_between else relays.node
+            places = [end // relays.each if is_between else end % relays.each for end in (here, there)]
+            leaving, arriving = (Transfers(places[0][mine], places[1][mine], elements[mine])
+                                 for mine in (here == rank, there == rank))  # fmt: skip
+            pairs = np.flatnonzero(there == rank)
+            pairs = pairs[here[pairs].argsort(kind="stable")]
+            following = points[number + 2][pairs] if number + 2 < len(points) else pairs
+            legs.append(
+                _Leg(
+                    group,
+                    sent=leaving.received(group.size()).tolist(),
+                    received=arriving.sent(group.size()).tolist(),
+                    pieces=elements[pairs].tolist(),
+                    order=np.lexsort((pairs, following)).tolist(),
+                )
+            )
+        return cls(legs[: path.between], legs[path.between], legs[path.between + 1 :])
 
     @property
     def elements(self) -> int:
-        """Those that this rank receives from others, in both stages."""
-        rail, node = self.relays.rail.rank(), self.relays.node.rank()
-        first, second = (rail, node) if self.between_first else (node, rail)
-        return sum(self.arriving) - self.arriving[first] + sum(self.received) - self.received[second]
+        """Those that this rank receives from others, in all stages."""
+        legs = [*self.before, self.between, *self.after]
+        return sum(sum(leg.received) - leg.received[leg.group.rank()] for leg in legs)
+
+    def start(self, flight: InFlight) -> None:
+        """Send what `flight` has to send, and expect what others send. Collective."""
+        for leg in self.before:
+            leg.start(flight, is_async=False)
+            leg.pass_on(flight)
+        self.between.start(flight, is_async=True)
+        flight.then = self._then
+
+    def _then(self, flight: InFlight) -> None:
+        for leg, following in itertools.pairwise([self.between, *self.after]):
+            leg.pass_on(flight)
+            following.start(flight, is_async=False)
 
 
 def make_relays(group: dist.ProcessGroup, each: int) -> Relays:

@@ -85,10 +85,11 @@ class SharedExchange(PlannedExchange):
     def _broadcast(self, owner: int, updates: torch.Tensor, probe: Probe) -> InFlight:
         """Send the owner's updates to every other rank, or expect them."""
         if self.group.size() == 1:
-            return InFlight(None, updates)
+            return InFlight(received=updates)
         if owner != self._rank:
             probe.received(updates.nbytes)
-        return InFlight(dist.broadcast(updates, group=self.group, group_src=owner, async_op=True), updates)
+        work = dist.broadcast(updates, group=self.group, group_src=owner, async_op=True)
+        return InFlight(received=updates, work=work)
 
     def _receive(self, parcels: Parcels, flight: InFlight, rows: RowPhases, probe: Probe) -> None:
         """Finalize updates once they are there; the owner takes what it sent."""

@@ -245,15 +245,15 @@ class Parcels:
 class InFlight:
     """A collective under way with the buffers that it reads and writes; they live until it has been waited for.
 
-    What a rank has for itself, `kept`, waits with them. Where there is a second stage, `then` makes what is received
-    from what has arrived. Collective.
+    Nothing else refers to the buffers: each can go as soon as it has served. What a rank has for itself, `kept`, waits
+    with them. `then` carries out the stages that follow. Collective.
     """
 
-    work: Any
-    received: torch.Tensor
     sent: torch.Tensor | None = None
+    received: torch.Tensor | None = None
+    work: Any = None
     kept: torch.Tensor | None = None
-    then: Callable[[torch.Tensor], torch.Tensor] | None = None
+    then: Callable[[InFlight], None] | None = None
 
     def wait(self) -> torch.Tensor:
         """The received elements, in the order of the parcels that were expected."""
@@ -261,7 +261,9 @@ class InFlight:
             self.work.wait()
         self.work = self.sent = None
         if self.then is not None:
-            self.received, self.then = self.then(self.received), None
+            self.then(self)
+            self.then = None
+        assert self.received is not None
         return self.received
 
 
