@@ -19,6 +19,7 @@ import numpy as np
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.portions import TEAM_SIZES, Cuts, Team, chunks
+from megatron_muon.core.traffic import ranks_of_nodes
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of what it is without them."""
@@ -91,16 +92,16 @@ def assign(
     if not rules.size:
         options = _that_fit(options, memory, buffer_bytes)
     chosen = [options[kind][0] for kind in matrices]
-    teams, heaviest = _place(layout, chosen, rules.nodes)
+    teams, heaviest = _place(layout, chosen, rules)
     limit, better = _GAIN * heaviest, None
     for bound, choice in _choices(layout.world_size, kinds, options):
         if bound > limit:
             break
         divisions = [choice[kind] for kind in matrices]
-        _, heaviest = _place(layout, divisions, rules.nodes, caps=(0.0,))
+        _, heaviest = _place(layout, divisions, rules, _WAYS[:1])
         if heaviest <= limit:
             better, limit = divisions, heaviest * (1.0 - 1e-9)
-    return teams if better is None else _place(layout, better, rules.nodes)[0]
+    return teams if better is None else _place(layout, better, rules)[0]
 
 
 _Blocks = tuple[tuple[int, int], ...]
@@ -193,11 +194,13 @@ class _Held:
     """Who holds matrices that are cut alike.
 
     Attributes:
+        numel: elements of the matrix.
         by_rank: elements of each rank that holds some.
         by_node: elements in each node; a replica counts in its own, too.
         ranks: the holders, those of nodes with most elements first, and of these the ones with most.
     """
 
+    numel: int
     by_rank: Mapping[int, int]
     by_node: np.ndarray[Any, np.dtype[np.int64]]
     ranks: np.ndarray[Any, np.dtype[np.int64]]
@@ -208,45 +211,55 @@ class _Held:
         by_rank = {rank: shard.numel for shard in shards for rank in shard.holders}
         ranks, elements = np.array(list(by_rank.items()), dtype=np.int64).T
         by_node = np.bincount(nodes[ranks], weights=elements, minlength=int(nodes.max()) + 1).astype(np.int64)
-        return cls(by_rank, by_node, ranks[np.lexsort((ranks, -elements, -by_node[nodes[ranks]]))])
+        return cls(
+            sum(shard.numel for shard in shards),
+            by_rank,
+            by_node,
+            ranks[np.lexsort((ranks, -elements, -by_node[nodes[ranks]]))],
+        )
+
+
+_WAYS = ((0.0, False), (1.0, False), (1.01, False), (1.03, False), (1.0, True), (1.03, True))
+"""Caps of loads, in even shares, and whether rows are spread over nodes, that are tried."""
 
 
 def _place(
-    layout: Layout,
-    divisions: Sequence[_Division],
-    nodes: Sequence[int],
-    caps: Sequence[float] = (0.0, 1.0, 1.01, 1.03),
+    layout: Layout, divisions: Sequence[_Division], rules: TeamRules, ways: Sequence[tuple[float, bool]] = _WAYS
 ) -> tuple[list[Team], float]:
     """The most even of a few longest-first assignments, then the one that moves least; and its largest load.
 
-    What moves between nodes counts first: that link is the slowest. Each assignment lets a matrix with one owner stay
-    with a rank that holds some of it, in the node that holds most, and a team take a node that holds most, as long as
-    the load stays below a cap, in even shares; otherwise the least loaded take it. A cap of zero is the classical
+    What moves between nodes counts first, on the rank or, in stages, on the node that receives most: that link is the
+    slowest. Each assignment lets a matrix with one owner stay with a rank that holds some of it, and a team take any
+    node, as long as the load stays below a cap, in even shares; otherwise the least loaded take it. Of these it takes
+    the node that holds most, or, spreading, that which then receives least. A cap of zero is the classical
     longest-processing-time rule.
     """
     # Of equal loads those of teams go first: they have fewer places to choose from.
     order = sorted(range(len(divisions)), key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i))
-    node_of = np.array(nodes, dtype=np.int64)
+    nodes, each = np.array(rules.nodes, dtype=np.int64), ranks_of_nodes(rules.nodes)
     by_cut = {id(matrix.shards): matrix.shards for matrix in layout.matrices}
-    held_by = {cut: _Held.of(shards, node_of) for cut, shards in by_cut.items()}
+    held_by = {cut: _Held.of(shards, nodes) for cut, shards in by_cut.items()}
     held = [held_by[id(matrix.shards)] for matrix in layout.matrices]
     largest = max((division.heaviest for division in divisions), default=0.0)
     fair = max(sum(sum(division.loads) for division in divisions) / layout.world_size, largest)
     sizes = {len(division.loads) for division in divisions} - {1}
     places = {
-        size: np.array([ranks for ranks in chunks(nodes, size) if len(ranks) == size], dtype=np.int64) for size in sizes
+        size: np.array([ranks for ranks in chunks(rules.nodes, size) if len(ranks) == size], dtype=np.int64)
+        for size in sizes
     }
-    best: tuple[float, int, int] | None = None
+    best: tuple[float, float, int] | None = None
     chosen: list[Team] = []
     most = 0.0
-    for cap in caps:
-        teams, heaviest = _place_under(cap * fair, order, divisions, held, places, node_of)
-        far = near = 0
-        for matrix, of, team in zip(layout.matrices, held, teams, strict=True):
-            far += max(matrix.numel - int(of.by_node[node_of[team.ranks[0]]]), 0)
-            near += matrix.numel - (of.by_rank.get(team.ranks[0], 0) if len(team.ranks) == 1 else 0)
+    for cap, is_spread in ways:
+        teams, heaviest = _place_under(cap * fair, order, divisions, held, places, nodes, is_spread=is_spread)
+        far, near = np.zeros(layout.world_size), 0
+        for of, team in zip(held, teams, strict=True):
+            far[list(team.ranks)] += (of.numel - of.by_node[nodes[team.ranks[0]]]) / len(team.ranks)
+            near += of.numel - (of.by_rank.get(team.ranks[0], 0) if len(team.ranks) == 1 else 0)
+        straight, staged = far.max(), np.bincount(nodes, weights=far).max() / each if each else np.inf
+        moved = (min(straight, staged), straight, staged, staged)[rules.stages]
         # Loads within 3 % of the even share count as equal: below that, bytes decide.
-        merit = (max(heaviest / fair, 1.03) if fair else 0.0, far, near)
+        merit = (max(heaviest / fair, 1.03) if fair else 0.0, float(moved), near)
         if best is None or merit < best:
             best, chosen, most = merit, teams, heaviest
     return chosen, most
@@ -259,27 +272,33 @@ def _place_under(
     held: Sequence[_Held],
     places: Mapping[int, np.ndarray[Any, np.dtype[np.int64]]],
     nodes: np.ndarray[Any, np.dtype[np.int64]],
+    *,
+    is_spread: bool,
 ) -> tuple[list[Team], float]:
     """Owners, and the largest load."""
-    loads = np.zeros(len(nodes))
+    loads, received = np.zeros(len(nodes)), np.zeros(int(nodes.max()) + 1)
     teams: list[Team | None] = [None] * len(order)
     for index in order:
         division, of = divisions[index], held[index]
+        far = received - of.by_node
         if len(division.loads) > 1:
             of_size = places[len(division.loads)]
             after = (loads[of_size] + division.loads).max(axis=1)
             fits = after <= max(cap, after.min())
-            near = np.where(fits, of.by_node[nodes[of_size[:, 0]]], -1)
-            best = near == near.max()
-            ranks = of_size[int(np.where(best, after, np.inf).argmin())]
+            missing = np.where(fits, far[nodes[of_size[:, 0]]], np.inf)
+            ranks = of_size[int(np.where(missing == missing.min(), after, np.inf).argmin())]
         else:
             (cost,) = division.loads
             of_holders = loads[of.ranks]
             owner = int(loads.argmin())
             fits = of_holders + cost <= cap
             fits = fits if fits.any() else of_holders <= loads[owner]
-            ranks = of.ranks[fits.argmax(keepdims=True)] if fits.any() else np.array([owner])
+            missing = np.where(fits, far[nodes[of.ranks]], np.inf)
+            ranks = of.ranks[missing.argmin(keepdims=True)] if fits.any() else np.array([owner])
         loads[ranks] += division.loads
+        if is_spread:
+            node = nodes[ranks[0]]
+            received[node] += of.numel - of.by_node[node]
         teams[index] = Team(tuple(ranks.tolist()), division.loads, division.cuts)
     assert None not in teams
     return teams, float(loads.max())  # type: ignore[return-value]
