@@ -47,6 +47,7 @@ class Plan:
         buffer_bytes: what a step may take on a rank beyond weights, gradients and state.
         wave_bytes: the part of it that one wave may fill.
         path: in how many stages they go.
+        by_pairs: whether messages go between nodes, or in one stage, to those ranks alone for which there are bytes.
     """
 
     layout: Layout
@@ -58,6 +59,7 @@ class Plan:
     buffer_bytes: int
     wave_bytes: int
     path: Path = field(default_factory=Path)
+    by_pairs: bool = False
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -183,13 +185,15 @@ def make_plan(
         buffer_bytes,
         wave_bytes,
     )
-    return replace(plan, path=_path(plan, rules))
+    plan = replace(plan, path=_path(plan, rules))
+    group = layout.world_size // plan.path.node_ranks
+    return replace(plan, by_pairs=2 * plan.peers() < group - 1)
 
 
 def _path(plan: Plan, rules: TeamRules) -> Path:
     """In the stages that are asked for, or in those that are fastest by `USUAL_LINKS` for the wave of most matrices.
 
-    Relays hold what passes through them in the room of a wave.
+    What passes through a rank lies there twice, while it is put in order, and has to fit a wave.
     """
     each = ranks_of_nodes(rules.nodes)
     if rules.stages > 1 and not each:
@@ -197,9 +201,25 @@ def _path(plan: Plan, rules: TeamRules) -> Path:
             f"--muon-exchange-stages {rules.stages} needs two nodes or more, of as many ranks each, two at least; use "
             "auto, or 1"
         )
-    paths = [Path(), *(Path(stages, each) for stages in (2, 3) if each)]
-    if rules.stages or not plan.waves:
-        return next((path for path in paths if path.stages == rules.stages), paths[0])
+    if rules.stages == 1 or not each or not plan.waves:
+        return Path()
+
+    def passing(path: Path) -> int:
+        """Bytes of a wave that pass through a rank, at most."""
+        staged, ranks = replace(plan, path=path), len(rules.nodes)
+        legs = (leg for wave in plan.waves for go in (staged.gathering, staged.returning) for leg in go(wave)[:-1])
+        return max(int(leg.received(ranks).max()) for leg in legs) * plan.memory.element_bytes
+
+    paths = [Path(stages, each) for stages in (2, 3) if rules.stages in (0, stages)]
+    fitting = [path for path in paths if 2 * passing(path) <= plan.wave_bytes]
+    if rules.stages:
+        if not fitting:
+            raise UserError(
+                f"--muon-exchange-stages {rules.stages}: through some rank {passing(*paths) / 2**20:.1f} MiB of a wave "
+                f"pass, and it has room for {plan.wave_bytes / 2**21:.1f}; use auto, 1, or a larger "
+                "--muon-exchange-buffer-mb"
+            )
+        return fitting[0]
     wave, nodes = max(plan.waves, key=len), np.array(rules.nodes, dtype=np.int64)
 
     def seconds(path: Path) -> float:
@@ -209,7 +229,7 @@ def _path(plan: Plan, rules: TeamRules) -> Path:
             for transfers in (*staged.gathering(wave), *staged.returning(wave))
         )
 
-    return min(paths, key=seconds)
+    return min([Path(), *fitting], key=seconds)
 
 
 class _Needs:

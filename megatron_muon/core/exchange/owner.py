@@ -19,7 +19,16 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.exchange.relays import Relays, Stages
-from megatron_muon.core.exchange.steps import Batch, BatchMaker, InFlight, Parcel, Parcels, PlannedExchange, RowPhases
+from megatron_muon.core.exchange.steps import (
+    Batch,
+    BatchMaker,
+    InFlight,
+    Parcel,
+    Parcels,
+    PlannedExchange,
+    RowPhases,
+    all_to_all,
+)
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.portions import Portion
@@ -202,8 +211,8 @@ class OwnerExchange(PlannedExchange):
             return None
         path, traffic = self.plan.path, self.plan.traffic
         return (
-            Stages.of(traffic.gathered(wave), path, self._rank, self._relays),
-            Stages.of(traffic.returned(wave), path.back(), self._rank, self._relays),
+            Stages.of(traffic.gathered(wave), path, self._rank, self._relays, by_pairs=self.plan.by_pairs),
+            Stages.of(traffic.returned(wave), path.back(), self._rank, self._relays, by_pairs=self.plan.by_pairs),
         )
 
     def _agreements(self, wave: Sequence[int], portions: Sequence[Portion], first: int) -> list[_Agreement]:
@@ -345,11 +354,8 @@ class OwnerExchange(PlannedExchange):
             probe.received(stages.elements * self._nothing.itemsize)
             stages.start(flight)
             return
-        flight.received = self._nothing.new_empty(expected.numel)
-        probe.received(flight.received.nbytes)
-        flight.work = dist.all_to_all_single(
-            flight.received, flight.sent, expected.counts, sent.counts, group=self.group, async_op=True
-        )
+        probe.received(expected.numel * self._nothing.itemsize)
+        all_to_all(flight, expected.counts, sent.counts, self.group, by_pairs=self.plan.by_pairs)
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

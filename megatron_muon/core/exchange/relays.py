@@ -14,7 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.exchange.steps import InFlight
+from megatron_muon.core.exchange.steps import InFlight, all_to_all
+from megatron_muon.core.ranks import numbers_of_all_ranks
 from megatron_muon.core.traffic import Path, Transfers
 
 
@@ -45,6 +46,7 @@ class _Leg:
         received: elements from each of them.
         pieces: of what arrives, the elements of each pair.
         order: in which the pieces leave in the next stage.
+        by_pairs: see `all_to_all`.
     """
 
     group: dist.ProcessGroup
@@ -52,19 +54,15 @@ class _Leg:
     received: list[int]
     pieces: list[int]
     order: list[int]
+    by_pairs: bool
 
-    def start(self, flight: InFlight, *, is_async: bool) -> None:
-        """Send what `flight` has to send, and expect what others send. Collective."""
-        assert flight.sent is not None
-        flight.received = flight.sent.new_empty(sum(self.received))
-        flight.work = dist.all_to_all_single(
-            flight.received, flight.sent, self.received, self.sent, group=self.group, async_op=is_async
-        )
-        if not is_async:
-            flight.sent = None
+    def start(self, flight: InFlight) -> None:
+        """Begin to send what `flight` has to send. Collective."""
+        all_to_all(flight, self.received, self.sent, self.group, by_pairs=self.by_pairs)
 
     def pass_on(self, flight: InFlight) -> None:
-        """Make what has been received what is sent next."""
+        """Wait, and make what has been received what is sent next."""
+        flight.arrive()
         assert flight.received is not None
         pieces = flight.received.split(self.pieces)
         flight.sent = torch.cat([pieces[number] for number in self.order]) if self.order else flight.received
@@ -83,8 +81,8 @@ class Stages:
     after: list[_Leg]
 
     @classmethod
-    def of(cls, transfers: Transfers, path: Path, rank: int, relays: Relays) -> Stages:
-        """Those of `rank`, where all ranks have `transfers` for others."""
+    def of(cls, transfers: Transfers, path: Path, rank: int, relays: Relays, *, by_pairs: bool) -> Stages:
+        """Those of `rank`, where all ranks have `transfers` for others; `by_pairs` is for the stage between nodes."""
         sources, targets, elements = transfers.between_ranks()
         points = [sources, *path.relays(sources, targets), targets]
         passing = np.any([point == rank for point in points], axis=0)
@@ -108,6 +106,7 @@ class Stages:
                     received=arriving.sent(group.size()).tolist(),
                     pieces=elements[pairs].tolist(),
                     order=np.lexsort((pairs, following)).tolist(),
+                    by_pairs=by_pairs and is_between,
                 )
             )
         return cls(legs[: path.between], legs[path.between], legs[path.between + 1 :])
@@ -121,15 +120,16 @@ class Stages:
     def start(self, flight: InFlight) -> None:
         """Send what `flight` has to send, and expect what others send. Collective."""
         for leg in self.before:
-            leg.start(flight, is_async=False)
+            leg.start(flight)
             leg.pass_on(flight)
-        self.between.start(flight, is_async=True)
+        self.between.start(flight)
         flight.then = self._then
 
     def _then(self, flight: InFlight) -> None:
         for leg, following in itertools.pairwise([self.between, *self.after]):
             leg.pass_on(flight)
-            following.start(flight, is_async=False)
+            following.start(flight)
+        flight.arrive()
 
 
 def make_relays(group: dist.ProcessGroup, each: int) -> Relays:
@@ -144,4 +144,6 @@ def make_relays(group: dist.ProcessGroup, each: int) -> Relays:
         group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
         return group
 
-    return Relays(each, made(world[node * each : (node + 1) * each]), made(world[place::each]))
+    relays = Relays(each, made(world[node * each : (node + 1) * each]), made(world[place::each]))
+    numbers_of_all_ranks([rank], relays.rail)  # NCCL connects a group in its first collective, which has all its ranks
+    return relays

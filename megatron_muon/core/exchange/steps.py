@@ -255,16 +255,72 @@ class InFlight:
     kept: torch.Tensor | None = None
     then: Callable[[InFlight], None] | None = None
 
-    def wait(self) -> torch.Tensor:
-        """The received elements, in the order of the parcels that were expected."""
+    def arrive(self) -> None:
+        """Wait for the stage that is under way."""
         if self.work is not None:
             self.work.wait()
         self.work = self.sent = None
+
+    def wait(self) -> torch.Tensor:
+        """The received elements, in the order of the parcels that were expected."""
+        self.arrive()
         if self.then is not None:
             self.then(self)
             self.then = None
         assert self.received is not None
         return self.received
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """The messages of an all-to-all by pairs."""
+
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def all_to_all(
+    flight: InFlight, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup, *, by_pairs: bool
+) -> None:
+    """Begin to send what `flight` has to send, and to receive what other ranks have for this one. Collective.
+
+    An all-to-all of torch.distributed takes a message to every rank of the group, also an empty one: NCCL (from 2.14
+    on, as torch calls it) then connects all pairs and keeps buffers for them, gloo waits for each.
+
+    Args:
+        flight: has `sent`; gets `received` and `work`.
+        received: elements from each rank of the group.
+        sent: elements for each.
+        group: the ranks.
+        by_pairs: have only ranks that have bytes for each other exchange messages.
+    """
+    assert flight.sent is not None
+    flight.received = flight.sent.new_empty(sum(received))
+    what = flight.received, flight.sent, received, sent, group
+    flight.work = exchange_pairs(*what) if by_pairs else dist.all_to_all_single(*what, async_op=True)
+
+
+def exchange_pairs(
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_counts: Sequence[int],
+    sent_counts: Sequence[int],
+    group: dist.ProcessGroup,
+) -> Any:
+    """An asynchronous all-to-all without empty messages; in NCCL, the group has had another collective before it."""
+    arriving, leaving = received.split(list(received_counts)), sent.split(list(sent_counts))
+    rank = group.rank()
+    arriving[rank].copy_(leaving[rank])
+    messages = [
+        dist.P2POp(start, part, group=group, group_peer=peer)
+        for start, parts in ((dist.irecv, arriving), (dist.isend, leaving))
+        for peer, part in enumerate(parts)
+        if peer != rank and part.numel()
+    ]
+    return _Messages(dist.batch_isend_irecv(messages) if messages else [])
 
 
 def rectangle_view(matrix: torch.Tensor, shard: Shard) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What travels in two stages: by which ranks, when the planner takes them, and that ranks agree on them."""
+"""What travels in stages: by which ranks, when the planner takes them, and that ranks agree on them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.traffic import Transfers, ranks_of_nodes
+from megatron_muon.core.traffic import Path, Transfers, ranks_of_nodes
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.planning.command import settings_of
 from megatron_muon.planning.estimate import HARDWARE, Group, plan_group
@@ -33,19 +33,42 @@ def planned(ranks: int, node: int, *, stages: int = 0, side: int = 64, count: in
     return make_plan(layout, [1.0] * count, memory=memory, rules=rules)
 
 
-@given(st.data(), st.integers(2, 4), st.integers(2, 4), st.booleans())
-def test_each_stage_stays_on_its_links(data: st.DataObject, nodes: int, each: int, between_first: bool) -> None:
+@given(st.data(), st.integers(2, 4), st.integers(2, 4), st.integers(1, 3), st.booleans())
+def test_each_stage_stays_on_its_links(data: st.DataObject, nodes: int, each: int, stages: int, of_rows: bool) -> None:
     rank = st.integers(0, nodes * each - 1)
     pairs = data.draw(st.lists(st.tuples(rank, rank, st.integers(1, 9)), min_size=1))
     columns = (np.array(column, dtype=np.int64) for column in zip(*pairs, strict=True))
     whole = Transfers(*columns).between_ranks()
-    first, second = whole.stages(each, between_first=between_first)
-    between, within = (first, second) if between_first else (second, first)
-    assert (between.sources % each == between.targets % each).all()
-    assert (within.sources // each == within.targets // each).all()
-    assert np.array_equal(first.targets, second.sources)
-    assert np.array_equal(first.sources, whole.sources)
-    assert np.array_equal(second.targets, whole.targets)
+    path = Path(stages, each, of_rows)
+    legs = path.legs(whole)
+    assert len(legs) == stages
+    for number, leg in enumerate(legs):
+        if stages > 1 and number == path.between:
+            assert (leg.sources % each == leg.targets % each).all()
+        elif stages > 1:
+            assert (leg.sources // each == leg.targets // each).all()
+        assert np.array_equal(leg.sources, legs[number - 1].targets if number else whole.sources)
+        assert np.array_equal(leg.elements, whole.elements)
+    assert np.array_equal(legs[-1].targets, whole.targets)
+
+
+def test_three_stages_use_one_link_for_two_nodes() -> None:
+    nodes, each = 16, 4
+    ranks = np.arange(nodes * each)
+    every = Transfers(
+        np.repeat(ranks, len(ranks)), np.tile(ranks, len(ranks)), np.ones(len(ranks) ** 2, dtype=np.int64)
+    )
+    _, between, _ = Path(3, each).legs(every)
+    assert (
+        len({(int(a) // each, int(b) // each) for a, b in zip(between.sources, between.targets, strict=True)})
+        == len(
+            {(int(a), int(b)) for a, b in zip(between.sources, between.targets, strict=True) if a // each != b // each}
+        )
+        + nodes
+    )
+    foreign = between.between_ranks()
+    assert foreign.peers(len(ranks)).max() <= nodes / each
+    assert foreign.received(len(ranks)).max() <= nodes / each * each * each
 
 
 @pytest.mark.parametrize(
@@ -56,18 +79,19 @@ def test_nodes_of_as_many_ranks_side_by_side(nodes: list[int], each: int) -> Non
     assert ranks_of_nodes(nodes) == each
 
 
-def test_two_stages_are_taken_where_peers_are_many() -> None:
+def test_stages_are_taken_where_peers_are_many() -> None:
     far, near = planned(512, 8, side=512), planned(8, 8)
-    assert far.relay_ranks == 8
+    assert far.path.stages > 1
     assert far.peers() <= 64
     assert planned(512, 8, side=512, stages=1).peers() == 511
-    assert near.relay_ranks == 0
-    assert planned(16, 8, side=8192, count=64).relay_ranks == 0  # bytes count, and few messages
+    assert near.path.stages == 1
+    assert planned(16, 8, side=8192, count=64).path.stages == 1  # bytes count, and few messages
 
 
-def test_two_stages_need_nodes() -> None:
-    with pytest.raises(UserError, match="--muon-exchange-stages 2 needs two nodes or more"):
-        planned(8, 8, stages=2)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_stages_need_nodes(stages: int) -> None:
+    with pytest.raises(UserError, match=f"--muon-exchange-stages {stages} needs two nodes or more"):
+        planned(8, 8, stages=stages)
 
 
 def test_owners_lie_where_their_rows_are() -> None:
@@ -81,14 +105,15 @@ def test_owners_lie_where_their_rows_are() -> None:
     assert plan.imbalance == 1.0
 
 
+@pytest.mark.parametrize("stages", ["2", "3"])
 @pytest.mark.parametrize("team_size", ["1", "2"])
-def test_ranks_of_two_nodes_agree(team_size: str) -> None:
+def test_ranks_of_two_nodes_agree(team_size: str, stages: str) -> None:
     """On bytes, the order of collectives, and memory."""
     cpu.uninstall()
     held = [700, 524, 300, 12]
     group = Group("dense", Layout(4, tuple(row_sharded(f"w{k}", (1536, 512 + 256 * k), held) for k in range(6))))
     config = MuonOptimizerConfig(
-        optimizer="muon", lr=0.01, muon_exchange_stages="2", muon_exchange_buffer_mb=64.0, muon_team_size=team_size
+        optimizer="muon", lr=0.01, muon_exchange_stages=stages, muon_exchange_buffer_mb=64.0, muon_team_size=team_size
     )
     traces = {rank: rehearse_rank(rank, Rehearsal(config, [group], 4, FAR)) for rank in range(4)}
     plan = plan_group(group, settings_of(config, FAR), FAR)
