@@ -25,11 +25,15 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from megatron_muon.core.exchange import steps
 
 _IN_PLACE, _OUT_AND_IN, _NO_TENSORS = "in place", "out and in", "no tensors"
 _METHODS = {
@@ -69,8 +73,11 @@ def delayed_collectives(seed: int, *, patience_s: float = _PATIENCE_S) -> Iterat
     }
     for name in theirs:
         setattr(dist.ProcessGroup, name, _replacement(name, getattr(dist.ProcessGroup, name), delays))
+    # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they are.
+    by_pairs = mock.patch.object(steps, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
     try:
-        yield
+        with by_pairs:
+            yield
     finally:
         for name, method in theirs.items():
             setattr(dist.ProcessGroup, name, method)
