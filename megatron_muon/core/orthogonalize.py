@@ -31,9 +31,11 @@ def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
 
     Int32 `(..., 1, 1)`. The update must not depend on the input's magnitude: squares of small entries vanish, and the
     eps of emerging-optimizers' normalisation shrinks the update of a matrix whose momentum is small, for instance after
-    clipping by a tiny factor. A power of two changes no bit of the mantissa.
+    clipping by a tiny factor. A power of two changes no bit of the mantissa. Zeros have the least, so that another part
+    of their block decides.
     """
-    return torch.frexp(blocks.abs().amax(dim=(-2, -1), keepdim=True).float()).exponent.clamp(-126, 126)
+    largest = blocks.abs().amax(dim=(-2, -1), keepdim=True).float()
+    return torch.where(largest == 0.0, -126, torch.frexp(largest).exponent).clamp(-126, 126)
 
 
 def to_unit_magnitude(blocks: torch.Tensor, dtype: torch.dtype, exponent: torch.Tensor | None = None) -> torch.Tensor:

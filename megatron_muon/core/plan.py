@@ -156,18 +156,11 @@ def make_plan(
         raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
     if rules is None:
         rules = TeamRules(memory.iteration.cost, [0] * layout.world_size, size=1)
-    teams = assign(layout, costs, rules, memory, buffer_bytes)
+    needs = _needs(layout, costs, rules, memory, buffer_bytes)
+    teams, whole, travelling = needs.teams, needs.whole, needs.travelling
     loads = np.zeros(layout.world_size)
-    whole: list[list[int]] = [[] for _ in range(layout.world_size)]
-    travelling = []
-    for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
+    for team in teams:
         loads[list(team.ranks)] += team.loads
-        if team.cuts is None and len(matrix.shards) == 1 and matrix.shards[0].holders == team.ranks:
-            whole[team.ranks[0]].append(index)
-        else:
-            travelling.append(index)
-    needs = _Needs(layout, teams, travelling, whole, memory)
-    memory.check(buffer_bytes, needs.smallest, layout)
     if buffer_bytes is None:
         buffer_bytes = max(AUTO_BYTES, needs.usual)
     wave_bytes = memory.of_wave(buffer_bytes, needs.beside) if travelling else 0
@@ -233,9 +226,12 @@ def _path(plan: Plan, rules: TeamRules) -> Path:
 
 
 class _Needs:
-    """Bytes that the matrices of a layout take on the rank that has most.
+    """Bytes that matrices with these owners take on the rank that has most.
 
     Attributes:
+        teams: the owners.
+        whole: for each rank, the matrices that need no wire.
+        travelling: the others.
         footprints: of each matrix in its wave.
         single: of a wave of one matrix.
         busy: of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
@@ -244,14 +240,15 @@ class _Needs:
         usual: of a step that keeps all ranks at work.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        teams: Sequence[Team],
-        travelling: Sequence[int],
-        whole: Sequence[Sequence[int]],
-        memory: Memory,
-    ) -> None:
+    def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
+        whole: list[list[int]] = [[] for _ in range(layout.world_size)]
+        travelling = []
+        for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
+            if team.cuts is None and len(matrix.shards) == 1 and matrix.shards[0].holders == team.ranks:
+                whole[team.ranks[0]].append(index)
+            else:
+                travelling.append(index)
+        self.teams, self.whole, self.travelling = teams, whole, travelling
         self.footprints = _Footprints(layout, teams, memory)
         self.single = max((int(self.footprints.of(index)[1].max()) for index in travelling), default=0)
         alike = Counter(
@@ -266,6 +263,28 @@ class _Needs:
         self.beside = max(memory.of_stacks(blocks), fillers)
         self.smallest = memory.of_step(self.single, max([fillers, *(each.beside for each in taken)]))
         self.usual = memory.of_step(max(self.single, self.busy), self.beside)
+
+
+def _needs(
+    layout: Layout, costs: Sequence[float], rules: TeamRules, memory: Memory, buffer_bytes: int | None
+) -> _Needs:
+    """Owners with whom a step fits its buffer; where those that are fastest do not, others that take less.
+
+    Raises:
+        UserError: none do; it names what those need who take least.
+    """
+
+    def of(rules: TeamRules, allowed: int | None) -> _Needs:
+        return _Needs(layout, assign(layout, costs, rules, memory, allowed), memory)
+
+    for allowed in (buffer_bytes, (buffer_bytes or 0) // 2):
+        needs = of(rules, allowed)
+        if buffer_bytes is None or needs.smallest <= buffer_bytes:
+            return needs
+    smaller = [rules, *(replace(rules, size=size) for size in rules.sizes if not rules.size)]
+    needs = min((of(each, 1) for each in smaller), key=lambda each: each.smallest)
+    memory.check(buffer_bytes, needs.smallest, layout)
+    return needs
 
 
 def _waves(

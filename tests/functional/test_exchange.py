@@ -188,3 +188,43 @@ def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, wa
                 for again in others:
                     assert torch.equal(again[index], first[index]), where
     assert different, "no matrix was cut"
+
+
+def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torch.Tensor]:
+    """In a worker: this rank's update of a tall matrix of which the second half is zero; all-gather, a team of two."""
+    from megatron_muon.core.assignment import TeamRules
+    from megatron_muon.core.cost import Iteration
+    from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.core.layout import Layout, row_sharded
+    from megatron_muon.core.memory import Memory
+    from megatron_muon.core.orthogonalize import Orthogonalizer
+    from megatron_muon.core.plan import make_plan
+    from megatron_muon.core.teams import make_teams
+
+    layout = Layout(world_size, (row_sharded("w", (64, 32), [32] * world_size),))
+    orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
+    rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, world_size)
+    group = dist.group.WORLD
+    teams = make_teams(group, rules.nodes, world_size)
+    rows = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)) * (scale if rank == 0 else 0.0)
+
+    def batches(indices: Any, portions: Any = ()) -> Any:
+        return orthogonalizer.batch([layout.matrices[i] for i in indices], None, portions, teams)
+
+    def run(exchange: Any) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        phases = SimpleNamespace(prepare=lambda _: [rows], finalize=lambda _, parts, __: found.append(parts[0].clone()))
+        exchange.run(phases, SILENT)
+        return found[0]
+
+    plan = make_plan(layout, [1.0], memory=Memory(4), rules=rules)
+    device = torch.device("cpu")
+    gathered = AllGatherExchange(layout, group, batches, device=device)
+    return [run(gathered), run(OwnerExchange(plan, group, batches, device=device, teams=teams))]
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-30])
+def test_a_part_of_zeros_does_not_hide_a_small_one(ranks: Pool, scale: float) -> None:
+    expected, found = ranks(2, of_small_magnitude, scale=scale)[0]
+    assert expected.norm() > 1.0
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)

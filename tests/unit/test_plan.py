@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix, Shard, row_sharded
@@ -87,6 +89,22 @@ def test_a_step_takes_no_more_than_it_may(layout: Layout, more: int, element_byt
     if smallest > 2000:
         with pytest.raises(UserError, match="is too small"):
             planned(layout, smallest - 2000, element_bytes)
+
+
+@given(layouts(), st.integers(0, 60_000), st.sampled_from([1, 2, 4]))
+def test_what_the_error_names_is_enough_with_teams_too(layout: Layout, more: int, node: int) -> None:
+    memory = Memory(2)
+    nodes = [rank // node for rank in range(layout.world_size)]
+
+    def of(buffer_bytes: int, size: int = 0) -> Plan:
+        rules = TeamRules(memory.iteration.cost, nodes, size)
+        return make_plan(layout, costs(layout), buffer_bytes=buffer_bytes, memory=memory, rules=rules)
+
+    smallest = smallest_bytes(of)
+    plan = of(smallest + more)
+    assert int(extra_bytes(plan, looks_ahead=True).max()) <= smallest + more
+    for size in TeamRules(memory.iteration.cost, nodes).sizes:
+        assert smallest <= smallest_bytes(functools.partial(of, size=size))
 
 
 @given(layouts())
