@@ -9,6 +9,7 @@ blocks that a team cuts have stacks of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,8 @@ from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.teams import TeamGroup, Teams
 
 
-class Cut(NamedTuple):
+@dataclass(frozen=True)
+class Cut:
     """How the blocks of a stack are cut: their longer side as a whole, and the ranks that have its parts."""
 
     longer: int

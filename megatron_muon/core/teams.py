@@ -15,9 +15,6 @@ import torch.distributed as dist
 from megatron_muon.core.portions import TEAM_SIZES, chunks
 from megatron_muon.core.probe import SILENT, Probe
 
-Teams = Mapping[tuple[int, ...], "TeamGroup"]
-"""The teams that this rank is in, by their ranks in the group of the layout."""
-
 
 @dataclass(frozen=True)
 class TeamGroup:
@@ -46,6 +43,10 @@ class TeamGroup:
         lowest = flags.int()
         dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.group)
         return lowest.bool()
+
+
+Teams = Mapping[tuple[int, ...], TeamGroup]
+"""The teams that this rank is in, by their ranks in the group of the layout."""
 
 
 def make_teams(group: dist.ProcessGroup, nodes: Sequence[int], largest: int) -> Teams:

@@ -5,7 +5,7 @@ ranks have many peers, bytes go in two or three stages, by way of other ranks of
 the estimates and the exchange all ask here.
 """
 
-from __future__ import annotations
+# Annotations are no strings here: documentation tools do not find all of their names then.
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ class Transfers(NamedTuple):
     targets: Ints
     elements: Ints
 
-    def between_ranks(self) -> Transfers:
+    def between_ranks(self) -> "Transfers":
         """Those that leave their rank."""
         leave = self.sources != self.targets
         return Transfers(*(column[leave] for column in self))
@@ -68,7 +68,7 @@ class Path:
     node_ranks: int = 1
     of_rows: bool = True
 
-    def back(self) -> Path:
+    def back(self) -> "Path":
         """The way of the updates of rows that went this way."""
         return replace(self, of_rows=False)
 
@@ -152,7 +152,7 @@ class Holders:
     elements: Ints
 
     @classmethod
-    def of(cls, shards: tuple[Shard, ...]) -> Holders:
+    def of(cls, shards: tuple[Shard, ...]) -> "Holders":
         """The holders of `shards`."""
         pairs = [(holder, number) for number, shard in enumerate(shards) for holder in shard.holders]
         ranks, numbers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
