@@ -1,4 +1,4 @@
-"""What an exchange in two stages costs beside one that goes straight, over gloo, with simulated nodes, in one run.
+"""What an exchange in several stages costs beside one that goes straight, over gloo, with simulated nodes, in one run.
 
     OMP_NUM_THREADS=1 python -m benchmarks.stages --ranks 8 16 32 --node-ranks 4 --hidden-size 64 256 512
 
@@ -95,15 +95,22 @@ def timed(acts: Mapping[Any, Callable[[], object]], args: argparse.Namespace) ->
 
 
 def messages(act: Callable[[], object]) -> int:
-    """How many messages all ranks together send in `act`: gloo sends one to each other rank of a group, also empty."""
+    """How many messages all ranks together send in `act`; in an all-to-all gloo sends one to each other rank."""
     count = 0
     with Patches() as patches:
 
         @patches.around(dist, "all_to_all_single")
         def counted(all_to_all: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             nonlocal count
-            count += dist.get_world_size(kwargs["group"]) - 1
+            *_, group = args
+            count += dist.get_world_size(group) - 1
             return all_to_all(*args, **kwargs)
+
+        @patches.around(dist, "batch_isend_irecv")
+        def counted_pairs(start: Callable[..., Any], of_pairs: list[dist.P2POp]) -> Any:
+            nonlocal count
+            count += sum(message.op is dist.isend for message in of_pairs)
+            return start(of_pairs)
 
         act()
     total = torch.tensor(count)
