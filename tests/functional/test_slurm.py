@@ -177,6 +177,8 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         with contextlib.suppress(psutil.Error):
             if process.cwd() == str(folder):
                 process.nice(19)
+                if (session := Path(f"/proc/{process.pid}/autogroup")).exists():  # where cores are shared by sessions
+                    session.write_text("19")
     return Jobs(preempted, limited, failing)
 
 
