@@ -58,7 +58,7 @@ def nearest(wrong: str, known: Iterable[str]) -> str | None:
     typed = translated = plain(wrong)
     for words, other in _WORDS.items():
         translated = re.sub(rf"(?<![^-]){words}(?![^-])", other, translated)
-    spellings = [typed, SYNONYMS.get(typed, typed), translated]
+    spellings = tuple(dict.fromkeys((typed, SYNONYMS.get(typed, typed), translated)))
     for spelling in spellings:
         if spelling in names:
             return names[spelling]
@@ -114,8 +114,11 @@ def _slips(typed: str, known: str) -> int | None:
     length = min(len(typed), len(known))
     if length < 2 or (length <= _SAME_START_UP_TO and typed[0] not in known[:2]):
         return None
+    most = 1 if length < 8 else 2
+    if abs(len(typed) - len(known)) > most:
+        return None
     distance = _distance(typed, known)
-    return distance if distance <= (1 if length < 8 else 2) else None
+    return distance if distance <= most else None
 
 
 def _distance(first: Sequence[str], second: Sequence[str]) -> int:

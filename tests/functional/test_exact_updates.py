@@ -1,8 +1,8 @@
 """Given the same gradients, updates equal those of an independent reference on whole matrices.
 
 Newton-Schulz runs in fp32 on both sides and on the same blocks, no sum depends on the number of ranks, and elementwise
-arithmetic is written in the same order. Under no_shard the tolerance is none: one and ten updates agree to the last
-bit.
+arithmetic is written in the same order. Under no_shard the tolerance is none: the first and the last update agree to
+the last bit. Ten steps are made where strategies, sizes and teams are the subject, else three.
 The sharded Muon multiplies blocks of equal shape in batches and iterates some of them by their Gram matrix: products
 that round otherwise than the reference's, by 1e-7 of an update of size 0.01 in a step. Weights and momentum agree to
 2e-6 there, and the two exchanges with each other to the last bit.
@@ -11,6 +11,7 @@ that round otherwise than the reference's, by 1e-7 of an update of size 0.01 in 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.usefixtures("delayed_too")
 
-STEPS = 10
-CHECKED = (1, STEPS)
+TEN = 10
+STEPS = 3
 EXCHANGES = ("owner", "allgather")
 
 VARIANTS = {
@@ -39,28 +40,36 @@ VARIANTS = {
 }
 
 
-def run(rank: int, world_size: int, *, cases: dict[str, Case], sabotage: str = "") -> Any:
-    """In a worker: whole weights and momentum of every case after one step and after all."""
+@dataclass(frozen=True)
+class Seen:
+    """Whole shapes, and whole weights and momentum after each step that is looked at, of `steps` in all."""
+
+    shapes: dict[str, tuple[int, ...]]
+    steps: int
+    after: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]
+
+
+def run(rank: int, world_size: int, *, cases: dict[str, Case], sabotage: str = "", steps: int = STEPS) -> Any:
+    """In a worker: every case, looked at after one step and after all; a `Seen` of each by its label."""
     seen: dict[str, Any] = {}
     for label, case in cases.items():
-        trainer = Trainer(case, steps=STEPS)
+        trainer = Trainer(case, steps=steps)
+        seen[label] = Seen(trainer.shapes, steps, {})
         with sabotaged(sabotage):
-            seen[label] = {}
-            for step in range(1, STEPS + 1):
+            for step in range(1, steps + 1):
                 assert trainer.step()[0], "the step was skipped"
-                if step in CHECKED:
-                    seen[label][step] = (trainer.whole(), trainer.whole_state("momentum_buffer"))
-        seen[label]["shapes"] = trainer.shapes
+                if step in (1, steps):
+                    seen[label].after[step] = (trainer.whole(), trainer.whole_state("momentum_buffer"))
     return seen if rank == 0 else None
 
 
-def check(seen: dict[Any, Any], case: Case, *, atol: float = 0.0) -> None:
+def check(seen: Seen, case: Case, *, atol: float = 0.0) -> None:
     """Compare what a worker saw with the reference."""
-    reference = Reference(case, seen["shapes"], steps=STEPS)
-    for step in range(1, STEPS + 1):
+    reference = Reference(case, seen.shapes, steps=seen.steps)
+    for step in range(1, seen.steps + 1):
         reference.step()
-        if step in CHECKED:
-            weights, momentum = seen[step]
+        if step in seen.after:
+            weights, momentum = seen.after[step]
             for what, found, expected in (
                 ("momentum", momentum, reference.momentum()),
                 ("weight", weights, reference.whole()),
@@ -81,13 +90,14 @@ def tolerance(case: Case, atol: float = 0.0) -> float:
     return atol if case.strategy == "no_shard" else max(atol, 2e-6)
 
 
-def assert_same_bits(seen: dict[str, Any]) -> None:
-    """Whatever carries the rows, weights and momentum are the same."""
-    for step in CHECKED:
-        for one, other in zip(seen["owner"][step], seen["allgather"][step], strict=True):
-            assert one.keys() == other.keys()
-            for name in one:
-                assert torch.equal(one[name], other[name]), f"{name} after {step} steps"
+def assert_same_bits(one: Seen, other: Seen) -> None:
+    """Weights and momentum are the same."""
+    assert one.after.keys() == other.after.keys()
+    for step, tensors in one.after.items():
+        for these, those in zip(tensors, other.after[step], strict=True):
+            assert these.keys() == those.keys()
+            for name in these:
+                assert torch.equal(these[name], those[name]), f"{name} after {step} steps"
 
 
 @pytest.mark.parametrize(
@@ -101,11 +111,11 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
     case = Case(strategy=strategy)
     exchanges = ("owner",) if strategy == "no_shard" else EXCHANGES
     cases = {exchange: case.but(optimizer={"muon_exchange": exchange}) for exchange in exchanges}
-    seen = ranks(world_size, run, cases=cases)[0]
+    seen = ranks(world_size, run, cases=cases, steps=TEN)[0]
     for label in cases:
         check(seen[label], case, atol=tolerance(case))
     if strategy != "no_shard":  # which exchanges nothing
-        assert_same_bits(seen)
+        assert_same_bits(seen["owner"], seen["allgather"])
 
 
 @pytest.mark.parametrize("world_size", wide_but([3], (1, 2, 3, 4)))
@@ -120,9 +130,7 @@ def test_shared_replicas_equal_the_reference(ranks: Pool, world_size: int) -> No
     seen = ranks(world_size, run, cases=cases)[0]
     for label, given in cases.items():
         check(seen[label], given, atol=2e-6)
-    for step in CHECKED:
-        for one, other in zip(seen["plenty"][step], seen["tiny"][step], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one)
+    assert_same_bits(seen["plenty"], seen["tiny"])
 
 
 @pytest.mark.wide
@@ -133,10 +141,10 @@ def test_shared_replicas_in_bf16_stay_the_same(ranks: Pool) -> None:
     cases["bf16 wire only"] = Case(
         strategy="no_shard", optimizer={"muon_share_replicated": True, "muon_exchange_dtype": "bf16"}
     )
-    alone, shared = (ranks(world_size, run, cases=cases)[0] for world_size in (1, 3))
+    alone, shared = (ranks(world_size, run, cases=cases, steps=1)[0] for world_size in (1, 3))
     for label in cases:
-        for name, found in shared[label][1][0].items():
-            assert torch.equal(found, alone[label][1][0][name]), f"{label}, {name}"
+        for name, found in shared[label].after[1][0].items():
+            assert torch.equal(found, alone[label].after[1][0][name]), f"{label}, {name}"
 
 
 @pytest.mark.wide
@@ -164,7 +172,7 @@ def test_nor_do_waves_and_iterations_matter(ranks: Pool, settings: dict[str, Any
         cases["allgather"] = case.but(optimizer={"muon_exchange": "allgather"})
     seen = ranks(4, run, cases=cases)[0]
     check(seen["owner"], case, atol=tolerance(case))
-    assert_same_bits(seen)
+    assert_same_bits(seen["owner"], seen["allgather"])
 
 
 @pytest.mark.parametrize(
@@ -181,9 +189,10 @@ def test_every_setting_means_what_the_reference_means(ranks: Pool, strategy: str
 def test_a_bf16_iteration_does_not_depend_on_layout_either(ranks: Pool) -> None:
     """Rows travel in bf16 then: rounding only those that travel would make the result depend on who holds what."""
     case = Case(strategy="optim_grads_params", layers=1, optimizer={"muon_fp32_matmul_prec": "medium"})
-    weights = {world_size: ranks(world_size, run, cases={"": case})[0][""][1][0] for world_size in (1, 2, 4)}
+    seen = {size: ranks(size, run, cases={"": case}, steps=1)[0][""] for size in (1, 2, 4)}
+    weights = {size: seen[size].after[1][0] for size in seen}
     gathered = case.but(optimizer={"muon_fp32_matmul_prec": "medium", "muon_exchange": "allgather"})
-    reference = ranks(2, run, cases={"": gathered})[0][""][1][0]
+    reference = ranks(2, run, cases={"": gathered}, steps=1)[0][""].after[1][0]
     for name, found in weights[1].items():
         for other in (2, 4):
             assert torch.equal(found, weights[other][name]), f"{name} on {other} ranks"
@@ -207,10 +216,10 @@ def test_momentum_is_no_alias_of_what_is_normalised(ranks: Pool) -> None:
     """Normalising in place would shrink the momentum itself when nesterov is off: after a step it is the average."""
     case = Case(strategy="no_shard", layers=1, optimizer={"muon_nesterov": False, "weight_decay": 0.0})
     for strategy in ("no_shard", "optim_grads"):
-        seen = ranks(2, run, cases={"": case.but(strategy=strategy)})[0][""]
-        reference = Reference(case, seen["shapes"], steps=STEPS)
+        seen = ranks(2, run, cases={"": case.but(strategy=strategy)}, steps=1)[0][""]
+        reference = Reference(case, seen.shapes, steps=1)
         reference.step()
-        for name, momentum in seen[1][1].items():
+        for name, momentum in seen.after[1][1].items():
             expected = 0.1 * reference.weights[name].grad
             torch.testing.assert_close(momentum, expected, rtol=1e-6, atol=0.0)
 
@@ -300,13 +309,11 @@ def test_teams_equal_the_reference(ranks: Pool, world_size: int, size: str) -> N
             for label, case in BLOCKS_OVER_LAYOUTS.items()
             if label != "ep2"  # whose experts' groups have one rank on some layouts
         }
-    seen, *_ = ranks(world_size, run, cases=cases, timeout_s=300)
+    seen, *_ = ranks(world_size, run, cases=cases, steps=TEN, timeout_s=300)
     for label, case in cases.items():
         check(seen[label], case, atol=4e-6)
-    again, *_ = ranks(world_size, run, cases={"plain": cases["plain"]})
-    for step in CHECKED:
-        for one, other in zip(again["plain"][step], seen["plain"][step], strict=True):
-            assert all(torch.equal(one[name], other[name]) for name in one), "another run has other bits"
+    again, *_ = ranks(world_size, run, cases={"plain": cases["plain"]}, steps=TEN)
+    assert_same_bits(again["plain"], seen["plain"])
 
 
 @pytest.mark.wide

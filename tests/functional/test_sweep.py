@@ -7,7 +7,6 @@ import signal
 import pytest
 
 from megatron_muon.cli import main
-from megatron_muon.runs.processes import descendants
 from tests.functional import cli
 from tests.functional.test_train import Running, command, write_config
 
@@ -24,13 +23,14 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     write_config(tmp_path / "tiny.yaml", *model, *cli.make_corpus(tmp_path), *cli.MUON, *flags)
     line = ("sweep", "--config", "tiny.yaml", "--grid", "lr=0.01,1e20", "--seeds", "2", "--jobs", "2", "--out", "s")
     with Running(tmp_path, *line) as running:
-        running.wait_for(lambda: "[1/4]" in running.output and len(descendants(running.process.pid)) >= 2)
+        running.wait_for(lambda: "[1/4]" in running.output and running.trains)
         assert running.end(signal.SIGINT) == 130, running.output[-4000:]
     assert "stopped; the same command goes on" in running.output
     folders = {(point, seed): tmp_path / "s" / point / f"seed={seed}" for seed in (1, 2) for point in POINTS}
     before = {key: folder / "summary.json" for key, folder in folders.items() if (folder / "summary.json").exists()}
     read = {key: json.loads(file.read_text()) for key, file in before.items()}
-    done = {key for key, found in read.items() if found["outcome"] == "finished" or found["diverged"]}
+    ends = {key: (found["outcome"], found["diverged"]) for key, found in read.items()}
+    done = {key for key, end in ends.items() if end in (("finished", False), ("failed", True))}
     assert done
     assert len(done) < 4
 
@@ -58,6 +58,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
     assert [(point["finished"], point["diverged"], point["best"]) for point in points] == [(2, 0, True), (0, 2, False)]
 
     monkeypatch.chdir(tmp_path)
+    cli.start_warm(monkeypatch)
     assert main([*line, "--set", "weight_decay=0.3"]) == 2
     assert "--weight-decay was not given, now 0.3" in capsys.readouterr().err
     assert main(["report", "s", "--out", "page"]) == 0

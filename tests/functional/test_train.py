@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import os
 import re
 import shlex
 import shutil
@@ -21,7 +22,7 @@ from megatron_muon.runs import processes
 from megatron_muon.runs.events import read_events
 from megatron_muon.runs.records import read_record
 from megatron_muon.runs.summary import next_commands
-from tests.functional import cli
+from tests.functional import cli, warm
 
 pytestmark = pytest.mark.timeout(450)
 
@@ -55,13 +56,27 @@ class Running:
 
     def __init__(self, cwd: Path, *args: str, cold: bool = False) -> None:
         self.log = cwd / f"{args[0]}-{time.monotonic_ns()}.log"
+        self.cwd = cwd
         self.process = subprocess.Popen(
-            # A shell that runs tests in the background has SIGINT ignored, which children inherit.
-            [sys.executable, "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            [sys.executable if cold else str(warm.PYTHON),
+             "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
              "import sys; from megatron_muon.cli import main; sys.exit(main())", *args],
             cwd=cwd, env=cli.environment(cold=cold), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
+            # A shell that runs tests in the background has SIGINT ignored, which children inherit.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )  # fmt: skip
+
+    @property
+    def family(self) -> list[psutil.Process]:
+        """All processes that work in its folder: a warm child is no descendant of who started it."""
+        found = psutil.process_iter(["cwd", "cmdline"])
+        return [one for one in found if one.info["cwd"] == str(self.cwd) and one.pid != os.getpid()]
+
+    @property
+    def trains(self) -> bool:
+        """Whether a torchrun is up."""
+        return any("torch.distributed.run" in (one.info["cmdline"] or ()) for one in self.family)
 
     @property
     def output(self) -> str:
@@ -76,8 +91,8 @@ class Running:
 
     def end(self, number: int) -> int:
         """Send the signal; the exit status, once all processes are gone."""
-        while len(family := processes.descendants(self.process.pid)) < 2:  # torchrun and its rank
-            assert self.process.poll() is None, self.output[-4000:]
+        assert self.trains, self.output[-4000:]
+        family = self.family
         self.process.send_signal(number)
         status = self.process.wait(timeout=120)
         assert not [one for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
@@ -87,7 +102,9 @@ class Running:
         return self
 
     def __exit__(self, *_: object) -> None:
-        cli.end_tree(self.process)
+        for one in self.family:
+            one.kill()
+        self.process.wait(timeout=30)
 
 
 def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):

@@ -1,6 +1,6 @@
 """Trained losses agree across strategies and numbers of ranks.
 
-20 steps through Megatron's own schedule, forward and backward, on the same global batches, with clipping at work. In
+12 steps through Megatron's own schedule, forward and backward, on the same global batches, with clipping at work. In
 fp32 gradients are summed in another order on every number of ranks, so losses agree to 1e-4, not to the last bit. bf16
 weights round to 3 digits in every step: there the mean loss of the last five steps agrees to 0.05.
 """
