@@ -8,6 +8,7 @@ bring it down.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,16 +93,17 @@ def assign(
     if not rules.size:
         options = _that_fit(options, memory, buffer_bytes)
     chosen = [options[kind][0] for kind in matrices]
-    teams, heaviest = _place(layout, chosen, rules)
+    held = _held(layout, rules)
+    teams, heaviest = _place(held, chosen, rules)
     limit, better = _GAIN * heaviest, None
     for bound, choice in _choices(layout.world_size, kinds, options):
         if bound > limit:
             break
         divisions = [choice[kind] for kind in matrices]
-        _, heaviest = _place(layout, divisions, rules, _WAYS[:1])
+        _, heaviest = _place(held, divisions, rules, _WAYS[:1])
         if heaviest <= limit:
             better, limit = divisions, heaviest * (1.0 - 1e-9)
-    return teams if better is None else _place(layout, better, rules)[0]
+    return teams if better is None else _place(held, better, rules)[0]
 
 
 _Blocks = tuple[tuple[int, int], ...]
@@ -219,12 +221,20 @@ class _Held:
         )
 
 
+def _held(layout: Layout, rules: TeamRules) -> list[_Held]:
+    """Who holds each matrix."""
+    nodes = np.array(rules.nodes, dtype=np.int64)
+    by_cut = {id(matrix.shards): matrix.shards for matrix in layout.matrices}
+    held_by = {cut: _Held.of(shards, nodes) for cut, shards in by_cut.items()}
+    return [held_by[id(matrix.shards)] for matrix in layout.matrices]
+
+
 _WAYS = ((0.0, False), (1.0, False), (1.01, False), (1.03, False), (1.0, True), (1.03, True))
 """Caps of loads, in even shares, and whether rows are spread over nodes, that are tried."""
 
 
 def _place(
-    layout: Layout, divisions: Sequence[_Division], rules: TeamRules, ways: Sequence[tuple[float, bool]] = _WAYS
+    held: Sequence[_Held], divisions: Sequence[_Division], rules: TeamRules, ways: Sequence[tuple[float, bool]] = _WAYS
 ) -> tuple[list[Team], float]:
     """The most even of a few longest-first assignments, then the one that moves least; and its largest load.
 
@@ -236,12 +246,9 @@ def _place(
     """
     # Of equal loads those of teams go first: they have fewer places to choose from.
     order = sorted(range(len(divisions)), key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i))
-    nodes, each = np.array(rules.nodes, dtype=np.int64), ranks_of_nodes(rules.nodes)
-    by_cut = {id(matrix.shards): matrix.shards for matrix in layout.matrices}
-    held_by = {cut: _Held.of(shards, nodes) for cut, shards in by_cut.items()}
-    held = [held_by[id(matrix.shards)] for matrix in layout.matrices]
+    node_of, nodes, each = list(rules.nodes), np.array(rules.nodes, dtype=np.int64), ranks_of_nodes(rules.nodes)
     largest = max((division.heaviest for division in divisions), default=0.0)
-    fair = max(sum(sum(division.loads) for division in divisions) / layout.world_size, largest)
+    fair = max(sum(sum(division.loads) for division in divisions) / len(rules.nodes), largest)
     sizes = {len(division.loads) for division in divisions} - {1}
     places = {
         size: np.array([ranks for ranks in chunks(rules.nodes, size) if len(ranks) == size], dtype=np.int64)
@@ -252,10 +259,17 @@ def _place(
     most = 0.0
     for cap, is_spread in ways:
         teams, heaviest = _place_under(cap * fair, order, divisions, held, places, nodes, is_spread=is_spread)
-        far, near = np.zeros(layout.world_size), 0
-        for of, team in zip(held, teams, strict=True):
-            far[list(team.ranks)] += (of.numel - of.by_node[nodes[team.ranks[0]]]) / len(team.ranks)
-            near += of.numel - (of.by_rank.get(team.ranks[0], 0) if len(team.ranks) == 1 else 0)
+        missing = [
+            (of.numel - int(of.by_node[node_of[team.ranks[0]]])) / len(team.ranks)
+            for of, team in zip(held, teams, strict=True)
+        ]
+        near = sum(
+            of.numel - (of.by_rank.get(team.ranks[0], 0) if len(team.ranks) == 1 else 0)
+            for of, team in zip(held, teams, strict=True)
+        )
+        members = np.fromiter(itertools.chain.from_iterable(team.ranks for team in teams), np.int64)
+        of_members = np.repeat(missing, [len(team.ranks) for team in teams])
+        far = np.bincount(members, of_members, len(rules.nodes))
         straight, staged = far.max(), np.bincount(nodes, weights=far).max() / each if each else np.inf
         moved = (min(straight, staged), straight, staged, staged)[rules.stages]
         # Loads within 3 % of the even share count as equal: below that, bytes decide.
@@ -280,12 +294,11 @@ def _place_under(
     teams: list[Team | None] = [None] * len(order)
     for index in order:
         division, of = divisions[index], held[index]
-        far = received - of.by_node
         if len(division.loads) > 1:
             of_size = places[len(division.loads)]
             after = (loads[of_size] + division.loads).max(axis=1)
             fits = after <= max(cap, after.min())
-            missing = np.where(fits, far[nodes[of_size[:, 0]]], np.inf)
+            missing = np.where(fits, (received - of.by_node)[nodes[of_size[:, 0]]], np.inf)
             ranks = of_size[int(np.where(missing == missing.min(), after, np.inf).argmin())]
         else:
             (cost,) = division.loads
@@ -293,8 +306,12 @@ def _place_under(
             owner = int(loads.argmin())
             fits = of_holders + cost <= cap
             fits = fits if fits.any() else of_holders <= loads[owner]
-            missing = np.where(fits, far[nodes[of.ranks]], np.inf)
-            ranks = of.ranks[missing.argmin(keepdims=True)] if fits.any() else np.array([owner])
+            if is_spread and fits.any():
+                near = nodes[of.ranks]
+                chosen = int(np.where(fits, received[near] - of.by_node[near], np.inf).argmin())
+            else:
+                chosen = int(fits.argmax())  # in the node that holds most, and most of that
+            ranks = of.ranks[chosen : chosen + 1] if fits.any() else np.array([owner])
         loads[ranks] += division.loads
         if is_spread:
             node = nodes[ranks[0]]
