@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_muon.core.traffic import Ints
-from megatron_muon.planning.estimate import GroupPlan
+from megatron_muon.planning.estimate import KindPlan
 from megatron_muon.rehearsal.trace import Call, Members, RankTrace
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
@@ -35,10 +35,10 @@ class Recorded:
     """A rehearsal's traces, by rank, beside what was planned."""
 
     traces: dict[int, RankTrace]
-    plans: Sequence[GroupPlan]
+    plans: Sequence[KindPlan]
     world_size: int
     has_memory: bool = True
-    """Whether the plans have all of a step's memory; they leave out second moments, and momentum that is staged."""
+    """Whether the plans have all of a step's memory; they leave out momentum that is staged or stored rounded."""
 
     @property
     def steps(self) -> range:
@@ -81,8 +81,9 @@ def failures(recorded: Recorded) -> Iterator[Finding]:
 
 def plans(recorded: Recorded) -> Iterator[Finding]:
     """Every rank has the plan that `megatron-muon plan` makes."""
-    digests = [item.plan.digest() for item in recorded.plans]
+    planned = [[item.plan.digest() for item in kind.plans] for kind in recorded.plans]
     for rank, trace in recorded.traces.items():
+        digests = [each[kind.numbers[rank]] for each, kind in zip(planned, recorded.plans, strict=True)]
         if trace.plans and trace.plans != digests:
             other = next((one for one, its in recorded.traces.items() if its.plans == digests), None)
             yield Finding(
@@ -165,8 +166,8 @@ def _unlike(calls: dict[int, Call], size: int) -> Iterator[tuple[int, int, int, 
 
 def blocks(recorded: Recorded) -> Iterator[Finding]:
     """Every element of every matrix is orthogonalised once in a step, by whatever ranks of its process group."""
-    for item in recorded.plans:
-        group = item.group
+    for kind in recorded.plans:
+        group = kind.group
         seen: set[int] = set()
         for rank in sorted(recorded.traces):
             members = [] if rank in seen else group.members(rank, recorded.world_size)
@@ -183,7 +184,7 @@ def blocks(recorded: Recorded) -> Iterator[Finding]:
                     if times != 1:
                         by = tuple(member for member, _ in done[matrix.name])
                         yield Finding(
-                            "blocks", by or (members[item.plan.owners[index]],),
+                            "blocks", by or (members[kind.of(rank).plan.owners[index]],),
                             f"step {step}: {matrix.name} is orthogonalised {times:g} times"
                             + (f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"),
                         )  # fmt: skip
@@ -197,17 +198,16 @@ def leaks(recorded: Recorded) -> Iterator[Finding]:
 
 
 def memory(recorded: Recorded) -> Iterator[Finding]:
-    """No rank takes more memory than the plan says, nor than --muon-exchange-buffer-mb allows."""
-    if not recorded.has_memory:
-        return
-    each = [item.extra[item.group.ranks_in(recorded.world_size)] for item in recorded.plans]
-    planned = np.max(each, axis=0)  # groups step one by one
-    allowed = max(item.plan.buffer_bytes for item in recorded.plans)
+    """No rank takes more memory than --muon-exchange-buffer-mb allows, nor than the plan says where it has all."""
+    planned = np.max([kind.of_ranks(lambda item: item.extra) for kind in recorded.plans], axis=0)  # one by one
     for rank, trace in recorded.traces.items():
         last = trace.steps[-1]
-        if last.extra_bytes > allowed + SLACK_BYTES:
-            yield Finding("memory", (rank,), f"the step takes {last.extra_bytes:,} bytes, and may take {allowed:,}")
-        if last.extra_bytes > TOLERANCE * planned[rank] + SLACK_BYTES:
+        for kind in recorded.plans:
+            allowed, taken = kind.of(rank).plan.buffer_bytes, last.peaks.get(kind.group.name, 0) - last.begin_bytes
+            if taken > allowed + SLACK_BYTES:
+                text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
+                yield Finding("memory", (rank,), text)
+        if recorded.has_memory and last.extra_bytes > TOLERANCE * planned[rank] + SLACK_BYTES:
             yield Finding(
                 "memory",
                 (rank,),
@@ -231,9 +231,7 @@ CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (plans, order, pai
 
 def planned_bytes(recorded: Recorded) -> Ints:
     """Bytes that each rank of the run receives in a step by its plans."""
-    ranks = [item.group.ranks_in(recorded.world_size) for item in recorded.plans]
-    each = (np.array(item.plan.exchanged_bytes(), dtype=np.int64) for item in recorded.plans)
-    return np.sum([received[of] for received, of in zip(each, ranks, strict=True)], axis=0)
+    return np.sum([kind.of_ranks(lambda item: item.plan.exchanged_bytes()) for kind in recorded.plans], axis=0)
 
 
 def received_bytes(trace: RankTrace, step: int) -> int:

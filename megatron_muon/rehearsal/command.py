@@ -18,8 +18,8 @@ from megatron_muon import exit_codes
 from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.errors import UserError
-from megatron_muon.planning.command import duration, settings_of, size
-from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_group
+from megatron_muon.planning.command import add_node_ranks, duration, hardware_of, settings_of, size
+from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_kind
 from megatron_muon.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="rehearse these alone; what they do is compared among them (all)")  # fmt: skip
     add("--hardware", choices=GPUS, default=GPUS[0], metavar="NAME",
         help=f"machine to rehearse for: {', '.join(GPUS)} (the first)")  # fmt: skip
+    add_node_ranks(parser)
     add("--processes", type=positive, metavar="P", help="processes that rehearse (one for each core)")
     add("--json", type=Path, metavar="FILE", help="also write the figures of each rank, and what disagrees, to FILE")
     add("--timeline", type=Path, metavar="FILE",
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--ranks {wrong[0]} is not a rank of {args.world_size}; they go from 0 to {args.world_size - 1}"
         )
-    hardware = HARDWARE[args.hardware]
+    hardware = hardware_of(args)
     with quiet_imports():
         from megatron_muon import cpu
 
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.config}: --{name.replace('_', '-')} {value} is not rehearsed; leave it out")
     settings.lr = settings.lr or 0.0  # a plan needs none, and no shape hangs on it
     planned = settings_of(settings, hardware)
-    plans = [plan_group(group, planned, hardware) for group in groups]
+    plans = [plan_kind(group, planned, hardware, args.world_size) for group in groups]
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)
     with _progress(len(ranks)) as done:
         traces = all_ranks.rehearse(rehearsal, ranks, processes=args.processes, done=done)
@@ -144,13 +145,13 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
     return {
         "world_size": recorded.world_size,
         "ranks": len(recorded.traces),
-        "digest": "-".join(item.plan.digest() for item in recorded.plans),
+        "digest": "-".join(kind.of(0).plan.digest() for kind in recorded.plans),
         "planned": {
             "received_bytes": int(planned_bytes(recorded)[list(recorded.traces)].max()),
-            "extra_bytes": max(item.extra_bytes for item in recorded.plans),
-            "products_ms": sum(item.ns_ms for item in recorded.plans),
-            "step_ms": sum(item.step_ms for item in recorded.plans),
-            "buffer_bytes": max(item.plan.buffer_bytes for item in recorded.plans),
+            "extra_bytes": max(kind.worst.extra_bytes for kind in recorded.plans),
+            "products_ms": sum(kind.worst.ns_ms for kind in recorded.plans),
+            "step_ms": sum(kind.worst.step_ms for kind in recorded.plans),
+            "buffer_bytes": max(kind.worst.plan.buffer_bytes for kind in recorded.plans),
         },
         "rehearsed": {**most, **times, "collectives": max((rank["collectives"] for rank in ranks), default=0)},
         "slowest": {

@@ -34,13 +34,17 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import offload_run, wrap
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.store import DEVICE, RecordStore
-from megatron_muon.planning.estimate import Group, Hardware
+from megatron_muon.planning.estimate import Group, Hardware, node_pattern
 from megatron_muon.rehearsal import machine, process_groups
 from megatron_muon.rehearsal.recorder import HOST_WAITS, Recorder, place
 from megatron_muon.rehearsal.trace import RankTrace
 
 STEPS = 2
 """The first one has what happens once, the second one is what all others are like."""
+
+
+PlanKey = tuple[str, tuple[int, ...]]
+"""The name of a kind of groups, and how their ranks lie in nodes."""
 
 
 @dataclass
@@ -52,14 +56,18 @@ class Rehearsal:
         groups: what is planned, dense matrices first.
         world_size: ranks of the run.
         hardware: where it is to run.
-        plans: of the groups; where they are empty, the first rank makes them as in training and the others take them.
+        plans: by `plan_key`; the first rank makes one that is missing as in training, and the others take it.
     """
 
     settings: MuonOptimizerConfig
     groups: Sequence[Group]
     world_size: int
     hardware: Hardware
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[PlanKey, Plan] = field(default_factory=dict)
+
+    def plan_key(self, group: Group, members: Sequence[int]) -> PlanKey:
+        """What the plan of a group with these global ranks goes by."""
+        return group.name, node_pattern(members, self.hardware)
 
 
 class _Orthogonalizer(Orthogonalizer):
@@ -163,7 +171,8 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
     config, device = rehearsal.settings, machine.DEVICE
     chunk, members, offload = _Chunk(), [], offload_run(config)
     for group in rehearsal.groups:
-        process_group = dist.new_group(group.members(rank, rehearsal.world_size))
+        ranks = group.members(rank, rehearsal.world_size)
+        process_group, key = dist.new_group(ranks), rehearsal.plan_key(group, ranks)
         shards = group.layout.held(process_group.rank())
         parameters = [torch.nn.Parameter(torch.empty(shard.rows, shard.cols, device=device)) for shard in shards]
         for parameter in parameters:
@@ -176,7 +185,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
             None,
             {parameter: matrix.name for parameter, matrix in zip(parameters, group.layout.matrices, strict=True)},
             is_expert=group.name == "experts",
-            plan=rehearsal.plans.get(group.name),
+            plan=rehearsal.plans.get(key),
             layout=group.layout,
             group=process_group,
             device=device,
@@ -184,12 +193,13 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
         )
         members.append(wrap(builder.build(offload), config, [chunk], SimpleNamespace(tp=None)))
         if builder.plan is not None:
-            rehearsal.plans.setdefault(group.name, builder.plan)
+            rehearsal.plans.setdefault(key, builder.plan)
             trace.plans.append(builder.plan.digest())
     chain = MuonChainedOptimizer(members)
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
-    for member in members:
+    for group, member in zip(rehearsal.groups, members, strict=True):
         member.optimizer.probe = recorder.probe
+        member.optimizer.update_matrices = recorder.group(group.name)(member.optimizer.update_matrices)
     trace.state_bytes = _state_bytes(chain)
     try:
         for _ in range(STEPS):

@@ -81,6 +81,7 @@ class Recorder(FakeTensorMode):
         self._step: StepTrace | None = None
         self._calls = 0
         self._phases = [_OTHER]
+        self._matrices = _OTHER
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,6 +170,15 @@ class Recorder(FakeTensorMode):
             self._step = None
 
     @contextlib.contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """Around what a step does with a group of matrices."""
+        self._matrices = name
+        try:
+            yield
+        finally:
+            self._matrices = _OTHER
+
+    @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around a phase; of phases within each other the innermost counts."""
         self._phases.append(name)
@@ -187,6 +197,8 @@ class Recorder(FakeTensorMode):
         self._live_bytes += size
         if self._step is not None and self._live_bytes > self._step.peak_bytes:
             self._step.peak_bytes, self._step.peak_phase = self._live_bytes, self._phases[-1]
+        if self._step is not None and self._live_bytes > self._step.peaks.get(self._matrices, -1):
+            self._step.peaks[self._matrices] = self._live_bytes
 
     def _forget(self, key: int) -> None:
         self._live_bytes -= self._live.pop(key)[1]

@@ -82,6 +82,7 @@ class StepTrace:
         begin_bytes: memory that tensors take on the device before the step, and so for `end_bytes`.
         peak_bytes: the most in the step.
         peak_phase: where that was.
+        peaks: the most while each group of matrices steps, by the group's name.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -90,6 +91,7 @@ class StepTrace:
     end_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:

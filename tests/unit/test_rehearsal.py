@@ -19,7 +19,7 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, plan_group
+from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
 from megatron_muon.rehearsal import all_ranks, playback
 from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
 from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
@@ -57,9 +57,9 @@ def rehearsal(*groups: Group, **settings: Any) -> Rehearsal:
     return Rehearsal(config, groups or (Group("dense", DENSE),), RANKS, H100)
 
 
-def planned(of: Rehearsal) -> list[GroupPlan]:
+def planned(of: Rehearsal) -> list[KindPlan]:
     settings = settings_of(of.settings, of.hardware)
-    return [plan_group(group, settings, of.hardware) for group in of.groups]
+    return [plan_kind(group, settings, of.hardware, of.world_size) for group in of.groups]
 
 
 def recorded(
@@ -69,7 +69,7 @@ def recorded(
     traces = {rank: rehearse_rank(rank, of) for rank in ranks if odd is None or rank != odd[0]}
     if odd is not None:
         traces[odd[0]] = odd[1]()
-    return Recorded(traces, planned(of), RANKS)
+    return Recorded(traces, planned(of), of.world_size)
 
 
 def found(findings: Sequence[Finding], name: str) -> list[Finding]:
@@ -100,10 +100,11 @@ def sound(real_devices: None) -> Recorded:
 
 def test_nothing_is_found_where_ranks_agree(sound: Recorded) -> None:
     assert check(sound) == []
-    assert len(sound.plans[0].plan.waves) > 1
+    (plan,) = (item.plan for item in sound.plans[0].plans)
+    assert len(plan.waves) > 1
     for trace in sound.traces.values():
         assert len(trace.steps) == 2
-        assert len(trace.steps[1].calls) == 2 * len(sound.plans[0].plan.waves)
+        assert len(trace.steps[1].calls) == 2 * len(plan.waves)
 
 
 def test_dense_matrices_and_experts_step_on_their_own_groups() -> None:
@@ -132,7 +133,7 @@ def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
     expected = planned_bytes(sound)
     for rank, trace in sound.traces.items():
         assert received_bytes(trace, 1) == expected[rank]
-        assert trace.steps[1].flops == sound.plans[0].plan.loads[rank]
+        assert trace.steps[1].flops == sound.plans[0].of(rank).plan.loads[rank]
 
 
 def whole_nodes(hardware: Hardware) -> Hardware:
@@ -145,7 +146,7 @@ def test_plan_and_record_agree_on_time(layout: Layout) -> None:
     """Plans took rows to come from every replica; an update goes to all of them, but rows come from one."""
     of = dataclasses.replace(rehearsal(Group("dense", layout)), hardware=whole_nodes(H100))
     played = playback.play(recorded(of).traces, -1, of.hardware)
-    (plan,) = planned(of)
+    plan = planned(of)[0].worst
     assert max(rank.end_s for rank in played.values()) * 1e3 == pytest.approx(plan.step_ms, rel=0.1)
     assert plan.step_ms > 1.1 * plan.ns_ms
 
@@ -154,7 +155,7 @@ def test_a_rank_with_another_plan_is_found() -> None:
     usual = rehearsal()
     plan = make_plan(DENSE, [1.0 + index for index in range(len(DENSE.matrices))][::-1],
                      buffer_bytes=int(BUFFER_MB * 2**20), memory=Memory(2))  # fmt: skip
-    other = dataclasses.replace(usual, plans={"dense": plan})
+    other = dataclasses.replace(usual, plans={usual.plan_key(usual.groups[0], range(RANKS)): plan})
     findings = check(recorded(usual, odd=(2, lambda: rehearse_rank(2, other))))
     assert found(findings, "plan")[0].ranks == (0, 2)
     assert any(2 in finding.ranks and "expects" in finding.text for finding in found(findings, "bytes"))
