@@ -15,10 +15,11 @@ from typing import Any
 from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import MAX_RANKS
+from megatron_muon.core.memory import MOMENT_BYTES, MomentBytes
 from megatron_muon.core.numbers import check_number
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
-from megatron_muon.megatron.layout_file import read_layout
+from megatron_muon.megatron.layout_file import read_captured
 from megatron_muon.planning import training_step
 from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, Settings, plan_kind
 from megatron_muon.planning.figures import report
@@ -152,7 +153,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int, tra
     if [args.config, args.hf, args.layout].count(None) != 2:
         raise UserError("give --config FILE.yaml or --hf MODEL, with --world-size N, or --layout FILE.json")
     if args.layout is not None:
-        layout = read_layout(args.layout)
+        layout, of_world = read_captured(args.layout)
         ranks = layout.world_size
         if args.world_size not in (None, ranks):
             raise UserError(
@@ -160,7 +161,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int, tra
             )
         if not layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return MuonSettings(), [Group("layout", layout)], ranks, None
+        return MuonSettings(), [Group("layout", layout, ranks=of_world)], ranks, None
     if args.world_size is None:
         source = f"--config {args.config}" if args.config else f"--hf {args.hf}"
         raise UserError(f"how many ranks? add --world-size, as in {source} --world-size 64")
@@ -231,6 +232,7 @@ def settings_of(
             raise UserError(f"--team-size {size}: NorMuon has no teams; use 1, or leave it out")
         size = "1"
     iteration = replace(iteration, products=hardware.products(half=half))
+    adaptive = getattr(config, "optimizer", "muon") == "adaptive_muon"
     travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
     return Settings(
         buffer,
@@ -239,6 +241,7 @@ def settings_of(
         size,
         stages or config.muon_exchange_stages,
         getattr(config, "muon_nesterov", True),
+        MOMENT_BYTES[config.adaptive_muon_moment2_method] if adaptive else MomentBytes(),
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.memory import Memory, MomentBytes
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.traffic import MESSAGE_US, Ints, Links
 from megatron_muon.planning.memory import extra_bytes
@@ -115,7 +115,8 @@ HARDWARE = {machine.name: machine for machine in _MACHINES}
 class Settings:
     """What decides costs and bytes.
 
-    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, and whether momentum looks ahead.
+    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, whether momentum looks ahead, and what
+    an adaptive Muon's second moment takes.
     """
 
     buffer_mb: float | None
@@ -124,11 +125,12 @@ class Settings:
     team_size: str = AUTO
     stages: str = AUTO
     looks_ahead: bool = True
+    moment: MomentBytes = field(default_factory=MomentBytes)
 
     @property
     def memory(self) -> Memory:
         """What matrices take."""
-        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration)
+        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration, self.moment)
 
     @property
     def buffer_bytes(self) -> int | None:
@@ -144,6 +146,7 @@ class Group:
     layout: Layout
     stride: int = 1  # groups of this kind that lie side by side in the world
     together: int = 1  # consecutive global ranks in one group
+    ranks: tuple[int, ...] = ()  # global ones of the only group that is known, where they are not counted from 0
 
     def ranks_in(self, world_size: int) -> Ints:
         """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
@@ -223,11 +226,13 @@ class KindPlan:
 def plan_kind(group: Group, settings: Settings, hardware: Hardware, world_size: int) -> KindPlan:
     """Plan all groups of a kind in a world, one plan for each way in which ranks lie in nodes."""
     members = group.all_members(world_size)
+    if group.ranks:
+        members = np.array(group.ranks)[members]
     nodes = (node_pattern(each, hardware) for each in members)
     numbers: dict[tuple[int, ...], int] = {}
     of_groups = [numbers.setdefault(each, len(numbers)) for each in nodes]
     of_ranks = np.empty(world_size, dtype=np.int64)
-    of_ranks[members] = np.array(of_groups)[:, np.newaxis]
+    of_ranks[group.all_members(world_size)] = np.array(of_groups)[:, np.newaxis]
     firsts = (members[of_groups.index(number)] for number in numbers.values())
     return KindPlan(group, tuple(plan_group(group, settings, hardware, ranks) for ranks in firsts), of_ranks)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_muon.core.traffic import Ints
 from megatron_muon.planning.estimate import KindPlan
-from megatron_muon.rehearsal.trace import Call, Members, RankTrace
+from megatron_muon.rehearsal.trace import Call, Members, Part, RankTrace, Wait
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
 """A rank may take this much more memory than its plan says: places of elements and such are not in the plan."""
@@ -165,7 +165,7 @@ def _unlike(calls: dict[int, Call], size: int) -> Iterator[tuple[int, int, int, 
 
 
 def blocks(recorded: Recorded) -> Iterator[Finding]:
-    """Every element of every matrix is orthogonalised once in a step, by whatever ranks of its process group."""
+    """Every part of every matrix is orthogonalised once in a step, by whatever ranks of its process group."""
     for kind in recorded.plans:
         group = kind.group
         seen: set[int] = set()
@@ -175,19 +175,43 @@ def blocks(recorded: Recorded) -> Iterator[Finding]:
             if not members or not recorded.traces.keys() >= set(members):
                 continue  # others, who are not recorded, may have it
             for step in recorded.steps:
-                done: dict[str, list[tuple[int, int]]] = defaultdict(list)
+                done: dict[tuple[str, int], dict[Part, list[int]]] = defaultdict(lambda: defaultdict(list))
                 for member in members:
-                    for name, numel in recorded.traces[member].steps[step].orthogonalized.items():
-                        done[name].append((member, numel))
+                    for part, times in recorded.traces[member].steps[step].orthogonalized.items():
+                        done[part.name, part.block][part] += [member] * times
                 for index, matrix in enumerate(group.layout.matrices):
-                    times = sum(numel for _, numel in done[matrix.name]) / matrix.numel
-                    if times != 1:
-                        by = tuple(member for member, _ in done[matrix.name])
-                        yield Finding(
-                            "blocks", by or (members[kind.of(rank).plan.owners[index]],),
-                            f"step {step}: {matrix.name} is orthogonalised {times:g} times"
-                            + (f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"),
-                        )  # fmt: skip
+                    owner = members[kind.of(rank).plan.owners[index]]
+                    wrong = (_not_once(done[matrix.name, block], matrix.name) for block in range(len(matrix.blocks)))
+                    for what, by in filter(None, wrong):
+                        by_whom = f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"
+                        yield Finding("blocks", by or (owner,), f"step {step}: {what}{by_whom}")
+
+
+def _not_once(done: dict[Part, list[int]], name: str) -> tuple[str, tuple[int, ...]] | None:
+    """What is wrong with how a block of a matrix has been orthogonalised, and the ranks that did it."""
+    cut = {part.parts for part in done} or {1}
+    if len(cut) > 1:
+        by = tuple(sorted({rank for ranks in done.values() for rank in ranks}))
+        return f"{name} is orthogonalised in {' and in '.join(map(str, sorted(cut)))} parts", by
+    (count,) = cut
+    for place in range(count):
+        part = next((part for part in done if part.place == place), None)
+        by = tuple(done[part]) if part is not None else ()
+        if len(by) != 1:
+            which = f", part {place} of {count}," if count > 1 else ""
+            return f"{name}{which} is orthogonalised {len(by)} times", by
+    return None
+
+
+def waits(recorded: Recorded) -> Iterator[Finding]:
+    """Every collective is waited for in the step in which it starts: before that, its buffers are not to be read."""
+    for rank, trace in recorded.traces.items():
+        for step in recorded.steps:
+            waited = {event.call for event in trace.steps[step].events if isinstance(event, Wait)}
+            for number, call in enumerate(trace.steps[step].calls):
+                if number not in waited:
+                    text = f"step {step}, collective {number} of the rank is never waited for: {_said(call)}"
+                    yield Finding("wait", (rank,), text)
 
 
 def leaks(recorded: Recorded) -> Iterator[Finding]:
@@ -225,7 +249,16 @@ def traffic(recorded: Recorded) -> Iterator[Finding]:
             yield Finding("bytes", (rank,), text)
 
 
-CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (plans, order, pairs, traffic, blocks, leaks, memory)
+CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (
+    plans,
+    order,
+    pairs,
+    waits,
+    traffic,
+    blocks,
+    leaks,
+    memory,
+)
 """Of traces that are complete."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
 _NOT_REHEARSED = {"muon_exchange": "allgather", "muon_offload": "nvme", "muon_ns_device": "cpu"}
 """What every rank does alike, what needs files, and what makes the host wait by intent."""
+LINES = 10
+"""That say how far a rehearsal is, where the standard error is not a terminal."""
 SHOWN = 8
 """Findings of a check, and reasons of a rank to wait, that are printed."""
 
@@ -95,9 +98,10 @@ def run(args: argparse.Namespace) -> int:
     planned = settings_of(settings, hardware)
     plans = [plan_kind(group, planned, hardware, args.world_size) for group in groups]
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)
-    with _progress(len(ranks)) as done:
+    with _progress(len(ranks)) as done, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about what it calls by an older name
         traces = all_ranks.rehearse(rehearsal, ranks, processes=args.processes, done=done)
-    plain = (settings.optimizer, settings.muon_offload, settings.muon_momentum_dtype) == ("muon", "none", "fp32")
+    plain = (settings.muon_offload, settings.muon_momentum_dtype) == ("none", "fp32")
     recorded = checks.Recorded(traces, plans, args.world_size, has_memory=plain)
     findings = checks.check(recorded)
     played: dict[int, playback.Played] = {}
@@ -111,10 +115,10 @@ def run(args: argparse.Namespace) -> int:
         "hardware": hardware.name,
         **report(recorded, findings, played),
     }
+    show(figures, str(args.config), hardware)  # before a file that cannot be written
     write_json(args.json, figures)
     if args.timeline is not None and played:
         timeline.write_timeline(args.timeline, played)
-    show(figures, str(args.config), hardware)
     return exit_codes.FAILURE if findings else exit_codes.OK
 
 
@@ -209,11 +213,24 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
 
 @contextlib.contextmanager
 def _progress(ranks: int) -> Iterator[Callable[[int], None]]:
-    """Shows on a terminal how many ranks are done."""
+    """Shows on the standard error how many ranks are done: a bar on a terminal, else a line for each tenth of them."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        said = 0
+
+        def say(done: int) -> None:
+            nonlocal said
+            if done * LINES // ranks > said:
+                said = done * LINES // ranks
+                console.print(f"{done:,} of {ranks:,} ranks rehearsed")
+
+        console.print(f"rehearsing {ranks:,} rank{'s' * (ranks != 1)}")
+        yield say
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("ranks", total=ranks)
         yield lambda done: progress.update(task, completed=done)
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import override
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ from megatron_muon.offload.store import DEVICE, RecordStore
 from megatron_muon.planning.estimate import Group, Hardware, node_pattern
 from megatron_muon.rehearsal import machine, process_groups
 from megatron_muon.rehearsal.recorder import HOST_WAITS, Recorder, place
-from megatron_muon.rehearsal.trace import RankTrace
+from megatron_muon.rehearsal.trace import Part, RankTrace
 
 STEPS = 2
 """The first one has what happens once, the second one is what all others are like."""
@@ -73,7 +74,7 @@ class Rehearsal:
 class _Orthogonalizer(Orthogonalizer):
     """Notes which matrices its batches have orthogonalised."""
 
-    note: Callable[[str, int], None]
+    note: Callable[[Part], None]
     names: Sequence[str]
 
     @override
@@ -85,17 +86,27 @@ class _Orthogonalizer(Orthogonalizer):
         teams: Teams | None = None,
     ) -> BlockBatch:
         batch = super().batch(matrices, normalize, portions, teams)
-        run = batch.orthogonalize
+        allocate, run = batch.allocate, batch.orthogonalize
+        parts = [[Part(matrix.name, block, 0, 1) for block in range(len(matrix.blocks))] for matrix in matrices]
+        parts += [
+            [Part(self.names[portion.index], portion.block or 0, portion.place, len(portion.ranks))]
+            for portion in portions
+        ]
+        places: list[tuple[Any, ...]] = []
+
+        def allocate_noted(like: torch.Tensor) -> list[torch.Tensor]:
+            rooms = allocate(like)
+            places[:] = [(room.untyped_storage()._cdata, room.storage_offset()) for room in rooms]
+            return rooms
 
         def orthogonalize(probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
             results = run(probe)
-            for matrix in matrices:
-                self.note(matrix.name, matrix.numel)
-            for portion in portions:
-                self.note(self.names[portion.index], portion.numel)
+            filled = dict(zip(places, parts, strict=True))  # of two in one place only the later is there
+            for part in itertools.chain(*filled.values()):
+                self.note(part)
             return results
 
-        batch.orthogonalize = orthogonalize  # type: ignore[method-assign]
+        batch.allocate, batch.orthogonalize = allocate_noted, orthogonalize  # type: ignore[method-assign]
         return batch
 
 
