@@ -191,15 +191,15 @@ def _not_once(done: dict[Part, list[int]], name: str) -> tuple[str, tuple[int, .
     """What is wrong with how a block of a matrix has been orthogonalised, and the ranks that did it."""
     cut = {part.parts for part in done} or {1}
     if len(cut) > 1:
-        by = tuple(sorted({rank for ranks in done.values() for rank in ranks}))
-        return f"{name} is orthogonalised in {' and in '.join(map(str, sorted(cut)))} parts", by
+        ranks = sorted({rank for ranks in done.values() for rank in ranks})
+        return f"{name} is orthogonalised in {' and in '.join(map(str, sorted(cut)))} parts", tuple(ranks)
     (count,) = cut
     for place in range(count):
         part = next((part for part in done if part.place == place), None)
-        by = tuple(done[part]) if part is not None else ()
+        by = done[part] if part is not None else []
         if len(by) != 1:
             which = f", part {place} of {count}," if count > 1 else ""
-            return f"{name}{which} is orthogonalised {len(by)} times", by
+            return f"{name}{which} is orthogonalised {len(by)} times", tuple(sorted(set(by)))
     return None
 
 
