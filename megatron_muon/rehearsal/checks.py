@@ -181,7 +181,11 @@ def blocks(recorded: Recorded) -> Iterator[Finding]:
                         done[part.name, part.block][part] += [member] * times
                 for index, matrix in enumerate(group.layout.matrices):
                     owner = members[kind.of(rank).plan.owners[index]]
-                    wrong = (_not_once(done[matrix.name, block], matrix.name) for block in range(len(matrix.blocks)))
+                    several = len(matrix.blocks) > 1
+                    wrong = (
+                        _not_once(done[matrix.name, block], matrix.name + f", block {block}," * several)
+                        for block in range(len(matrix.blocks))
+                    )
                     for what, by in filter(None, wrong):
                         by_whom = f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"
                         yield Finding("blocks", by or (owner,), f"step {step}: {what}{by_whom}")
@@ -198,7 +202,7 @@ def _not_once(done: dict[Part, list[int]], name: str) -> tuple[str, tuple[int, .
         part = next((part for part in done if part.place == place), None)
         by = done[part] if part is not None else []
         if len(by) != 1:
-            which = f", part {place} of {count}," if count > 1 else ""
+            which = f" part {place} of {count}" if count > 1 else ""
             return f"{name}{which} is orthogonalised {len(by)} times", tuple(sorted(set(by)))
     return None
 

@@ -96,7 +96,10 @@ class _Orthogonalizer(Orthogonalizer):
 
         def allocate_noted(like: torch.Tensor) -> list[torch.Tensor]:
             rooms = allocate(like)
-            places[:] = [(room.untyped_storage()._cdata, room.storage_offset()) for room in rooms]
+            places[:] = [
+                (room.untyped_storage()._cdata, room.storage_offset()) if room.numel() else (number,)
+                for number, room in enumerate(rooms)
+            ]
             return rooms
 
         def orthogonalize(probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:

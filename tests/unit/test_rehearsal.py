@@ -326,7 +326,7 @@ def test_a_block_that_takes_the_place_of_another_is_found(monkeypatch: pytest.Mo
     findings = check(recorded(of, range(2)))
     assert findings
     assert {finding.check for finding in findings} == {"blocks"}
-    assert all("is orthogonalised 0 times" in finding.text for finding in findings)
+    assert all("qkv, block 0, is orthogonalised 0 times" in finding.text for finding in findings)
 
 
 def test_a_collective_that_is_never_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
