@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, ClassVar, override
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.batch import Normalize
 from megatron_muon.core.layout import Layout
+from megatron_muon.core.memory import MOMENT_BYTES, MomentBytes
 from megatron_muon.core.numbers import check_number
 
 
@@ -67,6 +68,9 @@ class SecondMoment(ABC):
         ValueError: beta2 or eps is out of range.
     """
 
+    bytes: ClassVar[MomentBytes]
+    """What it takes beside updates."""
+
     def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         check_number("adaptive_muon_beta2", beta2)
         check_number("adaptive_muon_eps", eps)
@@ -110,6 +114,8 @@ class SecondMoment(ABC):
 class AdaMuon(SecondMoment):
     """AdaMuon (https://arxiv.org/abs/2507.11005): each element of the update over the root of its second moment."""
 
+    bytes = MOMENT_BYTES["adamuon"]
+
     def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         super().__init__(held, beta2=beta2, eps=eps)
         shards = held.layout.held(held.group.rank())
@@ -129,11 +135,16 @@ class AdaMuon(SecondMoment):
         group = self._groups[indices[places[0]]]
         rows = [updates[place].float() for place in places]
         moments = [self._moments[indices[place]] for place in places]
+        # Never more than two fp32 copies of the rows at a time, as `core.memory` counts them.
         shares = (finite * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
         torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
         roots = torch._foreach_sqrt(moments)
         torch._foreach_add_(roots, group["eps"])
-        rows = list(torch._foreach_div(rows, roots))
+        if updates[places[0]].dtype == torch.float32:
+            rows = list(torch._foreach_div(rows, roots))
+        else:
+            torch._foreach_div_(rows, roots)  # copies
+        del roots
         torch._foreach_mul_(rows, [self._scales[indices[place]] for place in places])
         return rows
 
@@ -148,6 +159,8 @@ class NorMuon(SecondMoment):
     that does not send zero: a sum that rounds nothing. The owner of a matrix advances its own; after the exchange they
     go round in the same way.
     """
+
+    bytes = MOMENT_BYTES["normuon"]
 
     def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         super().__init__(held, beta2=beta2, eps=eps)
@@ -199,15 +212,15 @@ class NorMuon(SecondMoment):
         self._done.add(index)
         beta2, eps = self._groups[index]["beta2"], self._groups[index]["eps"]
         dim = -1 if self._by_row(index) else -2
-        stack = update.float().reshape(self._stacks[index])
-        moments = self._whole[index].view(len(stack), -1).unsqueeze(dim)
-        normalized = []
-        for matrix, moment in zip(stack, moments, strict=True):
+        experts, rows, _ = self._stacks[index]
+        moments = self._whole[index].view(experts, -1).unsqueeze(dim)
+        for part, moment, scale in zip(update.split(rows), moments, self.held.scales[index].split(rows), strict=True):
+            matrix = part.float()
             moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite * (1.0 - beta2))
-            result = matrix * moment.clamp_min(eps).rsqrt_()
-            norm = torch.linalg.vector_norm(result).clamp_min(eps)
-            normalized.append(result * (torch.linalg.vector_norm(matrix) / norm))
-        update.copy_(torch.cat(normalized).mul_(self.held.scales[index]))
+            before = torch.linalg.vector_norm(matrix)
+            matrix.mul_(moment.clamp_min(eps).rsqrt_())
+            matrix.mul_(before / torch.linalg.vector_norm(matrix).clamp_min(eps))
+            part.copy_(matrix.mul_(scale))
 
     @override
     def end(self) -> None:

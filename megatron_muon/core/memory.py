@@ -47,6 +47,21 @@ def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None) -> Counter[S
     )
 
 
+class MomentBytes(NamedTuple):
+    """Bytes an element that applying a second moment takes beside the update: `core.adaptive` makes such tensors.
+
+    `held` are of an update row, on the ranks that hold it; `whole` of the largest matrix, on its owner, beside an fp32
+    copy of one that is bf16.
+    """
+
+    held: int = 0
+    whole: int = 0
+
+
+MOMENT_BYTES = {"adamuon": MomentBytes(held=8), "normuon": MomentBytes(whole=4)}
+"""By the names of --adaptive-muon-moment2-method."""
+
+
 class Taken(NamedTuple):
     """Bytes that a matrix takes on a rank: of a wave, and beside all waves."""
 
@@ -61,18 +76,31 @@ class Memory:
     Attributes:
         element_bytes: of an element on the wire, and of the matrices that are assembled from what arrives.
         iteration: which products run, and in which precision.
+        moment: what an adaptive Muon takes besides.
     """
 
     element_bytes: int
     iteration: Iteration = field(default_factory=Iteration)
+    moment: MomentBytes = field(default_factory=MomentBytes)
 
     def held_bytes(self, *, is_team: bool) -> int:
         """What an element fills of a wave on a rank that holds it: its rows leave, or its update rows arrive.
 
-        Rows are packed from what was prepared, in the room of two waves. The updates of a team are put together.
+        Rows are packed from what was prepared, and second moments applied, in the room of two waves. The updates of a
+        team are put together.
         """
-        packed = -(-(self.element_bytes + ROW_BYTES) // 2)
-        return max((2 if is_team else 1) * self.element_bytes, packed)
+        updates = (2 if is_team else 1) * self.element_bytes
+        packed, normalized = self.element_bytes + ROW_BYTES, updates + self.moment.held
+        return max(updates, -(-max(packed, normalized if self.moment.held else 0) // 2))
+
+    def own_bytes(self, size: int, elements: int) -> int:
+        """What a matrix that fills `size` fills on its sole owner, which holds so many elements of it."""
+        return max(size, self.moment.held * elements)
+
+    def normalizing(self, numel: int) -> int:
+        """Bytes of normalising a whole update."""
+        each = self.moment.whole + (4 if self.element_bytes < 4 else 0) if self.moment.whole else 0
+        return each * numel
 
     def owned_bytes(self, portion: Portion) -> int:
         """What a portion fills of a wave on its rank: it arrives, it is assembled, its updates leave.
@@ -96,7 +124,8 @@ class Memory:
                 owned[place] += part
         copies = 2 if divided is None and len(blocks) > 1 else 1
         wave = max(owned) * (copies * self.element_bytes + self.held_bytes(is_team=divided is not None))
-        return Taken(wave, self.of_stacks(stacks(blocks, divided)))
+        numel = sum(rows * cols for rows, cols in blocks)
+        return Taken(wave, max(self.of_stacks(stacks(blocks, divided)), self.normalizing(numel)))
 
     def of_stacks(self, counts: Mapping[Stack, int]) -> int:
         """Bytes of the temporaries of so many blocks of each kind."""
@@ -120,7 +149,8 @@ class Memory:
     def whole(self, matrices: Sequence[Matrix], row_bytes: int = ROW_BYTES) -> int:
         """Bytes of orthogonalising matrices that lie whole on their owner; `row_bytes` are of prepared elements."""
         assembled, _, temporaries = self.of_batch(matrices)
-        return assembled + max(sum(matrix.numel for matrix in matrices) * row_bytes, temporaries)
+        elements = sum(matrix.numel for matrix in matrices)
+        return assembled + max(elements * max(row_bytes, self.moment.held), temporaries)
 
     @staticmethod
     def check(given: int | None, smallest: int, layout: Layout) -> None:
@@ -161,7 +191,8 @@ class Memory:
             kept.add(kind)
         stacked = sum(kind[0] * kind[1] * count for kind, count in blocks.items())
         updates = several + sum(kind[0] * kind[1] * blocks[kind] for kind in kept)
-        temporaries = self.of_stacks(blocks)
+        largest = max((matrix.numel for matrix in matrices), default=0)
+        temporaries = max(self.of_stacks(blocks), self.normalizing(largest))
         return (stacked + several) * self.element_bytes, updates * self.element_bytes, temporaries
 
     def of_stack(self, rows: int, cols: int, longer: int, team: int, count: int) -> int:

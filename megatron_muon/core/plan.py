@@ -260,7 +260,7 @@ class _Needs:
         for (of, cuts, _), count in alike.items():
             blocks.update({stack: each * count for stack, each in stacks(of, cuts).items()})
         fillers = max((memory.whole([layout.matrices[index]]) for index in itertools.chain(*whole)), default=0)
-        self.beside = max(memory.of_stacks(blocks), fillers)
+        self.beside = max([memory.of_stacks(blocks), fillers, *(each.beside for each in taken)])
         self.smallest = memory.of_step(self.single, max([fillers, *(each.beside for each in taken)]))
         self.usual = memory.of_step(max(self.single, self.busy), self.beside)
 
@@ -358,6 +358,8 @@ class _Footprints:
         for (rank, size), place in zip(owned.items(), places.tolist(), strict=True):
             if place == len(holders) or holders[place] != rank:
                 more[rank] = size
+            elif team.cuts is None:
+                sizes[place] = memory.own_bytes(size, int(elements[place]))
             else:
-                sizes[place] = size + (0 if team.cuts is None else sizes[place])
+                sizes[place] += size
         return np.append(holders, list(more)).astype(np.int64), np.append(sizes, list(more.values())).astype(np.int64)

@@ -92,7 +92,8 @@ class MuonBuilder:
             compute_device=None if self.device == self.parameters[0].device else self.device,
         )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
-            dump_layout(config.muon_dump_layout, self.layout, is_expert=self.is_expert)
+            ranks = dist.get_process_group_ranks(self.group)
+            dump_layout(config.muon_dump_layout, self.layout, ranks, is_expert=self.is_expert)
         return muon
 
     def _plain(self, settings: Mapping[str, Any]) -> ReplicatedMuon:

@@ -4,7 +4,9 @@
      "matrices": [{"name": "w", "shape": [4, 8], "shards": [[0, 0, 3, 0, 8], [1, 3, 1, 0, 8]]}]}
 
 A shard is `[rank, row_start, rows, col_start, cols]`; where further ranks hold the same rectangle, the list of them
-follows. The optional key `blocks`, `[groups, [part, ...]]`, says how the rows of a matrix make blocks (`RowSplit`).
+follows. The optional key `ranks` has the global rank of each rank of the group, ascending, where they are not counted
+from 0: they decide which of them share a node. The optional key `blocks`, `[groups, [part, ...]]`, says how the rows of
+a matrix make blocks (`RowSplit`).
 What does not tile is refused; nothing is repaired.
 """
 
@@ -15,6 +17,7 @@ import json
 import re
 import tempfile
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -48,10 +51,20 @@ class _StoredMatrix(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
 class _StoredLayout(msgspec.Struct, forbid_unknown_fields=True):
     world_size: _Size
     matrices: list[_StoredMatrix]
+    ranks: tuple[_Index, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.ranks and (len(self.ranks) != self.world_size or list(self.ranks) != sorted(set(self.ranks))):
+            raise ValueError(f"`ranks` must be {self.world_size} different numbers, ascending")
 
 
 def read_layout(path: str | Path) -> Layout:
-    """The layout in a file.
+    """The layout in a file, as `read_captured` reads it."""
+    return read_captured(path)[0]
+
+
+def read_captured(path: str | Path) -> tuple[Layout, tuple[int, ...]]:
+    """The layout in a file, and the global ranks of its group, empty where they are counted from 0.
 
     Raises:
         UserError: the file cannot be read, is not of this form, or holds a layout that does not tile its matrices; the
@@ -61,7 +74,7 @@ def read_layout(path: str | Path) -> Layout:
     try:
         content = Path(path).read_bytes()
         stored = msgspec.json.decode(content, type=_StoredLayout)
-        return Layout(stored.world_size, tuple(_matrix(matrix) for matrix in stored.matrices))
+        return Layout(stored.world_size, tuple(_matrix(matrix) for matrix in stored.matrices)), stored.ranks
     except OSError as error:
         raise UserError(f"cannot read layout {str(path)!r}: {error.strerror}") from None
     except ValueError as error:  # msgspec's, a LayoutError, or what is not UTF-8
@@ -97,8 +110,8 @@ def _matrix(stored: _StoredMatrix) -> Matrix:
     return Matrix(stored.name, stored.shape, tuple(shards), split)
 
 
-def write_layout(path: str | Path, layout: Layout) -> None:
-    """Write a layout, one matrix a line; a UserError where the file cannot be written."""
+def write_layout(path: str | Path, layout: Layout, ranks: Sequence[int] = ()) -> None:
+    """Write a layout, one matrix a line, and its global `ranks`; a UserError where the file cannot be written."""
     lines = []
     for matrix in layout.matrices:
         split = matrix.split
@@ -106,8 +119,9 @@ def write_layout(path: str | Path, layout: Layout) -> None:
         blocks = None if split == whole(split.rows) else (split.groups, split.parts)
         lines.append(msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks)).decode())
     body = ",\n".join(lines)
+    head = f'{{"world_size": {layout.world_size},\n' + (f'"ranks": {[*ranks]},\n' if ranks else "")
     try:
-        Path(path).write_text(f'{{"world_size": {layout.world_size},\n"matrices": [\n{body}\n]}}\n', "utf-8")
+        Path(path).write_text(f'{head}"matrices": [\n{body}\n]}}\n', "utf-8")
     except OSError as error:
         raise UserError(f"cannot write layout {str(path)!r}: {error.strerror}") from None
 
@@ -118,10 +132,10 @@ def _dump_file(path: str | Path, *, is_expert: bool) -> Path:
     return path.with_name(f"{path.stem}.experts{path.suffix}") if is_expert else path
 
 
-def dump_layout(path: str | Path, layout: Layout, *, is_expert: bool) -> None:
+def dump_layout(path: str | Path, layout: Layout, ranks: Sequence[int], *, is_expert: bool) -> None:
     """Write the layout of a run for `--muon-dump-layout path`, and print a line that says so; for one rank to call."""
     file = _dump_file(path, is_expert=is_expert)
-    write_layout(file, layout)
+    write_layout(file, layout, () if list(ranks) == list(range(len(ranks))) else ranks)
     print(
         f"megatron-muon: {file}: the layout of {len(layout.matrices)} {'expert' if is_expert else 'dense'} matrices "
         f"over {layout.world_size} rank{'s' * (layout.world_size != 1)}; for megatron-muon plan --layout {file}",

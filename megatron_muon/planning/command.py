@@ -7,25 +7,22 @@ even it is, what travels, what memory it takes and what a step may cost on a nam
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import MAX_RANKS
+from megatron_muon.core.memory import MOMENT_BYTES, MomentBytes
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.plan import Plan, all_gather_bytes
-from megatron_muon.core.traffic import Ints
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
-from megatron_muon.megatron.layout_file import read_layout
+from megatron_muon.megatron.layout_file import read_captured
 from megatron_muon.planning import training_step
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Settings, plan_group
+from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, Settings, plan_kind
+from megatron_muon.planning.figures import report
 from megatron_muon.quiet import quiet_imports
 from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
 
@@ -79,6 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="its precision (the config's --muon-fp32-matmul-prec: bf16 for medium and without it)")  # fmt: skip
     add("--hardware", choices=tuple(HARDWARE), default="h100-sxm", metavar="NAME",
         help=f"machine to estimate for: {', '.join(HARDWARE)} (the first)")  # fmt: skip
+    add_node_ranks(parser)
     add("--tokens", type=positive, metavar="N",
         help="of a training step (the config's --global-batch-size times --seq-length)")  # fmt: skip
     add("--mfu", type=float, default=training_step.MFU, metavar="SHARE",
@@ -86,13 +84,25 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
 
 
+def add_node_ranks(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that `hardware_of` reads."""
+    parser.add_argument("--node-ranks", type=positive, metavar="N",
+        help="ranks of a node, the run's LOCAL_WORLD_SIZE (those of the machine; gb300: 72, a whole rack)")  # fmt: skip
+
+
+def hardware_of(args: argparse.Namespace) -> Hardware:
+    """The machine that is asked for, with nodes as the run has them."""
+    hardware = HARDWARE[args.hardware]
+    return hardware if args.node_ranks is None else replace(hardware, node_ranks=args.node_ranks)
+
+
 def run(args: argparse.Namespace) -> int:
     """Plans, writes the figures as JSON where asked, and prints them."""
-    hardware = HARDWARE[args.hardware]
+    hardware = hardware_of(args)
     _check_training_step(args, hardware)
     config, groups, world_size, model = _read(args)
     settings = _settings(args, config, hardware)
-    plans = [plan_group(group, settings, hardware) for group in groups]
+    plans = [plan_kind(group, settings, hardware, world_size) for group in groups]
     _check_teams(plans, settings.team_size, given=args.team_size is not None)
     figures = report(plans, world_size, settings, hardware)
     tokens = args.tokens or (model.tokens if model is not None and not hardware.processor else None)
@@ -112,88 +122,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_teams(plans: Sequence[GroupPlan], team_size: str, *, given: bool) -> None:
+def _check_teams(plans: Sequence[KindPlan], team_size: str, *, given: bool) -> None:
     """Refuse a team size that training refuses, and one on the line that does nothing."""
     if team_size in (AUTO, "1"):
         return
-    shared = [item for item in plans if item.plan.layout.world_size > 1]
-    for item in shared or plans if given else shared:
+    all_plans = [item for kind in plans for item in kind.plans]
+    shared = [item for item in all_plans if item.plan.layout.world_size > 1]
+    for item in shared or all_plans if given else shared:
         if max((len(team.ranks) for team in item.plan.teams), default=1) < int(team_size):
             raise UserError(
                 f"{'--team-size' if given else '--muon-team-size'} {team_size} is more than the ranks of a node that "
                 f"share the {item.group.name} matrices; use auto"
             )
-
-
-def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
-    """The figures of a rank, which is in one group of each kind, and of each group, in the form of the JSON file."""
-    return {
-        "digest": "-".join(item.plan.digest() for item in plans),
-        "world_size": world_size,
-        **_figures(plans, [item.group.ranks_in(world_size) for item in plans]),
-        "hardware": hardware.name,
-        "settings": {
-            "buffer_mb": settings.buffer_mb,
-            "exchange_dtype": settings.exchange_dtype,
-            "team_size": settings.team_size,
-            "stages": settings.stages,
-            "ns": settings.iteration.method,
-            "ns_dtype": "bf16" if settings.iteration.half else "fp32",
-            "ns_steps": settings.iteration.steps,
-        },
-        "groups": [
-            {
-                "name": item.group.name,
-                "ranks": item.plan.layout.world_size,
-                "whole_matrices": sum(map(len, item.plan.whole)),
-                **_figures([item], [np.arange(item.plan.layout.world_size)]),
-            }
-            for item in plans
-        ],
-    }
-
-
-def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any]:
-    """Figures of ranks, by their rank in each group, that step groups one by one: times add up, buffers do not."""
-
-    def total(per_rank: Callable[[Plan], Sequence[float]]) -> np.ndarray[Any, Any]:
-        return np.sum([np.array(per_rank(item.plan))[of] for item, of in zip(plans, ranks, strict=True)], axis=0)
-
-    matrices = [matrix for item in plans for matrix in item.plan.layout.matrices]
-    loads, largest = total(lambda plan: plan.loads), max(item.largest for item in plans)
-    mean = float(loads.mean()) or 1.0
-    return {
-        "matrices": len(matrices),
-        "parameters": sum(matrix.numel for matrix in matrices),
-        "ns_load": {
-            "max_over_mean": float(loads.max()) / mean if loads.any() else 1.0,
-            "least_possible": max(largest / mean, 1.0),  # with these teams, for the sake of the costliest matrix
-        },
-        "matrices_of_teams": {
-            str(size): count
-            for size, count in sorted(Counter(len(t.ranks) for item in plans for t in item.plan.teams).items())
-            if size > 1
-        },
-        "exchange_bytes": {
-            "max_per_rank": int(total(lambda plan: plan.exchanged_bytes()).max()),
-            "allgather_per_rank": int(
-                total(lambda plan: all_gather_bytes(plan.layout, plan.memory.element_bytes)).max()
-            ),
-        },
-        "peers": max(item.plan.peers() for item in plans),
-        "stages": max(item.plan.path.stages for item in plans),
-        "extra_bytes_max": max(item.extra_bytes for item in plans),
-        "waves": sum(len(item.plan.waves) for item in plans),
-        "buffer_bytes": max(item.plan.buffer_bytes for item in plans),
-        "plan_seconds": sum(item.seconds for item in plans),
-        "estimated_ms": {
-            name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
-        },
-    }
-
-
-def _all_gather_bytes(plan: Plan) -> tuple[int, ...]:
-    return all_gather_bytes(plan.layout, plan.memory.element_bytes)
 
 
 def _check_training_step(args: argparse.Namespace, hardware: Hardware) -> None:
@@ -213,7 +153,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int, tra
     if [args.config, args.hf, args.layout].count(None) != 2:
         raise UserError("give --config FILE.yaml or --hf MODEL, with --world-size N, or --layout FILE.json")
     if args.layout is not None:
-        layout = read_layout(args.layout)
+        layout, of_world = read_captured(args.layout)
         ranks = layout.world_size
         if args.world_size not in (None, ranks):
             raise UserError(
@@ -221,7 +161,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int, tra
             )
         if not layout.matrices:
             raise UserError(f"{args.layout} holds no matrices")
-        return MuonSettings(), [Group("layout", layout)], ranks, None
+        return MuonSettings(), [Group("layout", layout, ranks=of_world)], ranks, None
     if args.world_size is None:
         source = f"--config {args.config}" if args.config else f"--hf {args.hf}"
         raise UserError(f"how many ranks? add --world-size, as in {source} --world-size 64")
@@ -292,6 +232,7 @@ def settings_of(
             raise UserError(f"--team-size {size}: NorMuon has no teams; use 1, or leave it out")
         size = "1"
     iteration = replace(iteration, products=hardware.products(half=half))
+    adaptive = getattr(config, "optimizer", "muon") == "adaptive_muon"
     travels = ("bf16" if half else "fp32") if exchange == "auto" else exchange
     return Settings(
         buffer,
@@ -300,6 +241,7 @@ def settings_of(
         size,
         stages or config.muon_exchange_stages,
         getattr(config, "muon_nesterov", True),
+        MOMENT_BYTES[config.adaptive_muon_moment2_method] if adaptive else MomentBytes(),
     )
 
 
@@ -326,6 +268,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
         f"{settings['exchange_dtype']}; at most {size(figures['buffer_bytes'])} for a step; digest {figures['digest']}",
         f"{hardware.name}: {hardware.source}",
+        f"nodes of {hardware.node_ranks} ranks: the run's LOCAL_WORLD_SIZE, else --node-ranks",
         *notes(figures),
     ):
         console.print(Text(line, style="dim"), soft_wrap=True)
@@ -351,6 +294,10 @@ def notes(figures: dict[str, Any]) -> list[str]:
             why = f"one matrix, or a team's part of it, is {least:.2f} times a rank's even share"
         if load > EVEN:
             lines.append(f"{group['name']}, uneven: {why}")
+        if group["plans"] > 1:
+            lines.append(
+                f"{group['name']}: {group['plans']} plans, as groups lie in nodes differently; the slowest is shown"
+            )
     if figures["exchange_bytes"]["max_per_rank"] and not HARDWARE[figures["hardware"]].processor:
         lines.append(
             "not counted: NCCL's point-to-point buffers, which the first all-to-all allocates (on 8 H100 memory in use "

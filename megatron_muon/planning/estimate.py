@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.memory import Memory, MomentBytes
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.traffic import MESSAGE_US, Ints, Links
 from megatron_muon.planning.memory import extra_bytes
@@ -37,13 +37,19 @@ class Hardware:
     name: str
     bf16_tflops: float
     fp32_tflops: float
-    node_ranks: int  # that the fast link joins
+    node_ranks: int  # of a node, as the run's LOCAL_WORLD_SIZE
     node_gb_per_s: float
     network_gb_per_s: float  # between nodes
     memory_gb_per_s: float  # of the device's own memory
     source: str
     processor: bool = False
     symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
+    rack_ranks: int = 0  # that the fast link joins, where these are more than a node's
+
+    @property
+    def joined_ranks(self) -> int:
+        """How many ranks the fast link joins."""
+        return max(self.node_ranks, self.rack_ranks)
 
     @property
     def links(self) -> Links:
@@ -58,15 +64,25 @@ class Hardware:
 
 
 def _gpu(
-    name: str, bf16: float, fp32: float, node_ranks: int, node: float, network: float, memory: float, source: str
+    name: str,
+    bf16: float,
+    fp32: float,
+    ranks: int,
+    node: float,
+    network: float,
+    memory: float,
+    source: str,
+    *,
+    rack: int = 0,
 ) -> Hardware:
     """A GPU whose data sheet has these rates, at the part of them that can be expected."""
     source = (
         f"{source}; {PRODUCT_SHARE:.0%} of its matrix rate, {LINK_SHARE:.0%} of its links, {MEMORY_SHARE:.0%} of its "
         f"memory's {memory:,} GB/s"
     )
-    rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, node_ranks, node * LINK_SHARE, network * LINK_SHARE
-    return Hardware(name, *rates, memory * MEMORY_SHARE, source, symmetric_kernel=name != "a100-sxm")
+    rates = bf16 * PRODUCT_SHARE, fp32 * PRODUCT_SHARE, ranks, node * LINK_SHARE, network * LINK_SHARE
+    has_kernel = name != "a100-sxm"
+    return Hardware(name, *rates, memory * MEMORY_SHARE, source, symmetric_kernel=has_kernel, rack_ranks=rack)
 
 
 def _dgx(chip: str, bf16: float, fp32: float, node: int, network: int, memory: int) -> Hardware:
@@ -84,6 +100,7 @@ _MACHINES = (
     _gpu(
         "gb300", 2500, 80, 72, 900, 100, 8000,
         "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
+        rack=72,
     ),
     Hardware(
         "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0,
@@ -98,7 +115,8 @@ HARDWARE = {machine.name: machine for machine in _MACHINES}
 class Settings:
     """What decides costs and bytes.
 
-    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, and whether momentum looks ahead.
+    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, whether momentum looks ahead, and what
+    an adaptive Muon's second moment takes.
     """
 
     buffer_mb: float | None
@@ -107,11 +125,12 @@ class Settings:
     team_size: str = AUTO
     stages: str = AUTO
     looks_ahead: bool = True
+    moment: MomentBytes = field(default_factory=MomentBytes)
 
     @property
     def memory(self) -> Memory:
         """What matrices take."""
-        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration)
+        return Memory(2 if self.exchange_dtype == "bf16" else 4, self.iteration, self.moment)
 
     @property
     def buffer_bytes(self) -> int | None:
@@ -127,6 +146,7 @@ class Group:
     layout: Layout
     stride: int = 1  # groups of this kind that lie side by side in the world
     together: int = 1  # consecutive global ranks in one group
+    ranks: tuple[int, ...] = ()  # global ones of the only group that is known, where they are not counted from 0
 
     def ranks_in(self, world_size: int) -> Ints:
         """For each rank of the world, its rank in its group of this kind; parallel_state orders tp-cp-ep-dp-pp."""
@@ -134,10 +154,19 @@ class Group:
 
     def members(self, rank: int, world_size: int) -> list[int]:
         """The global ranks of the group of this kind that `rank` is in, in the order of the group."""
-        places, beside = self._places(world_size), np.arange(world_size) // self.together % self.stride
-        number = places // self.layout.world_size
+        number, beside = self._numbers(world_size)
         (ranks,) = np.nonzero((beside == beside[rank]) & (number == number[rank]))
         return [int(member) for member in ranks]
+
+    def all_members(self, world_size: int) -> Ints:
+        """The global ranks of every group of this kind, `(groups, ranks of a group)`, in the order of the groups."""
+        number, beside = self._numbers(world_size)
+        return np.lexsort((np.arange(world_size), beside, number)).reshape(-1, self.layout.world_size)
+
+    def _numbers(self, world_size: int) -> tuple[Ints, Ints]:
+        """For each rank of the world, where its group lies: among groups one after the other, and side by side."""
+        beside = np.arange(world_size) // self.together % self.stride
+        return self._places(world_size) // self.layout.world_size, beside
 
     def _places(self, world_size: int) -> Ints:
         ranks, together = np.arange(world_size), self.together
@@ -163,17 +192,73 @@ class GroupPlan:
         return int(self.extra.max(initial=0))
 
 
-def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPlan:
-    """Make a group's plan as training would, and estimate it."""
+@dataclass(frozen=True)
+class KindPlan:
+    """The plans of all groups of a kind.
+
+    Groups whose ranks lie in nodes alike have the same plan; where strides do not divide a node, there are several.
+
+    Attributes:
+        group: what the groups have in common.
+        plans: one for each way in which ranks lie in nodes.
+        numbers: for each rank of the world, which of them its group has.
+    """
+
+    group: Group
+    plans: tuple[GroupPlan, ...]
+    numbers: Ints
+
+    @property
+    def worst(self) -> GroupPlan:
+        """The slowest."""
+        return max(self.plans, key=lambda item: item.step_ms)
+
+    def of(self, rank: int) -> GroupPlan:
+        """The plan of a rank's group."""
+        return self.plans[int(self.numbers[rank])]
+
+    def of_ranks(self, figure: Callable[[GroupPlan], Sequence[float] | Ints | Floats]) -> np.ndarray[Any, Any]:
+        """A figure that plans have for each rank of a group, for each rank of the world."""
+        each = np.array([figure(item) for item in self.plans])
+        return each[self.numbers, self.group.ranks_in(len(self.numbers))]
+
+
+def plan_kind(group: Group, settings: Settings, hardware: Hardware, world_size: int) -> KindPlan:
+    """Plan all groups of a kind in a world, one plan for each way in which ranks lie in nodes."""
+    members = group.all_members(world_size)
+    if group.ranks:
+        members = np.array(group.ranks)[members]
+    nodes = (node_pattern(each, hardware) for each in members)
+    numbers: dict[tuple[int, ...], int] = {}
+    of_groups = [numbers.setdefault(each, len(numbers)) for each in nodes]
+    of_ranks = np.empty(world_size, dtype=np.int64)
+    of_ranks[group.all_members(world_size)] = np.array(of_groups)[:, np.newaxis]
+    firsts = (members[of_groups.index(number)] for number in numbers.values())
+    return KindPlan(group, tuple(plan_group(group, settings, hardware, ranks) for ranks in firsts), of_ranks)
+
+
+def node_pattern(members: Sequence[int] | Ints, hardware: Hardware) -> tuple[int, ...]:
+    """The node of each of these global ranks, in ascending order, counted from 0: what plans know of nodes."""
+    _, nodes = np.unique(np.asarray(members) // hardware.node_ranks, return_inverse=True)
+    return tuple(nodes.tolist())
+
+
+def plan_group(
+    group: Group, settings: Settings, hardware: Hardware, members: Sequence[int] | Ints | None = None
+) -> GroupPlan:
+    """Make a group's plan as training would, and estimate it.
+
+    `members` are its global ranks; without them it is the first of its kind.
+    """
     layout, half = group.layout, settings.iteration.half
+    members = group.members(0, layout.world_size * group.stride) if members is None else members
     ranks = layout.world_size
     cost = functools.cache(settings.iteration.flops)
     costs = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in layout.matrices]
     started = time.perf_counter()
-    nodes = np.arange(ranks) * group.stride // hardware.node_ranks
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     stages = 0 if settings.stages == AUTO else int(settings.stages)
-    rules = TeamRules(functools.cache(settings.iteration.cost), nodes.tolist(), size, stages)
+    rules = TeamRules(functools.cache(settings.iteration.cost), node_pattern(members, hardware), size, stages)
     plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=rules)
     seconds = time.perf_counter() - started
     rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
@@ -185,7 +270,8 @@ def plan_group(group: Group, settings: Settings, hardware: Hardware) -> GroupPla
         loads = np.array([load for team in of for load in team.loads])
         return np.bincount(members, weights=loads, minlength=ranks) / rate
 
-    seconds_of = functools.partial(hardware.links.seconds, nodes=nodes, element_bytes=plan.memory.element_bytes)
+    joined = np.asarray(members) // hardware.joined_ranks
+    seconds_of = functools.partial(hardware.links.seconds, nodes=joined, element_bytes=plan.memory.element_bytes)
     arrive_s, leave_s = (
         [[seconds_of(stage) for stage in travels(wave)] for wave in plan.waves]
         for travels in (plan.gathering, plan.returning)

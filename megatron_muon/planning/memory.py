@@ -39,6 +39,7 @@ def extra_bytes(plan: Plan, *, looks_ahead: bool) -> Ints:
             leaving + arriving + wave.iterating,
             receiving + arriving + wave.results,
             arriving + wave.results + wave.sending_back,
+            arriving + wave.results + wave.leaving + wave.finalizing,
         ):
             most = np.maximum(most, held)
         leaving, receiving = wave.leaving, wave.receiving
@@ -122,6 +123,7 @@ class _Wave:
         self.assembling: Ints = np.maximum(wire * (stayed + there.waiting), assembling)
         self.sending_back: Ints = wire * (together + back.starting)
         self.leaving: Ints = wire * (together + back.under_way)
-        self.receiving: Ints = wire * (together + back.waiting)
+        self.receiving: Ints = wire * (together + back.waiting) + memory.moment.held * given
+        self.finalizing: Ints = memory.moment.held * kept
         self.iterating: Ints = matrices + temporaries
         self.results: Ints = results

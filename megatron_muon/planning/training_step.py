@@ -50,7 +50,7 @@ class Parameters:
         A node's ranks share what arrives from other nodes.
         """
         part = self.count / self.parts * element_bytes
-        local = min(max(hardware.node_ranks // self.parts, 1), self.ranks)
+        local = min(max(hardware.joined_ranks // self.parts, 1), self.ranks)
         nodes = math.ceil(self.ranks / local)
         within, between = part * (1 - 1 / local), part / local * (1 - 1 / nodes)
         return max(within / hardware.node_gb_per_s, between / hardware.network_gb_per_s) / 1e9

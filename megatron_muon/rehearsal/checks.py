@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_muon.core.traffic import Ints
-from megatron_muon.planning.estimate import GroupPlan
-from megatron_muon.rehearsal.trace import Call, Members, RankTrace
+from megatron_muon.planning.estimate import KindPlan
+from megatron_muon.rehearsal.trace import Call, Members, Part, RankTrace, Wait
 
 TOLERANCE, SLACK_BYTES = 1.10, 2**20
 """A rank may take this much more memory than its plan says: places of elements and such are not in the plan."""
@@ -35,10 +35,10 @@ class Recorded:
     """A rehearsal's traces, by rank, beside what was planned."""
 
     traces: dict[int, RankTrace]
-    plans: Sequence[GroupPlan]
+    plans: Sequence[KindPlan]
     world_size: int
     has_memory: bool = True
-    """Whether the plans have all of a step's memory; they leave out second moments, and momentum that is staged."""
+    """Whether the plans have all of a step's memory; they leave out momentum that is staged or stored rounded."""
 
     @property
     def steps(self) -> range:
@@ -81,8 +81,9 @@ def failures(recorded: Recorded) -> Iterator[Finding]:
 
 def plans(recorded: Recorded) -> Iterator[Finding]:
     """Every rank has the plan that `megatron-muon plan` makes."""
-    digests = [item.plan.digest() for item in recorded.plans]
+    planned = [[item.plan.digest() for item in kind.plans] for kind in recorded.plans]
     for rank, trace in recorded.traces.items():
+        digests = [each[kind.numbers[rank]] for each, kind in zip(planned, recorded.plans, strict=True)]
         if trace.plans and trace.plans != digests:
             other = next((one for one, its in recorded.traces.items() if its.plans == digests), None)
             yield Finding(
@@ -164,9 +165,9 @@ def _unlike(calls: dict[int, Call], size: int) -> Iterator[tuple[int, int, int, 
 
 
 def blocks(recorded: Recorded) -> Iterator[Finding]:
-    """Every element of every matrix is orthogonalised once in a step, by whatever ranks of its process group."""
-    for item in recorded.plans:
-        group = item.group
+    """Every part of every matrix is orthogonalised once in a step, by whatever ranks of its process group."""
+    for kind in recorded.plans:
+        group = kind.group
         seen: set[int] = set()
         for rank in sorted(recorded.traces):
             members = [] if rank in seen else group.members(rank, recorded.world_size)
@@ -174,19 +175,47 @@ def blocks(recorded: Recorded) -> Iterator[Finding]:
             if not members or not recorded.traces.keys() >= set(members):
                 continue  # others, who are not recorded, may have it
             for step in recorded.steps:
-                done: dict[str, list[tuple[int, int]]] = defaultdict(list)
+                done: dict[tuple[str, int], dict[Part, list[int]]] = defaultdict(lambda: defaultdict(list))
                 for member in members:
-                    for name, numel in recorded.traces[member].steps[step].orthogonalized.items():
-                        done[name].append((member, numel))
+                    for part, times in recorded.traces[member].steps[step].orthogonalized.items():
+                        done[part.name, part.block][part] += [member] * times
                 for index, matrix in enumerate(group.layout.matrices):
-                    times = sum(numel for _, numel in done[matrix.name]) / matrix.numel
-                    if times != 1:
-                        by = tuple(member for member, _ in done[matrix.name])
-                        yield Finding(
-                            "blocks", by or (members[item.plan.owners[index]],),
-                            f"step {step}: {matrix.name} is orthogonalised {times:g} times"
-                            + (f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"),
-                        )  # fmt: skip
+                    owner = members[kind.of(rank).plan.owners[index]]
+                    several = len(matrix.blocks) > 1
+                    wrong = (
+                        _not_once(done[matrix.name, block], matrix.name + f", block {block}," * several)
+                        for block in range(len(matrix.blocks))
+                    )
+                    for what, by in filter(None, wrong):
+                        by_whom = f", by ranks {', '.join(map(str, by))}" if by else "; its owner does not"
+                        yield Finding("blocks", by or (owner,), f"step {step}: {what}{by_whom}")
+
+
+def _not_once(done: dict[Part, list[int]], name: str) -> tuple[str, tuple[int, ...]] | None:
+    """What is wrong with how a block of a matrix has been orthogonalised, and the ranks that did it."""
+    cut = {part.parts for part in done} or {1}
+    if len(cut) > 1:
+        ranks = sorted({rank for ranks in done.values() for rank in ranks})
+        return f"{name} is orthogonalised in {' and in '.join(map(str, sorted(cut)))} parts", tuple(ranks)
+    (count,) = cut
+    for place in range(count):
+        part = next((part for part in done if part.place == place), None)
+        by = done[part] if part is not None else []
+        if len(by) != 1:
+            which = f" part {place} of {count}" if count > 1 else ""
+            return f"{name}{which} is orthogonalised {len(by)} times", tuple(sorted(set(by)))
+    return None
+
+
+def waits(recorded: Recorded) -> Iterator[Finding]:
+    """Every collective is waited for in the step in which it starts: before that, its buffers are not to be read."""
+    for rank, trace in recorded.traces.items():
+        for step in recorded.steps:
+            waited = {event.call for event in trace.steps[step].events if isinstance(event, Wait)}
+            for number, call in enumerate(trace.steps[step].calls):
+                if number not in waited:
+                    text = f"step {step}, collective {number} of the rank is never waited for: {_said(call)}"
+                    yield Finding("wait", (rank,), text)
 
 
 def leaks(recorded: Recorded) -> Iterator[Finding]:
@@ -197,17 +226,16 @@ def leaks(recorded: Recorded) -> Iterator[Finding]:
 
 
 def memory(recorded: Recorded) -> Iterator[Finding]:
-    """No rank takes more memory than the plan says, nor than --muon-exchange-buffer-mb allows."""
-    if not recorded.has_memory:
-        return
-    each = [item.extra[item.group.ranks_in(recorded.world_size)] for item in recorded.plans]
-    planned = np.max(each, axis=0)  # groups step one by one
-    allowed = max(item.plan.buffer_bytes for item in recorded.plans)
+    """No rank takes more memory than --muon-exchange-buffer-mb allows, nor than the plan says where it has all."""
+    planned = np.max([kind.of_ranks(lambda item: item.extra) for kind in recorded.plans], axis=0)  # one by one
     for rank, trace in recorded.traces.items():
         last = trace.steps[-1]
-        if last.extra_bytes > allowed + SLACK_BYTES:
-            yield Finding("memory", (rank,), f"the step takes {last.extra_bytes:,} bytes, and may take {allowed:,}")
-        if last.extra_bytes > TOLERANCE * planned[rank] + SLACK_BYTES:
+        for kind in recorded.plans:
+            allowed, taken = kind.of(rank).plan.buffer_bytes, last.peaks.get(kind.group.name, 0) - last.begin_bytes
+            if taken > allowed + SLACK_BYTES:
+                text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
+                yield Finding("memory", (rank,), text)
+        if recorded.has_memory and last.extra_bytes > TOLERANCE * planned[rank] + SLACK_BYTES:
             yield Finding(
                 "memory",
                 (rank,),
@@ -225,15 +253,22 @@ def traffic(recorded: Recorded) -> Iterator[Finding]:
             yield Finding("bytes", (rank,), text)
 
 
-CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (plans, order, pairs, traffic, blocks, leaks, memory)
+CHECKS: tuple[Callable[[Recorded], Iterator[Finding]], ...] = (
+    plans,
+    order,
+    pairs,
+    waits,
+    traffic,
+    blocks,
+    leaks,
+    memory,
+)
 """Of traces that are complete."""
 
 
 def planned_bytes(recorded: Recorded) -> Ints:
     """Bytes that each rank of the run receives in a step by its plans."""
-    ranks = [item.group.ranks_in(recorded.world_size) for item in recorded.plans]
-    each = (np.array(item.plan.exchanged_bytes(), dtype=np.int64) for item in recorded.plans)
-    return np.sum([received[of] for received, of in zip(each, ranks, strict=True)], axis=0)
+    return np.sum([kind.of_ranks(lambda item: item.plan.exchanged_bytes()) for kind in recorded.plans], axis=0)
 
 
 def received_bytes(trace: RankTrace, step: int) -> int:

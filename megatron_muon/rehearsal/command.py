@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,8 +19,8 @@ from megatron_muon import exit_codes
 from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.errors import UserError
-from megatron_muon.planning.command import duration, settings_of, size
-from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_group
+from megatron_muon.planning.command import add_node_ranks, duration, hardware_of, settings_of, size
+from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_kind
 from megatron_muon.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
 _NOT_REHEARSED = {"muon_exchange": "allgather", "muon_offload": "nvme", "muon_ns_device": "cpu"}
 """What every rank does alike, what needs files, and what makes the host wait by intent."""
+LINES = 10
+"""That say how far a rehearsal is, where the standard error is not a terminal."""
 SHOWN = 8
 """Findings of a check, and reasons of a rank to wait, that are printed."""
 
@@ -58,6 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="rehearse these alone; what they do is compared among them (all)")  # fmt: skip
     add("--hardware", choices=GPUS, default=GPUS[0], metavar="NAME",
         help=f"machine to rehearse for: {', '.join(GPUS)} (the first)")  # fmt: skip
+    add_node_ranks(parser)
     add("--processes", type=positive, metavar="P", help="processes that rehearse (one for each core)")
     add("--json", type=Path, metavar="FILE", help="also write the figures of each rank, and what disagrees, to FILE")
     add("--timeline", type=Path, metavar="FILE",
@@ -73,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--ranks {wrong[0]} is not a rank of {args.world_size}; they go from 0 to {args.world_size - 1}"
         )
-    hardware = HARDWARE[args.hardware]
+    hardware = hardware_of(args)
     with quiet_imports():
         from megatron_muon import cpu
 
@@ -92,11 +96,12 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{args.config}: --{name.replace('_', '-')} {value} is not rehearsed; leave it out")
     settings.lr = settings.lr or 0.0  # a plan needs none, and no shape hangs on it
     planned = settings_of(settings, hardware)
-    plans = [plan_group(group, planned, hardware) for group in groups]
+    plans = [plan_kind(group, planned, hardware, args.world_size) for group in groups]
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)
-    with _progress(len(ranks)) as done:
+    with _progress(len(ranks)) as done, warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of torch, about what it calls by an older name
         traces = all_ranks.rehearse(rehearsal, ranks, processes=args.processes, done=done)
-    plain = (settings.optimizer, settings.muon_offload, settings.muon_momentum_dtype) == ("muon", "none", "fp32")
+    plain = (settings.muon_offload, settings.muon_momentum_dtype) == ("none", "fp32")
     recorded = checks.Recorded(traces, plans, args.world_size, has_memory=plain)
     findings = checks.check(recorded)
     played: dict[int, playback.Played] = {}
@@ -110,10 +115,10 @@ def run(args: argparse.Namespace) -> int:
         "hardware": hardware.name,
         **report(recorded, findings, played),
     }
+    show(figures, str(args.config), hardware)  # before a file that cannot be written
     write_json(args.json, figures)
     if args.timeline is not None and played:
         timeline.write_timeline(args.timeline, played)
-    show(figures, str(args.config), hardware)
     return exit_codes.FAILURE if findings else exit_codes.OK
 
 
@@ -144,13 +149,13 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
     return {
         "world_size": recorded.world_size,
         "ranks": len(recorded.traces),
-        "digest": "-".join(item.plan.digest() for item in recorded.plans),
+        "digest": "-".join(kind.of(0).plan.digest() for kind in recorded.plans),
         "planned": {
             "received_bytes": int(planned_bytes(recorded)[list(recorded.traces)].max()),
-            "extra_bytes": max(item.extra_bytes for item in recorded.plans),
-            "products_ms": sum(item.ns_ms for item in recorded.plans),
-            "step_ms": sum(item.step_ms for item in recorded.plans),
-            "buffer_bytes": max(item.plan.buffer_bytes for item in recorded.plans),
+            "extra_bytes": max(kind.worst.extra_bytes for kind in recorded.plans),
+            "products_ms": sum(kind.worst.ns_ms for kind in recorded.plans),
+            "step_ms": sum(kind.worst.step_ms for kind in recorded.plans),
+            "buffer_bytes": max(kind.worst.plan.buffer_bytes for kind in recorded.plans),
         },
         "rehearsed": {**most, **times, "collectives": max((rank["collectives"] for rank in ranks), default=0)},
         "slowest": {
@@ -208,11 +213,24 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
 
 @contextlib.contextmanager
 def _progress(ranks: int) -> Iterator[Callable[[int], None]]:
-    """Shows on a terminal how many ranks are done."""
+    """Shows on the standard error how many ranks are done: a bar on a terminal, else a line for each tenth of them."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        said = 0
+
+        def say(done: int) -> None:
+            nonlocal said
+            if done * LINES // ranks > said:
+                said = done * LINES // ranks
+                console.print(f"{done:,} of {ranks:,} ranks rehearsed")
+
+        console.print(f"rehearsing {ranks:,} rank{'s' * (ranks != 1)}")
+        yield say
+        return
+    with Progress(console=console, transient=True) as progress:
         task = progress.add_task("ranks", total=ranks)
         yield lambda done: progress.update(task, completed=done)
 

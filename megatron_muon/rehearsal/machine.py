@@ -28,7 +28,10 @@ _CAPABILITY = {True: (9, 0), False: (8, 0)}
 class _Stream:
     """A stream, and an event: what is enqueued has happened."""
 
-    def __init__(self, *_: Any) -> None: ...
+    waits: Callable[[str], None]
+    """Told of a host that waits."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def wait_stream(self, stream: Any) -> None: ...
 
@@ -37,8 +40,10 @@ class _Stream:
     def record_event(self) -> _Stream:
         return self
 
+    def record(self, stream: Any = None) -> None: ...
+
     def synchronize(self) -> None:
-        """For threads that move momentum; the host's own stream is not waited for."""
+        self.waits("synchronize of a stream or an event")
 
 
 class _Driver:
@@ -51,21 +56,32 @@ class _Driver:
         return 0
 
 
-_STREAMS: dict[str, Any] = {
-    "Stream": _Stream,
-    "current_stream": lambda device=None: _Stream(),
-    "stream": lambda stream: contextlib.nullcontext(),
-    "set_device": lambda device: None,
-    "cudart": _Driver,
-}
-"""What offloading momentum asks of torch.cuda."""
+def _streams(recorder: Recorder) -> dict[str, Any]:
+    """What offloading momentum asks of torch.cuda."""
+
+    class Stream(_Stream):
+        waits = recorder.host_waits
+
+    return {
+        "Stream": Stream,
+        "Event": Stream,
+        "current_stream": lambda device=None: Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_device": lambda device: None,
+        "cudart": _Driver,
+    }
 
 
-def _at_once(executor: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-    """What threads that move momentum would do, done."""
-    future: Future[Any] = Future()
-    future.set_result(fn(*args, **kwargs))
-    return future
+def _at_once(recorder: Recorder) -> Callable[..., Future[Any]]:
+    """Does what threads that move momentum would do: these may wait."""
+
+    def submit(executor: Any, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        with recorder.beside_host():
+            future.set_result(fn(*args, **kwargs))
+        return future
+
+    return submit
 
 
 DEVICE = torch.device("cuda", 0)
@@ -81,9 +97,9 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
         patches.replace(torch.cuda, "get_device_capability", lambda device=None: _CAPABILITY[hardware.symmetric_kernel])
         patches.replace(torch.cuda, "synchronize", lambda device=None: recorder.host_waits("torch.cuda.synchronize"))
         patches.replace(muon_utils.triton_kernels, "HAS_TRITON_340", True)
-        for name, value in _STREAMS.items():
+        for name, value in _streams(recorder).items():
             patches.replace(torch.cuda, name, value)
-        patches.replace(ThreadPoolExecutor, "submit", _at_once, takes=("fn",))  # the fake mode is of one thread
+        patches.replace(ThreadPoolExecutor, "submit", _at_once(recorder), takes=("fn",))  # the mode is of one thread
         patches.replace(FakeTensor, "data_ptr", lambda tensor: 0)  # of memory that begins at a page
 
         def tsyrk_ex(a: torch.Tensor, c: Any = None, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:

@@ -168,7 +168,7 @@ class _Player:
 
     def _seconds(self, members: Members, collective: _Collective) -> float:
         if members not in self._nodes:
-            self._nodes[members] = np.array(members.ranks, dtype=np.int64) // self._hardware.node_ranks
+            self._nodes[members] = np.array(members.ranks, dtype=np.int64) // self._hardware.joined_ranks
         nodes = self._nodes[members]
         places = {rank: place for place, rank in enumerate(members.ranks)}
         calls = [(places[rank], call) for rank, (_, call) in collective.issued.items()]

@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import override
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
@@ -34,13 +35,17 @@ from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import offload_run, wrap
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.store import DEVICE, RecordStore
-from megatron_muon.planning.estimate import Group, Hardware
+from megatron_muon.planning.estimate import Group, Hardware, node_pattern
 from megatron_muon.rehearsal import machine, process_groups
 from megatron_muon.rehearsal.recorder import HOST_WAITS, Recorder, place
-from megatron_muon.rehearsal.trace import RankTrace
+from megatron_muon.rehearsal.trace import Part, RankTrace
 
 STEPS = 2
 """The first one has what happens once, the second one is what all others are like."""
+
+
+PlanKey = tuple[str, tuple[int, ...]]
+"""The name of a kind of groups, and how their ranks lie in nodes."""
 
 
 @dataclass
@@ -52,20 +57,24 @@ class Rehearsal:
         groups: what is planned, dense matrices first.
         world_size: ranks of the run.
         hardware: where it is to run.
-        plans: of the groups; where they are empty, the first rank makes them as in training and the others take them.
+        plans: by `plan_key`; the first rank makes one that is missing as in training, and the others take it.
     """
 
     settings: MuonOptimizerConfig
     groups: Sequence[Group]
     world_size: int
     hardware: Hardware
-    plans: dict[str, Plan] = field(default_factory=dict)
+    plans: dict[PlanKey, Plan] = field(default_factory=dict)
+
+    def plan_key(self, group: Group, members: Sequence[int]) -> PlanKey:
+        """What the plan of a group with these global ranks goes by."""
+        return group.name, node_pattern(members, self.hardware)
 
 
 class _Orthogonalizer(Orthogonalizer):
     """Notes which matrices its batches have orthogonalised."""
 
-    note: Callable[[str, int], None]
+    note: Callable[[Part], None]
     names: Sequence[str]
 
     @override
@@ -77,17 +86,30 @@ class _Orthogonalizer(Orthogonalizer):
         teams: Teams | None = None,
     ) -> BlockBatch:
         batch = super().batch(matrices, normalize, portions, teams)
-        run = batch.orthogonalize
+        allocate, run = batch.allocate, batch.orthogonalize
+        parts = [[Part(matrix.name, block, 0, 1) for block in range(len(matrix.blocks))] for matrix in matrices]
+        parts += [
+            [Part(self.names[portion.index], portion.block or 0, portion.place, len(portion.ranks))]
+            for portion in portions
+        ]
+        places: list[tuple[Any, ...]] = []
+
+        def allocate_noted(like: torch.Tensor) -> list[torch.Tensor]:
+            rooms = allocate(like)
+            places[:] = [
+                (room.untyped_storage()._cdata, room.storage_offset()) if room.numel() else (number,)
+                for number, room in enumerate(rooms)
+            ]
+            return rooms
 
         def orthogonalize(probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
             results = run(probe)
-            for matrix in matrices:
-                self.note(matrix.name, matrix.numel)
-            for portion in portions:
-                self.note(self.names[portion.index], portion.numel)
+            filled = dict(zip(places, parts, strict=True))  # of two in one place only the later is there
+            for part in itertools.chain(*filled.values()):
+                self.note(part)
             return results
 
-        batch.orthogonalize = orthogonalize  # type: ignore[method-assign]
+        batch.allocate, batch.orthogonalize = allocate_noted, orthogonalize  # type: ignore[method-assign]
         return batch
 
 
@@ -163,7 +185,8 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
     config, device = rehearsal.settings, machine.DEVICE
     chunk, members, offload = _Chunk(), [], offload_run(config)
     for group in rehearsal.groups:
-        process_group = dist.new_group(group.members(rank, rehearsal.world_size))
+        ranks = group.members(rank, rehearsal.world_size)
+        process_group, key = dist.new_group(ranks), rehearsal.plan_key(group, ranks)
         shards = group.layout.held(process_group.rank())
         parameters = [torch.nn.Parameter(torch.empty(shard.rows, shard.cols, device=device)) for shard in shards]
         for parameter in parameters:
@@ -176,7 +199,7 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
             None,
             {parameter: matrix.name for parameter, matrix in zip(parameters, group.layout.matrices, strict=True)},
             is_expert=group.name == "experts",
-            plan=rehearsal.plans.get(group.name),
+            plan=rehearsal.plans.get(key),
             layout=group.layout,
             group=process_group,
             device=device,
@@ -184,12 +207,13 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
         )
         members.append(wrap(builder.build(offload), config, [chunk], SimpleNamespace(tp=None)))
         if builder.plan is not None:
-            rehearsal.plans.setdefault(group.name, builder.plan)
+            rehearsal.plans.setdefault(key, builder.plan)
             trace.plans.append(builder.plan.digest())
     chain = MuonChainedOptimizer(members)
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
-    for member in members:
+    for group, member in zip(rehearsal.groups, members, strict=True):
         member.optimizer.probe = recorder.probe
+        member.optimizer.update_matrices = recorder.group(group.name)(member.optimizer.update_matrices)
     trace.state_bytes = _state_bytes(chain)
     try:
         for _ in range(STEPS):

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from megatron_muon.core.probe import Probe
-from megatron_muon.rehearsal.trace import Call, Members, Products, StepTrace, Wait
+from megatron_muon.rehearsal.trace import Call, Members, Part, Products, StepTrace, Wait
 
 PACKAGE = Path(__file__).resolve().parents[1]
 _HERE = str(Path(__file__).parent)
@@ -81,6 +81,8 @@ class Recorder(FakeTensorMode):
         self._step: StepTrace | None = None
         self._calls = 0
         self._phases = [_OTHER]
+        self._matrices = _OTHER
+        self._is_beside = False
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,13 +150,13 @@ class Recorder(FakeTensorMode):
 
     def host_waits(self, what: str) -> None:
         """The host waits for the device."""
-        if self._step is not None:
+        if self._step is not None and not self._is_beside:
             self.synchronizations.append(f"{what} at {place(traceback.extract_stack(sys._getframe(1)))}")
 
-    def orthogonalized(self, name: str, numel: int) -> None:
-        """So many elements of a matrix have been orthogonalised."""
+    def orthogonalized(self, part: Part) -> None:
+        """A part of a matrix has been orthogonalised."""
         if self._step is not None:
-            self._step.orthogonalized[name] += numel
+            self._step.orthogonalized[part] += 1
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -167,6 +169,24 @@ class Recorder(FakeTensorMode):
             step.end_bytes = self._live_bytes
             self.steps.append(step)
             self._step = None
+
+    @contextlib.contextmanager
+    def beside_host(self) -> Iterator[None]:
+        """Around what another thread would do: that it waits holds up no host."""
+        self._is_beside = True
+        try:
+            yield
+        finally:
+            self._is_beside = False
+
+    @contextlib.contextmanager
+    def group(self, name: str) -> Iterator[None]:
+        """Around what a step does with a group of matrices."""
+        self._matrices = name
+        try:
+            yield
+        finally:
+            self._matrices = _OTHER
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -187,16 +207,25 @@ class Recorder(FakeTensorMode):
         self._live_bytes += size
         if self._step is not None and self._live_bytes > self._step.peak_bytes:
             self._step.peak_bytes, self._step.peak_phase = self._live_bytes, self._phases[-1]
+        if self._step is not None and self._live_bytes > self._step.peaks.get(self._matrices, -1):
+            self._step.peaks[self._matrices] = self._live_bytes
 
     def _forget(self, key: int) -> None:
         self._live_bytes -= self._live.pop(key)[1]
 
     def _look_for_wait(self, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """A copy from the device to memory that is not locked makes the host wait."""
+        """A copy between device and host makes the host wait, unless it says otherwise.
+
+        What is brought to the device once, in the first step, is no loss.
+        """
         source = args[1] if len(args) > 1 and isinstance(args[1], torch.Tensor) else args[0]
         non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-        if source.device.type == "cuda" and result.device.type == "cpu" and not non_blocking:
+        if non_blocking or source.device.type == result.device.type:
+            return
+        if source.device.type == "cuda":
             self.host_waits("a copy to host memory")
+        elif self.steps:
+            self.host_waits("a copy from host memory")
 
 
 class _Phases(Probe):

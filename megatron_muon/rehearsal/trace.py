@@ -72,24 +72,35 @@ class Wait(NamedTuple):
 Event = Products | Call | Wait
 
 
+class Part(NamedTuple):
+    """A part of a block of a matrix, counted from 0; a block that is not cut is one part."""
+
+    name: str
+    block: int
+    place: int
+    parts: int
+
+
 @dataclass
 class StepTrace:
     """One step.
 
     Attributes:
         events: in the order of the host.
-        orthogonalized: elements of each matrix that this rank has orthogonalised, by name.
+        orthogonalized: how often this rank has orthogonalised which part of a matrix.
         begin_bytes: memory that tensors take on the device before the step, and so for `end_bytes`.
         peak_bytes: the most in the step.
         peak_phase: where that was.
+        peaks: the most while each group of matrices steps, by the group's name.
     """
 
     events: list[Event] = field(default_factory=list)
-    orthogonalized: Counter[str] = field(default_factory=Counter)
+    orthogonalized: Counter[Part] = field(default_factory=Counter)
     begin_bytes: int = 0
     end_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
+    peaks: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:

@@ -18,7 +18,7 @@ from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
-from megatron_muon.megatron.layout_file import write_layout
+from megatron_muon.megatron.layout_file import dump_layout, write_layout
 from megatron_muon.planning import command as plan_command
 from megatron_muon.planning.estimate import HARDWARE, plan_group
 
@@ -127,6 +127,34 @@ def test_a_captured_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert figures["exchange_bytes"]["allgather_per_rank"] == 8 * 40 * 32 * 2
     assert figures["groups"][0]["name"] == "layout"
     assert "layout, 2 ranks" in capsys.readouterr().out
+
+
+def test_a_captured_layout_knows_its_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks 0, 8, 16 and 24 of a run were planned as four neighbours, with teams that a run cannot have."""
+    layout = Layout(4, tuple(row_sharded(f"e{index}", (4096, 1024), [1024] * 4) for index in range(2)))
+    dump_layout(tmp_path / "layout.json", layout, [0, 8, 16, 24], is_expert=True)
+    path = tmp_path / "layout.experts.json"
+    said = message(capsys, "--layout", path, "--team-size", 2)
+    assert "--team-size 2 is more than the ranks of a node" in said
+    figures = planned(tmp_path, "--layout", path, "--team-size", 2, "--node-ranks", 16)
+    assert (figures["matrices_of_teams"], figures["node_ranks"]) == ({"2": 2}, 16)
+
+
+def test_nodes_are_those_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run on trays of 4 GB300 has another plan than one on a node of 72."""
+    path = config(tmp_path, num_layers="1", ffn_hidden_size="65536", hidden_size="2048")
+    argv = ("--config", path, "--world-size", 8, "--hardware", "gb300")
+    usual, trays = planned(tmp_path, *argv), planned(tmp_path, *argv, "--node-ranks", 4)
+    assert (usual["node_ranks"], trays["node_ranks"]) == (72, 4)
+    assert usual["digest"] != trays["digest"]
+    assert "nodes of 4 ranks: the run's LOCAL_WORLD_SIZE" in capsys.readouterr().out
+
+
+def test_groups_with_several_plans_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = config(tmp_path, num_experts="6", expert_model_parallel_size="3", moe_router_load_balancing_type="none")
+    figures = planned(tmp_path, "--config", path, "--world-size", 12, "--node-ranks", 4)
+    assert [group["plans"] for group in figures["groups"]] == [1, 3]
+    assert "experts: 3 plans" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:

@@ -29,6 +29,11 @@ LAYOUT = Layout(
 )
 
 
+ADAMUON, NORMUON = (
+    {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method} for method in ("adamuon", "normuon")
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "hardware"),
     [
@@ -41,8 +46,15 @@ LAYOUT = Layout(
         ({"muon_team_size": "2"}, "h100-sxm"),
         pytest.param({"muon_team_size": "2", "muon_ns": "standard"}, "a100-sxm", marks=pytest.mark.wide),
         pytest.param({"muon_ns": "gram", "muon_num_ns_steps": 2}, "a100-sxm", marks=pytest.mark.wide),
+        (ADAMUON, "h100-sxm"),
+        ({**NORMUON, "muon_exchange_buffer_mb": 144.0}, "h100-sxm"),
+        pytest.param({**ADAMUON, "muon_team_size": "2"}, "h100-sxm", marks=pytest.mark.wide),
+        pytest.param({**ADAMUON, "muon_exchange_dtype": "fp32", "muon_exchange_buffer_mb": 256.0}, "h100-sxm",
+                     marks=pytest.mark.wide),
+        pytest.param({**NORMUON, "muon_exchange_dtype": "fp32", "muon_exchange_buffer_mb": 256.0}, "h100-sxm",
+                     marks=pytest.mark.wide),
     ],
-)
+)  # fmt: skip
 def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str) -> None:
     cpu.uninstall()
     config = MuonOptimizerConfig(
@@ -53,4 +65,5 @@ def test_a_step_takes_what_its_plan_says(settings: dict[str, Any], hardware: str
     rehearsal = Rehearsal(config, [group], RANKS, HARDWARE[hardware])
     for rank in range(RANKS):
         taken = rehearse_rank(rank, rehearsal).steps[-1].extra_bytes
+        assert taken <= planned.plan.buffer_bytes
         assert planned.extra[rank] == pytest.approx(taken, rel=0.1)

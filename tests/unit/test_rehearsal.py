@@ -12,14 +12,16 @@ import torch.distributed as dist
 
 from megatron_muon import cpu
 from megatron_muon.core import newton_schulz
+from megatron_muon.core.batch import BlockBatch
 from megatron_muon.core.exchange.owner import OwnerExchange
-from megatron_muon.core.layout import Layout, from_rectangles, row_sharded
+from megatron_muon.core.exchange.steps import InFlight
+from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, plan_group
+from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
 from megatron_muon.rehearsal import all_ranks, playback
 from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
 from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
@@ -57,9 +59,9 @@ def rehearsal(*groups: Group, **settings: Any) -> Rehearsal:
     return Rehearsal(config, groups or (Group("dense", DENSE),), RANKS, H100)
 
 
-def planned(of: Rehearsal) -> list[GroupPlan]:
+def planned(of: Rehearsal) -> list[KindPlan]:
     settings = settings_of(of.settings, of.hardware)
-    return [plan_group(group, settings, of.hardware) for group in of.groups]
+    return [plan_kind(group, settings, of.hardware, of.world_size) for group in of.groups]
 
 
 def recorded(
@@ -69,7 +71,7 @@ def recorded(
     traces = {rank: rehearse_rank(rank, of) for rank in ranks if odd is None or rank != odd[0]}
     if odd is not None:
         traces[odd[0]] = odd[1]()
-    return Recorded(traces, planned(of), RANKS)
+    return Recorded(traces, planned(of), of.world_size)
 
 
 def found(findings: Sequence[Finding], name: str) -> list[Finding]:
@@ -100,10 +102,11 @@ def sound(real_devices: None) -> Recorded:
 
 def test_nothing_is_found_where_ranks_agree(sound: Recorded) -> None:
     assert check(sound) == []
-    assert len(sound.plans[0].plan.waves) > 1
+    (plan,) = (item.plan for item in sound.plans[0].plans)
+    assert len(plan.waves) > 1
     for trace in sound.traces.values():
         assert len(trace.steps) == 2
-        assert len(trace.steps[1].calls) == 2 * len(sound.plans[0].plan.waves)
+        assert len(trace.steps[1].calls) == 2 * len(plan.waves)
 
 
 def test_dense_matrices_and_experts_step_on_their_own_groups() -> None:
@@ -132,7 +135,7 @@ def test_plan_and_record_agree_on_bytes_and_products(sound: Recorded) -> None:
     expected = planned_bytes(sound)
     for rank, trace in sound.traces.items():
         assert received_bytes(trace, 1) == expected[rank]
-        assert trace.steps[1].flops == sound.plans[0].plan.loads[rank]
+        assert trace.steps[1].flops == sound.plans[0].of(rank).plan.loads[rank]
 
 
 def whole_nodes(hardware: Hardware) -> Hardware:
@@ -145,7 +148,7 @@ def test_plan_and_record_agree_on_time(layout: Layout) -> None:
     """Plans took rows to come from every replica; an update goes to all of them, but rows come from one."""
     of = dataclasses.replace(rehearsal(Group("dense", layout)), hardware=whole_nodes(H100))
     played = playback.play(recorded(of).traces, -1, of.hardware)
-    (plan,) = planned(of)
+    plan = planned(of)[0].worst
     assert max(rank.end_s for rank in played.values()) * 1e3 == pytest.approx(plan.step_ms, rel=0.1)
     assert plan.step_ms > 1.1 * plan.ns_ms
 
@@ -154,7 +157,7 @@ def test_a_rank_with_another_plan_is_found() -> None:
     usual = rehearsal()
     plan = make_plan(DENSE, [1.0 + index for index in range(len(DENSE.matrices))][::-1],
                      buffer_bytes=int(BUFFER_MB * 2**20), memory=Memory(2))  # fmt: skip
-    other = dataclasses.replace(usual, plans={"dense": plan})
+    other = dataclasses.replace(usual, plans={usual.plan_key(usual.groups[0], range(RANKS)): plan})
     findings = check(recorded(usual, odd=(2, lambda: rehearse_rank(2, other))))
     assert found(findings, "plan")[0].ranks == (0, 2)
     assert any(2 in finding.ranks and "expects" in finding.text for finding in found(findings, "bytes"))
@@ -221,6 +224,9 @@ def test_a_host_that_waits_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (lambda muon, updates: updates[0].cpu(), "a copy to host memory"),
         (lambda muon, updates: torch.cuda.synchronize(), "torch.cuda.synchronize"),
+        (lambda muon, updates: torch.cuda.current_stream().synchronize(), "synchronize of a stream"),
+        (lambda muon, updates: torch.cuda.Event().synchronize(), "synchronize of a stream or an event"),
+        (lambda muon, updates: updates[0].add_(torch.ones(1).to("cuda")), "a copy from host memory"),
     ],
 )
 def test_other_waits_of_the_host_are_found(monkeypatch: pytest.MonkeyPatch, act: Any, text: str) -> None:
@@ -244,6 +250,96 @@ def test_memory_beyond_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [finding.check for finding in findings] == ["memory", "memory"]
     assert "bytes, and may take 419,430" in findings[0].text
     assert "bytes beyond weights, gradients and state" in findings[1].text
+
+
+def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
+    """Expert groups (0, 3, 6, 9), (1, 4, 7, 10) and (2, 5, 8, 11) in nodes of 4: rank 0's plan was handed to all."""
+    layout = Layout(4, tuple(row_sharded(f"e{k}", (256, 128), [64] * 4) for k in range(2)))
+    group = Group("experts", layout, stride=3)
+    nodes_of_4 = dataclasses.replace(H100, node_ranks=4)
+    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_team_size="2")
+    of = Rehearsal(config, [group], 12, nodes_of_4)
+    (kind,) = planned(of)
+    assert [kind.of(rank).plan.teams[0].ranks for rank in range(3)] == [(0, 1), (1, 2), (2, 3)]
+    record = recorded(of, range(12))
+    assert check(record) == []
+    assert len(of.plans) == len(kind.plans) == 3
+    found_plans = {rank: record.traces[rank].plans for rank in range(12)}
+    assert found_plans[1] == found_plans[4] != found_plans[0]
+
+
+def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> None:
+    """Ranks 0, 1, 16 and 17 are in two nodes; the plan took each of them for a node of its own."""
+    layout = Layout(4, tuple(row_sharded(f"e{k}", (256, 128), [64] * 4) for k in range(6)))
+    group = Group("experts", layout, stride=8, together=2)
+    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_team_size="2")
+    of = Rehearsal(config, [group], 32, H100)
+    assert group.members(0, 32) == [0, 1, 16, 17]
+    assert {team.ranks for team in planned(of)[0].worst.plan.teams} == {(0, 1), (2, 3)}
+    assert check(recorded(of, [0, 1, 16, 17])) == []
+
+
+@pytest.mark.parametrize("method", ["adamuon", "normuon"])
+def test_second_moments_are_held_to_the_buffer(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """The check was off for adaptive Muon: a buffer 16 MiB too large went unseen."""
+    in_first_wave(monkeypatch, lambda muon, updates: torch.zeros(2**22, device="cuda").mul_(2))
+    of = rehearsal(optimizer="adaptive_muon", adaptive_muon_moment2_method=method, muon_exchange_buffer_mb=1.0)
+    assert {finding.check for finding in check(recorded(of, [0]))} == {"memory"}
+
+
+@pytest.mark.parametrize("settings", [{"muon_offload": "cpu"}, {"muon_momentum_dtype": "int8"}])
+def test_staged_momentum_is_held_to_the_buffer_too(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    in_first_wave(monkeypatch, lambda muon, updates: torch.zeros(2**22, device="cuda").mul_(2))
+    record = dataclasses.replace(recorded(rehearsal(**settings), [0]), has_memory=False)
+    (finding,) = check(record)
+    assert finding.check == "memory"
+    assert "may take 419,430" in finding.text
+
+
+def test_every_group_is_held_to_its_own_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest buffer of all groups stood for each of them."""
+    both = rehearsal(Group("dense", DENSE), Group("experts", EXPERTS, stride=2))
+    record = recorded(both, [0])
+    dense, experts = record.plans
+    larger = dataclasses.replace(experts.plans[0].plan, buffer_bytes=2**30)
+    roomy = dataclasses.replace(experts, plans=(dataclasses.replace(experts.plans[0], plan=larger),))
+    record.traces[0].steps[-1].peaks["dense"] += 2**24
+    findings = found(check(dataclasses.replace(record, plans=[dense, roomy])), "memory")
+    assert [finding.text.split(" takes")[0] for finding in findings] == ["the step of the dense matrices"]
+
+
+def test_a_block_that_takes_the_place_of_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many elements were orthogonalised as there are, of one block twice and of the other never."""
+    allocate = BlockBatch.allocate
+
+    def into_one_place(batch: BlockBatch, like: torch.Tensor) -> list[torch.Tensor]:
+        rooms = allocate(batch, like)
+        if len(rooms) > 1 and rooms[0].shape == rooms[1].shape:
+            rooms[1] = rooms[0]
+        return rooms
+
+    layout = Layout(2, (row_sharded("qkv", (256, 128), [128, 128], RowSplit(1, (128, 128))),))
+    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, muon_team_size="2")
+    of = Rehearsal(config, [Group("dense", layout)], 2, H100)
+    assert check(recorded(of, range(2))) == []
+    monkeypatch.setattr(BlockBatch, "allocate", into_one_place)
+    findings = check(recorded(of, range(2)))
+    assert findings
+    assert {finding.check for finding in findings} == {"blocks"}
+    assert all("qkv, block 0, is orthogonalised 0 times" in finding.text for finding in findings)
+
+
+def test_a_collective_that_is_never_waited_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait = InFlight.wait
+
+    def reads_at_once(flight: InFlight) -> torch.Tensor:
+        flight.work = None
+        return wait(flight)
+
+    monkeypatch.setattr(InFlight, "wait", reads_at_once)
+    findings = check(recorded(rehearsal(), [0]))
+    assert {finding.check for finding in findings} == {"wait"}
+    assert "is never waited for: all_to_all of bfloat16 in gather" in findings[0].text
 
 
 def test_a_block_that_is_orthogonalised_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

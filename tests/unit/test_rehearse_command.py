@@ -97,6 +97,18 @@ def test_what_users_get_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "--muon-exchange allgather is not rehearsed" in message(capsys, "--config", path, "--world-size", 2)
 
 
+def test_a_timeline_that_cannot_be_written_loses_no_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder
+) -> None:
+    argv = ("--config", QUICKSTART, "--world-size", 4, "--ranks", 0, "--node-ranks", 2)
+    assert cli.main(["rehearse", *map(str, argv), "--timeline", str(tmp_path / "missing" / "step.json")]) == 2
+    out, error = capsys.readouterr()
+    assert "ranks, layout and plan agree" in out
+    assert "rehearsing 1 rank\n" in error
+    assert "--timeline: cannot write" in error.splitlines()[-1]
+    assert not [one for one in recwarn if issubclass(one.category, FutureWarning)]
+
+
 def message_of_usage(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     assert cli.main(["rehearse", *map(str, argv)]) == 2
     return capsys.readouterr().err

@@ -18,7 +18,7 @@ from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.traffic import Path, Transfers, ranks_of_nodes
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, plan_group
+from megatron_muon.planning.estimate import HARDWARE, Group, plan_kind
 from megatron_muon.rehearsal.checks import Recorded, check
 from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
 
@@ -116,8 +116,9 @@ def test_ranks_of_two_nodes_agree(team_size: str, stages: str) -> None:
         optimizer="muon", lr=0.01, muon_exchange_stages=stages, muon_exchange_buffer_mb=64.0, muon_team_size=team_size
     )
     traces = {rank: rehearse_rank(rank, Rehearsal(config, [group], 4, FAR)) for rank in range(4)}
-    plan = plan_group(group, settings_of(config, FAR), FAR)
-    assert check(Recorded(traces, [plan], 4)) == []
+    kind = plan_kind(group, settings_of(config, FAR), FAR, 4)
+    assert check(Recorded(traces, [kind], 4)) == []
+    (plan,) = kind.plans
     assert len(plan.plan.waves) > 1
     for rank, trace in traces.items():
         assert plan.extra[rank] == pytest.approx(trace.steps[-1].extra_bytes, rel=0.1)

@@ -17,7 +17,7 @@ from megatron_muon.core.exchange.repeated import AllGatherExchange, LocalExchang
 from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.memory import Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
@@ -68,13 +68,14 @@ def make_exchange(
         return orthogonalizer.batch([layout.matrices[i] for i in indices], normalize, portions, teams)
 
     buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
+    moment_bytes = MomentBytes() if moment is None else moment.bytes
     if scheme == LOCAL:
-        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration)
+        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, moment_bytes)
         return LocalExchange(layout, group, batches, memory=memory, buffer_bytes=buffer_bytes, device=device)
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan)
+    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, moment_bytes)
     if scheme == SHARED:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
     relays = make_relays(group, plan.path.node_ranks) if plan.path.stages > 1 else None
@@ -110,11 +111,12 @@ def _plan(
     wire_dtype: torch.dtype,
     rules: TeamRules | None,
     made: Plan | None,
+    moment_bytes: MomentBytes,
 ) -> Plan:
     """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
     matrices, rank = layout.matrices, group.rank()
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration)
+    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, moment_bytes)
     plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
     found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
     for other, digest in enumerate(found):
