@@ -25,6 +25,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.planning import training_step
+from megatron_muon.planning.asked import check_unmet, flags_as_typed
 from megatron_muon.planning.estimate import HARDWARE, Group, GroupPlan, Hardware, Settings, plan_group
 from megatron_muon.quiet import quiet_imports
 from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
@@ -92,9 +93,10 @@ def run(args: argparse.Namespace) -> int:
     _check_training_step(args, hardware)
     config, groups, world_size, model = _read(args)
     settings = _settings(args, config, hardware)
-    plans = [plan_group(group, settings, hardware) for group in groups]
-    _check_teams(plans, settings.team_size, given=args.team_size is not None)
-    figures = report(plans, world_size, settings, hardware)
+    with flags_as_typed(args):
+        plans = [plan_group(group, settings, hardware) for group in groups]
+        unmet = check_unmet(plans, alone=bool(args.team_size or args.stages))
+    figures = {**report(plans, world_size, settings, hardware), "unmet": unmet}
     tokens = args.tokens or (model.tokens if model is not None and not hardware.processor else None)
     if model is not None and tokens is not None:
         figures["training_step"] = training_step.simulate(
@@ -110,19 +112,6 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, figures)
     show(figures, str(args.config or args.hf or args.layout), hardware)
     return 0
-
-
-def _check_teams(plans: Sequence[GroupPlan], team_size: str, *, given: bool) -> None:
-    """Refuse a team size that training refuses, and one on the line that does nothing."""
-    if team_size in (AUTO, "1"):
-        return
-    shared = [item for item in plans if item.plan.layout.world_size > 1]
-    for item in shared or plans if given else shared:
-        if max((len(team.ranks) for team in item.plan.teams), default=1) < int(team_size):
-            raise UserError(
-                f"{'--team-size' if given else '--muon-team-size'} {team_size} is more than the ranks of a node that "
-                f"share the {item.group.name} matrices; use auto"
-            )
 
 
 def report(plans: Sequence[GroupPlan], world_size: int, settings: Settings, hardware: Hardware) -> dict[str, Any]:
@@ -190,10 +179,6 @@ def _figures(plans: Sequence[GroupPlan], ranks: Sequence[Ints]) -> dict[str, Any
             name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
         },
     }
-
-
-def _all_gather_bytes(plan: Plan) -> tuple[int, ...]:
-    return all_gather_bytes(plan.layout, plan.memory.element_bytes)
 
 
 def _check_training_step(args: argparse.Namespace, hardware: Hardware) -> None:
@@ -326,6 +311,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
         f"{settings['exchange_dtype']}; at most {size(figures['buffer_bytes'])} for a step; digest {figures['digest']}",
         f"{hardware.name}: {hardware.source}",
+        *figures["unmet"],
         *notes(figures),
     ):
         console.print(Text(line, style="dim"), soft_wrap=True)
