@@ -66,6 +66,23 @@ def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, settings: Any, teams:
     assert teams is None or set(first[1]) == teams
 
 
+def refusal(rank: int, world_size: int, **how: Any) -> str:
+    """In a worker: the error that construction ends in."""
+    from megatron_muon.core.errors import UserError
+
+    with pytest.raises(UserError) as error:
+        stepped(rank, world_size, **how)
+    return str(error.value)
+
+
+def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
+    """It named 1 where 2 works."""
+    said = set(ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"))
+    assert said == {
+        "team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2",
+    }
+
+
 def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
     """In a worker: the nodes of the world's ranks, as four launchers tell."""
     import socket

@@ -185,9 +185,8 @@ def test_what_one_group_cannot_have_others_have(
 
 def test_errors_name_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They named the run's flag, which the command does not have."""
-    path = config(tmp_path)
     for flag, value in (("buffer-mb", "0.125"), ("stages", "2")):
-        said = message(capsys, "--config", path, "--world-size", 2, f"--{flag}", value)
+        said = message(capsys, "--config", config(tmp_path), "--world-size", 2, f"--{flag}", value)
         assert f"error: --{flag} {value} " in said
         of_run = f"muon_exchange_{flag.replace('-', '_')}"
         said = message(capsys, "--config", config(tmp_path, **{of_run: value}), "--world-size", 2)
