@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.portions import TEAM_SIZES, Cuts, Team, chunks
@@ -48,9 +49,58 @@ class TeamRules:
     @property
     def sizes(self) -> tuple[int, ...]:
         """That teams may have, from 1 on."""
-        most = max(Counter(self.nodes).values(), default=1)
         wanted = sorted({1, self.size}) if self.size else TEAM_SIZES
-        return tuple(size for size in wanted if size <= most)
+        return tuple(size for size in wanted if size <= self._most)
+
+    @property
+    def _most(self) -> int:
+        """Ranks of the largest node."""
+        return max(Counter(self.nodes).values(), default=1)
+
+    def unmet(self) -> dict[str, Unmet]:
+        """The settings that these ranks cannot have, by flag."""
+        found = {}
+        if self.size not in (0, *self.sizes):
+            largest = max(size for size in TEAM_SIZES if size <= self._most)
+            found["--muon-team-size"] = Unmet(
+                self.size, "is more than the ranks of a node that share these matrices", f"auto, or {largest}"
+            )
+        if self.stages > 1 and not ranks_of_nodes(self.nodes):
+            reason = "needs two nodes or more, of as many ranks each, two at least, that share these matrices"
+            found["--muon-exchange-stages"] = Unmet(self.stages, reason, "auto, or 1")
+        return found
+
+    def possible(self) -> TeamRules:
+        """These rules, with 1 in the place of what the ranks cannot have."""
+        unmet = self.unmet()
+        return replace(
+            self,
+            size=1 if "--muon-team-size" in unmet else self.size,
+            stages=1 if "--muon-exchange-stages" in unmet else self.stages,
+        )
+
+
+class Unmet(NamedTuple):
+    """A setting that some ranks cannot have."""
+
+    value: int
+    reason: str
+    remedy: str
+
+
+def refuse_unmet(groups: Mapping[str, Mapping[str, Unmet]]) -> list[str]:
+    """What to say where some groups, by name, use 1 in the place of a setting.
+
+    Raises:
+        UserError: no group can have a setting.
+    """
+    said = []
+    for flag, first in {flag: one for of_group in groups.values() for flag, one in of_group.items()}.items():
+        without = [name for name, of_group in groups.items() if flag in of_group]
+        if len(without) == len(groups):
+            raise UserError(f"{flag} {first.value} {first.reason}; use {first.remedy}")
+        said.append(f"{flag} {first.value} {first.reason}: 1 is used for {' and '.join(without)} matrices")
+    return said
 
 
 @dataclass(frozen=True)
@@ -134,7 +184,7 @@ def _that_fit(options: _Options, memory: Memory, buffer_bytes: int | None) -> _O
             min(size for size, division in zip(taken[kind], found, strict=True) if not division.is_cut)
             for kind, found in options.items()
         )
-        buffer_bytes = max(AUTO_BYTES, *of_whole_blocks)
+        buffer_bytes = max([AUTO_BYTES, *of_whole_blocks])
     return {
         kind: [
             division

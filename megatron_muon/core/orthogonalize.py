@@ -149,8 +149,10 @@ class Orthogonalizer:
             Whether each update, or this rank's part of it, is finite, `(batch,)` bool.
         """
         _, rows, cols = stack.shape
+        longer, team, total = cols, 1, None
         if cut is not None:
-            cols = -(-cut.longer // len(cut.team.ranks))  # so that all ranks take as many at a time
+            longer, team, total = cut.longer, len(cut.team.ranks), functools.partial(cut.team.total, probe=probe)
+            cols = -(-longer // team)  # so that all ranks take as many at a time
         together = max(TOGETHER["cpu" if stack.device.type == "cpu" else "cuda"] // (rows * cols), 1)
         all_finite = []
         for number, part in enumerate(stack.split(together)):
@@ -160,7 +162,8 @@ class Orthogonalizer:
             least_norm = None
             if self.eps:
                 least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
-            updates = self._iterate(to_unit_magnitude(part, self.dtype, exponent), scale, least_norm, cut, probe)
+            start = to_unit_magnitude(part, self.dtype, exponent)
+            updates = self._iterate(start, scale, least_norm, longer=longer, team=team, total=total)
             if number == 0 and cut is None:
                 probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
@@ -169,17 +172,25 @@ class Orthogonalizer:
             all_finite.append(finite)
         return torch.cat(all_finite)
 
-    def warm_up(self, shapes: Iterable[tuple[int, int]]) -> int:
-        """Tune and compile the symmetric kernel for blocks of these shapes, where it is used; how many kinds there are.
+    def warm_up(self, shapes: Iterable[tuple[int, int]], portions: Iterable[Portion] = ()) -> int:
+        """Tune and compile the symmetric kernel for blocks of these shapes, and for portions, where it is used.
+
+        Returns how many kinds there are. A team's sums are left out: the kernel meets the same sizes without them.
 
         Triton tunes it in every process for each size that it meets first, for up to 90 s. In a step the other ranks
         would wait for that in a collective.
         """
         if self.iteration.products is not KERNEL:
             return 0
-        kinds = {(min(shape), max(shape), self.scale(shape)) for shape in shapes if KERNEL.shares(*shape)[0] < 1.0}
-        for rows, cols, scale in sorted(kinds):
-            self._iterate(torch.ones(1, rows, cols, dtype=self.dtype, device=self.device), scale)
+        found = {(min(shape), max(shape), max(shape), 1, self.scale(shape)) for shape in shapes}
+        for one in portions:
+            length = one.shape[0 if one.is_tall else 1]
+            found.add((min(one.of), max(one.of), length, len(one.ranks), self.scale(one.of)))
+        # Also where X X^T is formed by a dense product, squares of it may be the kernel's.
+        kinds = [kind for kind in found if KERNEL.shares(kind[0], kind[0])[0] < 1.0]
+        for rows, longer, cols, team, scale in sorted(kinds):
+            start = torch.ones(1, rows, cols, dtype=self.dtype, device=self.device)
+            self._iterate(start, scale, longer=longer, team=team, total=None if team == 1 else torch.clone)
         return len(kinds)
 
     def _iterate(
@@ -187,16 +198,18 @@ class Orthogonalizer:
         start: torch.Tensor,
         scale: float,
         least_norm: torch.Tensor | None = None,
-        cut: Cut | None = None,
-        probe: Probe = SILENT,
+        *,
+        longer: int,
+        team: int = 1,
+        total: ns.Total | None = None,
     ) -> torch.Tensor:
-        """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype."""
+        """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype.
+
+        Their longer side is `longer`, of which `start` may have one part of a `team`, whose sums `total` forms.
+        """
         *first, (a, b, c) = self._steps
         steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
-        whole, team, total = start.shape[2], 1, None
-        if cut is not None:
-            whole, team, total = cut.longer, len(cut.team.ranks), functools.partial(cut.team.total, probe=probe)
-        iterate = ns.gram if self.iteration.method_for(start.shape[1], whole, team) == GRAM else ns.standard
+        iterate = ns.gram if self.iteration.method_for(start.shape[1], longer, team) == GRAM else ns.standard
         # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
         precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)
         with precise or contextlib.nullcontext():

@@ -2,7 +2,10 @@
 
 # Annotations are no strings here: documentation tools do not find the type parameters of a generic function in them.
 
+import hashlib
+import itertools
 import os
+import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_object_coll_device
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_muon.core.errors import UserError
 
@@ -28,9 +31,23 @@ class Alone:
 
 
 def nodes_of(group: dist.ProcessGroup) -> list[int]:
-    """The node of each rank of a group, as torchrun numbers ranks: `LOCAL_WORLD_SIZE` of them on each."""
-    each = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    return [rank // each for rank in dist.get_process_group_ranks(group)]
+    """The node of each rank of a group, counted from 0, the same on every rank. Collective.
+
+    torchrun numbers ranks node by node, `LOCAL_WORLD_SIZE` of them on each. Where nodes have unequal numbers, the first
+    rank of a node stands for it, and where a launcher says nothing, the host's name.
+    """
+    each, place = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    if each is None or place is None:
+        label = -int.from_bytes(hashlib.sha256(socket.gethostname().encode()).digest()[:7])
+    else:
+        label = dist.get_rank() - int(place)
+    found = numbers_of_all_ranks([int(each or 0), label], group)
+    sizes = {size for size, _ in found}
+    labels = [label for _, label in found]
+    if len(sizes) == 1 and (size := sizes.pop()):
+        labels = [rank // size for rank in dist.get_process_group_ranks(group)]
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels))}
+    return [numbers[label] for label in labels]
 
 
 def is_first_rank() -> bool:
@@ -60,7 +77,7 @@ def numbers_of_all_ranks(numbers: Sequence[int], group: dist.ProcessGroup | Alon
     """
     if not dist.is_initialized() or isinstance(group, Alone):
         return [list(numbers)]
-    mine = torch.tensor(numbers, dtype=torch.int64, device=_get_object_coll_device(group))
+    mine = torch.tensor(numbers, dtype=torch.int64, device=c10d._get_object_coll_device(group))
     everyone = mine.new_empty(dist.get_world_size(group) * len(numbers))
     dist.all_gather_into_tensor(everyone, mine, group=group)
     found: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
@@ -78,6 +95,37 @@ def new_group_of(label: int, *, backend: str | None = None, timeout: timedelta |
     made = {each: dist.new_group(members[each], backend=backend, timeout=timeout) for each in sorted(members)}
     group: dist.ProcessGroup = made[label]
     return group
+
+
+def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of some ranks of `group`, in this order, with its backend. Collective over them alone.
+
+    torch 2.13 names such a group by its ranks and by how many groups a rank is in already: ranks that are in unequal
+    numbers of them would wait for each other for ever. Here the name has the number of groups of these very ranks,
+    which all of them know. And a default group that is bound to a device would have its communicator split, which takes
+    all ranks of the world; without it, torch connects the group in its first collective.
+
+    Raises:
+        RuntimeError: torch names groups in another way than 2.13.
+    """
+    of_world = dist.get_process_group_ranks(group)
+    members = [of_world[rank] for rank in ranks]
+    described = hashlib.sha256("_".join(map(str, members)).encode()).hexdigest()[:16]
+    names = (f"megatron_muon_{described}_{number}" for number in itertools.count())
+    taken = set(c10d._world.pg_names.values())
+    name = next(name for name in names if name not in taken)
+    default = c10d._get_default_group()
+    hashed, device = c10d._hash_ranks_to_str, default.bound_device_id
+    c10d._hash_ranks_to_str, default.bound_device_id = lambda ranks: name, None
+    try:
+        made: dist.ProcessGroup = dist.new_group(
+            members, backend=dist.get_backend(group), use_local_synchronization=True, sort_ranks=False
+        )
+    finally:
+        c10d._hash_ranks_to_str, default.bound_device_id = hashed, device
+    if (found := c10d._world.pg_names[made]) != name:
+        raise RuntimeError(f"torch {torch.__version__} calls a group {found}, not {name}; use torch 2.13")
+    return made
 
 
 def of_first_rank[T](make: Callable[[], T]) -> T:

@@ -6,14 +6,16 @@ wait for each other.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.portions import TEAM_SIZES, chunks
+from megatron_muon.core.portions import Team
 from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.ranks import group_among
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,19 @@ Teams = Mapping[tuple[int, ...], TeamGroup]
 """The teams that this rank is in, by their ranks in the group of the layout."""
 
 
-def make_teams(group: dist.ProcessGroup, nodes: Sequence[int], largest: int) -> Teams:
-    """Process groups for the teams of up to `largest` ranks that this rank is in; a communicator is made at first use.
+def make_teams(group: dist.ProcessGroup, teams: Iterable[Team]) -> Teams:
+    """Process groups for those of a plan's `teams`, and of their parts that cut a block, that this rank is in.
 
-    torch names a group by how many groups a rank has made, and ranks that disagree wait for each other. So every rank
-    of `group` makes one group for each size, also where a smaller team is left over, or no matrix has such a team.
-    Collective over `group`.
+    A communicator is made at first use. Collective over the ranks of each team; all take small teams first, so that no
+    two wait for each other. torch's own names of groups count those that a rank is in: a rank in fewer teams than
+    another gets groups of its own, so that other groups that ranks make later are not named apart.
     """
-    world, rank = dist.get_process_group_ranks(group), group.rank()
-    teams = {}
-    for size in TEAM_SIZES[1:]:
-        if size <= largest:
-            (ranks,) = (ranks for ranks in chunks(nodes, size) if rank in ranks)
-            made = dist.new_group([world[r] for r in ranks], use_local_synchronization=True)
-            teams[ranks] = TeamGroup(ranks, made)
-    return teams
+    cuts = {(team.ranks, team.cuts) for team in teams if team.cuts is not None}
+    together = {ranks for ranks, _ in cuts} | {ranks[k : k + n] for ranks, of in cuts for k, n in of}
+    together = {ranks for ranks in together if len(ranks) > 1}
+    ours = sorted((ranks for ranks in together if group.rank() in ranks), key=lambda ranks: (len(ranks), ranks))
+    most = max(Counter(rank for ranks in together for rank in ranks).values(), default=0)
+    made = {ranks: TeamGroup(ranks, group_among(ranks, group)) for ranks in ours}
+    for _ in range(most - len(ours)):
+        group_among([group.rank()], group)
+    return made

@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.adamw import adamw
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
+from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
+from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.exchange.steps import PlannedExchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.metrics import Sampler
@@ -179,6 +181,8 @@ class Muon(MuonState):
             team_size=given["team_size"],
             stages=given["exchange_stages"],
         )
+        if isinstance(exchange, OwnerExchange):
+            refuse_unmet({"these": exchange.unmet})
         self.digest = exchange.plan.digest() if isinstance(exchange, PlannedExchange) else ""
         self._placed = [(p, shards.placement_of(p)) for p in parameters]
         super().__init__(

@@ -15,7 +15,9 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
+from megatron_muon.core.assignment import Unmet
 from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
+from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.exchange.steps import Exchange, PlannedExchange
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
@@ -40,6 +42,7 @@ class MuonBuilder:
     names: Mapping[torch.Tensor, str]
     is_expert: bool
     plan: Plan | None = None  # once there is one, or made before
+    unmet: Mapping[str, Unmet] | None = None  # settings that the ranks cannot have, of the owner scheme
 
     def __post_init__(self) -> None:
         config = self.config
@@ -178,4 +181,6 @@ class MuonBuilder:
         )
         if isinstance(exchange, PlannedExchange):
             self.plan = exchange.plan
+        if isinstance(exchange, OwnerExchange):
+            self.unmet = exchange.unmet
         return exchange

@@ -23,6 +23,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
@@ -65,7 +66,7 @@ def get_megatron_muon_optimizer(
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    offload, optimizers, digests = offload_run(config), [], []
+    offload, optimizers, digests, unmet = offload_run(config), [], [], {}
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
@@ -74,10 +75,14 @@ def get_megatron_muon_optimizer(
             optimizers.append(wrap(builder.build(offload), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
             digests += [builder.plan.digest()] if builder.plan is not None else []
+            if builder.unmet is not None:
+                unmet["expert" if is_expert else "dense"] = builder.unmet
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
+    for line in refuse_unmet(unmet):
+        say(f"megatron-muon: {line}")
     if digest := "-".join(digests):
         say(f"megatron-muon: plan {digest}")
     say(selection.parameter_table(groups, names, full=config.muon_log_params))

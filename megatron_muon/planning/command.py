@@ -7,7 +7,7 @@ even it is, what travels, what memory it takes and what a step may cost on a nam
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
 from megatron_muon.megatron.layout_file import read_captured
 from megatron_muon.planning import training_step
-from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, Settings, plan_kind
+from megatron_muon.planning.asked import check_unmet, flags_as_typed
+from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, Settings, plan_kind
 from megatron_muon.planning.figures import report
 from megatron_muon.quiet import quiet_imports
 from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
@@ -102,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
     _check_training_step(args, hardware)
     config, groups, world_size, model = _read(args)
     settings = _settings(args, config, hardware)
-    plans = [plan_kind(group, settings, hardware, world_size) for group in groups]
-    _check_teams(plans, settings.team_size, given=args.team_size is not None)
-    figures = report(plans, world_size, settings, hardware)
+    with flags_as_typed(args):
+        plans = [plan_kind(group, settings, hardware, world_size) for group in groups]
+        unmet = check_unmet(plans, alone=bool(args.team_size or args.stages))
+    figures = {**report(plans, world_size, settings, hardware), "unmet": unmet}
     tokens = args.tokens or (model.tokens if model is not None and not hardware.processor else None)
     if model is not None and tokens is not None:
         figures["training_step"] = training_step.simulate(
@@ -120,20 +122,6 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, figures)
     show(figures, str(args.config or args.hf or args.layout), hardware)
     return 0
-
-
-def _check_teams(plans: Sequence[KindPlan], team_size: str, *, given: bool) -> None:
-    """Refuse a team size that training refuses, and one on the line that does nothing."""
-    if team_size in (AUTO, "1"):
-        return
-    all_plans = [item for kind in plans for item in kind.plans]
-    shared = [item for item in all_plans if item.plan.layout.world_size > 1]
-    for item in shared or all_plans if given else shared:
-        if max((len(team.ranks) for team in item.plan.teams), default=1) < int(team_size):
-            raise UserError(
-                f"{'--team-size' if given else '--muon-team-size'} {team_size} is more than the ranks of a node that "
-                f"share the {item.group.name} matrices; use auto"
-            )
 
 
 def _check_training_step(args: argparse.Namespace, hardware: Hardware) -> None:
@@ -269,6 +257,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         f"{settings['exchange_dtype']}; at most {size(figures['buffer_bytes'])} for a step; digest {figures['digest']}",
         f"{hardware.name}: {hardware.source}",
         f"nodes of {hardware.node_ranks} ranks: the run's LOCAL_WORLD_SIZE, else --node-ranks",
+        *figures["unmet"],
         *notes(figures),
     ):
         console.print(Text(line, style="dim"), soft_wrap=True)

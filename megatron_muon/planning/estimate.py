@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import Memory, MomentBytes
@@ -185,6 +185,7 @@ class GroupPlan:
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
     step_ms: float  # with both overlapped
+    unmet: Mapping[str, Unmet]  # settings that its ranks cannot have
 
     @property
     def extra_bytes(self) -> int:
@@ -212,6 +213,12 @@ class KindPlan:
     def worst(self) -> GroupPlan:
         """The slowest."""
         return max(self.plans, key=lambda item: item.step_ms)
+
+    @property
+    def unmet(self) -> Mapping[str, Unmet]:
+        """Settings that none of the groups can have."""
+        first, *others = (item.unmet for item in self.plans)
+        return {flag: why for flag, why in first.items() if all(flag in other for other in others)}
 
     def of(self, rank: int) -> GroupPlan:
         """The plan of a rank's group."""
@@ -258,8 +265,8 @@ def plan_group(
     started = time.perf_counter()
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     stages = 0 if settings.stages == AUTO else int(settings.stages)
-    rules = TeamRules(functools.cache(settings.iteration.cost), node_pattern(members, hardware), size, stages)
-    plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=rules)
+    asked = TeamRules(functools.cache(settings.iteration.cost), node_pattern(members, hardware), size, stages)
+    plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=asked.possible())
     seconds = time.perf_counter() - started
     rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
 
@@ -285,6 +292,7 @@ def plan_group(
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(map(sum, arrive_s + leave_s)) * 1e3,
         step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
+        unmet=asked.unmet(),
     )
 
 

@@ -19,6 +19,7 @@ from megatron_muon import exit_codes
 from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.errors import UserError
+from megatron_muon.planning.asked import check_unmet
 from megatron_muon.planning.command import add_node_ranks, duration, hardware_of, settings_of, size
 from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_kind
 from megatron_muon.quiet import quiet_imports
@@ -97,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
     settings.lr = settings.lr or 0.0  # a plan needs none, and no shape hangs on it
     planned = settings_of(settings, hardware)
     plans = [plan_kind(group, planned, hardware, args.world_size) for group in groups]
+    check_unmet(plans)
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)
     with _progress(len(ranks)) as done, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about what it calls by an older name

@@ -91,7 +91,7 @@ def updates(
     plan = replace(plan, path=Path(stages, node) if node else Path(), by_pairs=by_pairs)
     if waves == "of one matrix":
         plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
-    teams = {} if rules is None else make_teams(group, rules.nodes, rules.sizes[-1])
+    teams = {} if rules is None else make_teams(group, plan.teams)
 
     def rows(index: int) -> torch.Tensor:
         full = torch.randn(matrices[index].shape, generator=torch.Generator().manual_seed(index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
+from megatron_muon.core.portions import Team
 
 QUINTIC = ns.coefficients("quintic", 5)
 
@@ -266,3 +268,22 @@ def test_the_symmetric_kernel_is_tuned_before_the_first_step(kernel) -> None:
     batch.orthogonalize()
     assert set(kernel) <= tuned
     assert orthogonalize.Orthogonalizer(Iteration(precision="high")).warm_up(kinds) == 0
+
+
+@pytest.mark.parametrize("block", [(40, 16), (16, 48)])
+def test_the_symmetric_kernel_is_tuned_for_parts_of_blocks(kernel, block: tuple[int, int]) -> None:
+    """Of a block that a team owns, the sizes were met first within a step."""
+    team = Team((0, 1), (0.0, 0.0), ((0, 2),))
+    portion = team.portions(0, Matrix("w", block))[1]
+    orthogonalizer = orthogonalize.Orthogonalizer()
+    assert orthogonalizer.warm_up([], [portion]) == 1
+    tuned = set(kernel)
+    assert tuned
+    kernel.clear()
+    alone = SimpleNamespace(ranks=(0, 1), total=lambda part, probe: part, largest=lambda values: values)
+    batch = orthogonalizer.batch([], None, [portion], {(0, 1): alone})
+    for room in batch.allocate(torch.empty(0, dtype=torch.bfloat16)):
+        room.normal_()
+    batch.orthogonalize()
+    assert kernel
+    assert set(kernel) <= tuned

@@ -180,17 +180,50 @@ def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
     assert figures["settings"] == dict(zip(names, (64.0, "fp32", "auto", "auto", "standard", "bf16", 5), strict=True))
 
 
+EXPERTS = {"num_experts": "4", "expert_model_parallel_size": "4", "moe_router_load_balancing_type": "none"}
+
+
 def test_team_sizes_that_a_plan_cannot_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    experts = {"num_experts": "4", "expert_model_parallel_size": "4", "moe_router_load_balancing_type": "none"}
-    for changes, ranks, size, kind in (
-        ({}, 2, 4, "dense"),
-        ({}, 1, 2, "dense"),
-        (experts, 8, 4, "experts"),  # which two ranks share
-    ):
+    for changes, ranks, size, largest in (({}, 2, 4, 2), ({}, 1, 2, 1), (EXPERTS, 4, 8, 4)):
         said = message(capsys, "--config", config(tmp_path, **changes), "--world-size", ranks, "--team-size", size)
-        assert f"--team-size {size} is more than the ranks of a node that share the {kind} matrices; use auto" in said
-    path = config(tmp_path, **experts)  # an expert's group of one rank has nothing to share, in a run too
+        assert f"--team-size {size} is more than the ranks of a node that share these matrices" in said
+        assert said.endswith(f"; use auto, or {largest}\n")
+    path = config(tmp_path, **EXPERTS)  # an expert's group of one rank has nothing to share, in a run too
     assert planned(tmp_path, "--config", path, "--world-size", 4, "--team-size", 2)["matrices_of_teams"]
+
+
+@pytest.mark.parametrize(("flag", "value", "ranks"), [("team-size", 4, 8), ("stages", 2, 16)])
+def test_what_one_group_cannot_have_others_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: int, ranks: int
+) -> None:
+    """Two ranks share an expert at 8, and of each node one shares it at 16 in groups of eight; both were errors."""
+    experts = EXPERTS if flag == "team-size" else EXPERTS | {"num_experts": "8", "expert_model_parallel_size": "8"}
+    figures = planned(tmp_path, "--config", config(tmp_path, **experts), "--world-size", ranks, f"--{flag}", value)
+    dense, expert = figures["groups"]
+    if flag == "stages":
+        assert (dense["stages"], expert["stages"]) == (2, 1)
+    else:
+        assert list(dense["matrices_of_teams"]) == ["4"]
+        assert not expert["matrices_of_teams"]
+    (said,) = figures["unmet"]
+    assert said.endswith("1 is used for expert matrices")
+    assert f"{flag} {value} " in said
+    assert said in capsys.readouterr().out
+
+
+def test_errors_name_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They named the run's flag, which the command does not have."""
+    for flag, value in (("buffer-mb", "0.125"), ("stages", "2")):
+        said = message(capsys, "--config", config(tmp_path), "--world-size", 2, f"--{flag}", value)
+        assert f"error: --{flag} {value} " in said
+        of_run = f"muon_exchange_{flag.replace('-', '_')}"
+        said = message(capsys, "--config", config(tmp_path, **{of_run: value}), "--world-size", 2)
+        assert f"error: --muon-exchange-{flag} {value} " in said
+
+
+def test_a_group_without_matrices_is_planned(tmp_path: Path) -> None:
+    path = config(tmp_path, muon_exclude="layers*")
+    assert planned(tmp_path, "--config", path, "--world-size", 2)["matrices"] == 0
 
 
 def test_normuon_is_planned_without_teams(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

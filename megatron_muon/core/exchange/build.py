@@ -22,7 +22,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
 from megatron_muon.core.ranks import nodes_of, numbers_of_all_ranks
-from megatron_muon.core.teams import make_teams
+from megatron_muon.core.teams import TeamGroup, make_teams
 
 OWNER, ALL_GATHER, SHARED, LOCAL = "owner", "allgather", "shared", "local"
 
@@ -56,12 +56,14 @@ def make_exchange(
         stages: with OWNER, of an all-to-all over several nodes: "1", "2", "3", or "auto" for the fastest.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
 
+    Where these ranks cannot have the `team_size` or the `stages`, they use 1, and the exchange's `unmet` says so: other
+    matrices may have them. The caller refuses what none has, by `refuse_unmet`.
+
     Raises:
-        UserError: a team has more ranks than a node, or cannot have the second moment's norms; the buffer is too small.
+        UserError: a team cannot have the second moment's norms; the buffer is too small.
         RuntimeError: ranks have made different plans.
     """
-    rules = _team_rules(team_size, stages, group, orthogonalizer, moment) if scheme == OWNER else None
-    teams = {} if rules is None else make_teams(group, rules.nodes, rules.sizes[-1])
+    teams: dict[tuple[int, ...], TeamGroup] = {}
 
     def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
         normalize = None if moment is None else moment.normalizer(indices)
@@ -74,12 +76,25 @@ def make_exchange(
         return LocalExchange(layout, group, batches, memory=memory, buffer_bytes=buffer_bytes, device=device)
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
+    asked = _team_rules(team_size, stages, group, orthogonalizer, moment) if scheme == OWNER else None
+    rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, moment_bytes)
-    if scheme == SHARED:
+    if asked is None:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
+    # Now that all ranks have one plan, they agree on which groups it takes.
+    teams.update(make_teams(group, plan.teams))
     relays = make_relays(group, plan.path.node_ranks) if plan.path.stages > 1 else None
-    return OwnerExchange(plan, group, batches, wire_dtype=wire_dtype, device=device, teams=teams, relays=relays)
+    return OwnerExchange(
+        plan,
+        group,
+        batches,
+        wire_dtype=wire_dtype,
+        device=device,
+        teams=teams,
+        relays=relays,
+        unmet=asked.unmet(),
+    )
 
 
 def _team_rules(
@@ -94,13 +109,7 @@ def _team_rules(
                 "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
             )
         size = 1
-    rules = TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size, 0 if stages == AUTO else int(stages))
-    if size and size not in rules.sizes:
-        raise UserError(
-            f"--muon-team-size {size} is more than the ranks of a node that share these matrices; use auto, or "
-            f"{rules.sizes[-1]}"
-        )
-    return rules
+    return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size, 0 if stages == AUTO else int(stages))
 
 
 def _plan(
@@ -125,8 +134,9 @@ def _plan(
                 f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
                 "other; start all ranks with the same settings, software and devices"
             )
-    owned = (matrix for matrix, team in zip(matrices, plan.teams, strict=True) if team.ranks == (rank,))
-    blocks = (block for matrix in owned for block in matrix.blocks)
-    if (kinds := orthogonalizer.warm_up(blocks)) and rank == 0:
+    owned = [index for index, team in enumerate(plan.teams) if rank in team.ranks]
+    whole = [matrices[index] for index in owned if plan.teams[index].cuts is None]
+    portions = [one for index in owned if plan.teams[index].cuts for one in plan.portions(index) if one.rank == rank]
+    if (kinds := orthogonalizer.warm_up((block for matrix in whole for block in matrix.blocks), portions)) and not rank:
         print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
     return plan

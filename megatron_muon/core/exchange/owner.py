@@ -12,12 +12,13 @@ rows together again, and the team agrees on whether the matrix is finite.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.assignment import Unmet
 from megatron_muon.core.exchange.relays import Relays, Stages
 from megatron_muon.core.exchange.steps import (
     Batch,
@@ -119,8 +120,8 @@ class _Parts:
 class OwnerExchange(PlannedExchange):
     """Carries out a plan for matrices whose rows lie on several ranks.
 
-    `teams` are those of the plan that this rank is in, `relays` the groups of its stages, where it has several; the
-    other arguments are those of `PlannedExchange`.
+    `teams` are those of the plan that this rank is in, `relays` the groups of its stages, where it has several, `unmet`
+    the settings that its ranks cannot have; the other arguments are those of `PlannedExchange`.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class OwnerExchange(PlannedExchange):
         device: torch.device,
         teams: Teams | None = None,
         relays: Relays | None = None,
+        unmet: Mapping[str, Unmet] | None = None,
     ) -> None:
-        self._teams, self._relays = teams or {}, relays
+        self._teams, self._relays, self.unmet = teams or {}, relays, unmet or {}
         super().__init__(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
     def _make_routes(self, batches: BatchMaker) -> None:

@@ -7,7 +7,6 @@ way as the one all-to-all would be; what goes within a node, on its fast link, i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.exchange.steps import InFlight, all_to_all
-from megatron_muon.core.ranks import numbers_of_all_ranks
+from megatron_muon.core.ranks import group_among, numbers_of_all_ranks
 from megatron_muon.core.traffic import Path, Transfers
 
 
@@ -133,17 +132,9 @@ class Stages:
 
 
 def make_relays(group: dist.ProcessGroup, each: int) -> Relays:
-    """The groups of this rank, for nodes of `each` ranks side by side in `group`. Collective over `group`.
-
-    torch names a group by how many groups a rank has made: every rank makes two.
-    """
-    world, rank = dist.get_process_group_ranks(group), group.rank()
-    node, place = divmod(rank, each)
-
-    def made(ranks: Sequence[int]) -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
-        return group
-
-    relays = Relays(each, made(world[node * each : (node + 1) * each]), made(world[place::each]))
-    numbers_of_all_ranks([rank], relays.rail)  # NCCL connects a group in its first collective, which has all its ranks
+    """The groups of this rank, for nodes of `each` ranks side by side in `group`. Collective over `group`."""
+    node, place = divmod(group.rank(), each)
+    neighbours, rail = range(node * each, (node + 1) * each), range(place, group.size(), each)
+    relays = Relays(each, group_among(neighbours, group), group_among(rail, group))
+    numbers_of_all_ranks([place], relays.rail)  # NCCL connects a group in its first collective, which has all its ranks
     return relays

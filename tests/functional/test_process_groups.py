@@ -1,0 +1,136 @@
+"""Process groups that Muon makes: construction ends whatever groups ranks are in, and however many a node has."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from tests.functional.pool import Pool
+
+
+def on_nodes(rank: int, nodes: list[tuple[int, int]] | None) -> None:
+    """In a worker: what a launcher says, the ranks of this rank's node and its place there; None says nothing."""
+    for number, name in enumerate(("LOCAL_WORLD_SIZE", "LOCAL_RANK")):
+        if nodes is None:
+            os.environ.pop(name)
+        else:
+            os.environ[name] = str(nodes[rank][number])
+
+
+def stepped(
+    rank: int, world_size: int, *, alone: int = 0, nodes: list[tuple[int, int]] | None = None, **settings: Any
+) -> tuple[str, list[tuple[int, ...]]]:
+    """In a worker: a step under FSDP2, where rank 0 is in `alone` more groups; the plan and its teams."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    import megatron_muon
+
+    if nodes is not None:
+        on_nodes(rank, nodes)
+    for _ in range(alone):
+        dist.new_group([0])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256, bias=False), torch.nn.Linear(256, 64, bias=False))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.02, matrices=["*"], **settings)
+    model(torch.randn(4, 64)).square().sum().backward()
+    optimizer.step()
+    if not alone:  # torch's own names of groups still agree
+        dist.barrier(dist.new_group(list(range(world_size)), use_local_synchronization=True))
+    return optimizer.digest, [team.ranks for team in optimizer.exchange.plan.teams]
+
+
+def test_ranks_in_unequal_numbers_of_groups(ranks: Pool) -> None:
+    """Both ranks waited for ever: torch names a group by how many groups each of its ranks is in."""
+    first, second = ranks(2, stepped, alone=1, team_size="2")
+    assert first == second
+    assert first[1] == [(0, 1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "settings", "teams"),
+    [
+        ([(2, 0), (2, 1), (1, 0)], {}, None),
+        ([(3, 0), (3, 1), (3, 2)], {"team_size": "2"}, {(0, 1)}),
+    ],
+)
+def test_ranks_that_no_team_takes(ranks: Pool, nodes: Any, settings: Any, teams: Any) -> None:
+    """Nodes of two ranks and of one: each rank divided by its own node's, and they waited for each other."""
+    first, *others = ranks(3, stepped, nodes=nodes, **settings)
+    assert others == [first] * 2
+    assert teams is None or set(first[1]) == teams
+
+
+def refusal(rank: int, world_size: int, **how: Any) -> str:
+    """In a worker: the error that construction ends in."""
+    from megatron_muon.core.errors import UserError
+
+    with pytest.raises(UserError) as error:
+        stepped(rank, world_size, **how)
+    return str(error.value)
+
+
+def test_a_refused_team_size_names_one_that_works(ranks: Pool) -> None:
+    """It named 1 where 2 works."""
+    said = set(ranks(4, refusal, nodes=[(2, 0), (2, 1)] * 2, team_size="4"))
+    assert said == {
+        "team_size 4 is more than the ranks of a node that share these matrices; use auto, or 2",
+    }
+
+
+def nodes_as_found(rank: int, world_size: int) -> list[list[int]]:
+    """In a worker: the nodes of the world's ranks, as four launchers tell."""
+    import socket
+
+    import torch.distributed as dist
+
+    from megatron_muon.core.ranks import nodes_of
+
+    assert dist.group.WORLD is not None
+    found = []
+    for nodes in ([(2, 0), (2, 1), (1, 0)], [(1, 0)] * 3, [(3, 0), (3, 1), (3, 2)]):
+        on_nodes(rank, nodes)
+        found.append(nodes_of(dist.group.WORLD))
+    on_nodes(rank, None)
+    socket.gethostname = lambda: "even" if rank % 2 == 0 else "odd"
+    return [*found, nodes_of(dist.group.WORLD)]
+
+
+def test_nodes_as_launchers_tell(ranks: Pool) -> None:
+    """Without torchrun's variables all ranks counted as one node; the host tells."""
+    for found in ranks(3, nodes_as_found):
+        assert found == [[0, 0, 1], [0, 1, 2], [0, 0, 0], [0, 1, 0]]
+
+
+def sums_among(rank: int, world_size: int) -> list[float]:
+    """In a worker: sums over groups that two halves of the world make at the same time, twice, in another order."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_muon.core.ranks import group_among
+
+    world = dist.group.WORLD
+    assert world is not None
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    dist.new_group([2])
+    half, found = halves[rank // 2], []
+    world.bound_device_id = torch.device("cpu", 0)
+    for order in ([0, 1], [1, 0]):
+        for _ in range(2):
+            group = group_among(order, half)
+            assert group.rank() == order.index(half.rank())
+            assert group.bound_device_id is None, "its communicator would be split from that of all ranks"
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group)
+            found.append(total.item())
+    assert world.bound_device_id == torch.device("cpu", 0)
+    return found
+
+
+def test_parts_of_the_world_make_groups_at_the_same_time(ranks: Pool) -> None:
+    assert ranks(4, sums_among) == [[1.0] * 4, [1.0] * 4, [5.0] * 4, [5.0] * 4]
