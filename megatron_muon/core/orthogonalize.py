@@ -162,8 +162,9 @@ class Orthogonalizer:
             least_norm = None
             if self.eps:
                 least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
-            start = to_unit_magnitude(part, self.dtype, exponent)
-            updates = self._iterate(start, scale, least_norm, longer=longer, team=team, total=total)
+            updates = self._iterate(  # a name for its first argument would keep that alive
+                to_unit_magnitude(part, self.dtype, exponent), scale, least_norm, longer=longer, team=team, total=total
+            )
             if number == 0 and cut is None:
                 probe.block(updates[0], scale)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
