@@ -144,16 +144,16 @@ def assign(
         options = _that_fit(options, memory, buffer_bytes)
     chosen = [options[kind][0] for kind in matrices]
     held = _held(layout, rules)
-    teams, heaviest = _place(held, chosen, rules)
-    limit, better = _GAIN * heaviest, None
+    placed = _place(held, chosen, rules, _WAYS[:1])
+    limit = _GAIN * placed.heaviest
     for bound, choice in _choices(layout.world_size, kinds, options):
         if bound > limit:
             break
         divisions = [choice[kind] for kind in matrices]
-        _, heaviest = _place(held, divisions, rules, _WAYS[:1])
-        if heaviest <= limit:
-            better, limit = divisions, heaviest * (1.0 - 1e-9)
-    return teams if better is None else _place(held, better, rules)[0]
+        other = _place(held, divisions, rules, _WAYS[:1])
+        if other.heaviest <= limit:
+            chosen, placed, limit = divisions, other, other.heaviest * (1.0 - 1e-9)
+    return min(placed, _place(held, chosen, rules, _WAYS[1:]), key=lambda found: found.merit).teams
 
 
 _Blocks = tuple[tuple[int, int], ...]
@@ -279,14 +279,22 @@ def _held(layout: Layout, rules: TeamRules) -> list[_Held]:
     return [held_by[id(matrix.shards)] for matrix in layout.matrices]
 
 
-_WAYS = ((0.0, False), (1.0, False), (1.01, False), (1.03, False), (1.0, True), (1.03, True))
+_WAYS = ((0.0, False), (1.0, False), (1.03, False), (1.0, True))
 """Caps of loads, in even shares, and whether rows are spread over nodes, that are tried."""
 
 
+class _Placed(NamedTuple):
+    """Owners, how good they are, less being better, and their largest load."""
+
+    merit: tuple[float, float, int]
+    teams: list[Team]
+    heaviest: float
+
+
 def _place(
-    held: Sequence[_Held], divisions: Sequence[_Division], rules: TeamRules, ways: Sequence[tuple[float, bool]] = _WAYS
-) -> tuple[list[Team], float]:
-    """The most even of a few longest-first assignments, then the one that moves least; and its largest load.
+    held: Sequence[_Held], divisions: Sequence[_Division], rules: TeamRules, ways: Sequence[tuple[float, bool]]
+) -> _Placed:
+    """The most even of a few longest-first assignments, then the one that moves least.
 
     What moves between nodes counts first, on the rank or, in stages, on the node that receives most: that link is the
     slowest. Each assignment lets a matrix with one owner stay with a rank that holds some of it, and a team take any
@@ -304,9 +312,7 @@ def _place(
         size: np.array([ranks for ranks in chunks(rules.nodes, size) if len(ranks) == size], dtype=np.int64)
         for size in sizes
     }
-    best: tuple[float, float, int] | None = None
-    chosen: list[Team] = []
-    most = 0.0
+    found: list[_Placed] = []
     for cap, is_spread in ways:
         teams, heaviest = _place_under(cap * fair, order, divisions, held, places, nodes, is_spread=is_spread)
         missing = [
@@ -324,9 +330,8 @@ def _place(
         moved = (min(straight, staged), straight, staged, staged)[rules.stages]
         # Loads within 3 % of the even share count as equal: below that, bytes decide.
         merit = (max(heaviest / fair, 1.03) if fair else 0.0, float(moved), near)
-        if best is None or merit < best:
-            best, chosen, most = merit, teams, heaviest
-    return chosen, most
+        found.append(_Placed(merit, teams, heaviest))
+    return min(found, key=lambda placed: placed.merit)
 
 
 def _place_under(
@@ -349,23 +354,28 @@ def _place_under(
             after = (loads[of_size] + division.loads).max(axis=1)
             fits = after <= max(cap, after.min())
             missing = np.where(fits, (received - of.by_node)[nodes[of_size[:, 0]]], np.inf)
-            ranks = of_size[int(np.where(missing == missing.min(), after, np.inf).argmin())]
+            chosen = of_size[int(np.where(missing == missing.min(), after, np.inf).argmin())]
+            loads[chosen] += division.loads
+            ranks = tuple(chosen.tolist())
         else:
             (cost,) = division.loads
             of_holders = loads[of.ranks]
-            owner = int(loads.argmin())
             fits = of_holders + cost <= cap
-            fits = fits if fits.any() else of_holders <= loads[owner]
-            if is_spread and fits.any():
-                near = nodes[of.ranks]
-                chosen = int(np.where(fits, received[near] - of.by_node[near], np.inf).argmin())
-            else:
-                chosen = int(fits.argmax())  # in the node that holds most, and most of that
-            ranks = of.ranks[chosen : chosen + 1] if fits.any() else np.array([owner])
-        loads[ranks] += division.loads
+            place = int(fits.argmax())  # of those that fit, in the node that holds most, with most of that
+            if not fits[place]:
+                owner = int(loads.argmin())
+                fits = of_holders <= loads[owner]
+                place = int(fits.argmax())
+            if fits[place]:
+                if is_spread:
+                    near = nodes[of.ranks]
+                    place = int(np.where(fits, received[near] - of.by_node[near], np.inf).argmin())
+                owner = int(of.ranks[place])
+            loads[owner] += cost
+            ranks = (owner,)
         if is_spread:
             node = nodes[ranks[0]]
             received[node] += of.numel - of.by_node[node]
-        teams[index] = Team(tuple(ranks.tolist()), division.loads, division.cuts)
+        teams[index] = Team(ranks, division.loads, division.cuts)
     assert None not in teams
     return teams, float(loads.max())  # type: ignore[return-value]

@@ -178,9 +178,10 @@ def make_plan(
         buffer_bytes,
         wave_bytes,
     )
-    plan = replace(plan, path=_path(plan, rules))
-    group = layout.world_size // plan.path.node_ranks
-    return replace(plan, by_pairs=2 * plan.peers() < group - 1)
+    path = _path(plan, rules)
+    between = path.legs(plan.traffic.gathered(_largest(plan)))[path.between].between_ranks()
+    peers = int(between.peers(layout.world_size).max(initial=0))
+    return replace(plan, path=path, by_pairs=2 * peers < layout.world_size // path.node_ranks - 1)
 
 
 def _path(plan: Plan, rules: TeamRules) -> Path:
@@ -196,33 +197,36 @@ def _path(plan: Plan, rules: TeamRules) -> Path:
         )
     if rules.stages == 1 or not each or not plan.waves:
         return Path()
+    wave, nodes = _largest(plan), np.array(rules.nodes, dtype=np.int64)
+
+    def legs(path: Path, wave: Sequence[int]) -> tuple[tuple[Transfers, ...], ...]:
+        return path.legs(plan.traffic.gathered(wave)), path.back().legs(plan.traffic.returned(wave))
+
+    def seconds(path: Path) -> float:
+        element_bytes = plan.memory.element_bytes
+        return sum(USUAL_LINKS.seconds(leg, nodes, element_bytes) for go in legs(path, wave) for leg in go)
 
     def passing(path: Path) -> int:
         """Bytes of a wave that pass through a rank, at most."""
-        staged, ranks = replace(plan, path=path), len(rules.nodes)
-        legs = (leg for wave in plan.waves for go in (staged.gathering, staged.returning) for leg in go(wave)[:-1])
-        return max(int(leg.received(ranks).max()) for leg in legs) * plan.memory.element_bytes
+        relayed = (leg for each in plan.waves for go in legs(path, each) for leg in go[:-1])
+        elements = max((int(leg.received(len(nodes)).max()) for leg in relayed), default=0)
+        return elements * plan.memory.element_bytes
 
-    paths = [Path(stages, each) for stages in (2, 3) if rules.stages in (0, stages)]
-    fitting = [path for path in paths if 2 * passing(path) <= plan.wave_bytes]
+    paths = [Path(), Path(2, each), Path(3, each)]
     if rules.stages:
-        if not fitting:
+        path = paths[rules.stages - 1]
+        if 2 * (needed := passing(path)) > plan.wave_bytes:
             raise UserError(
-                f"--muon-exchange-stages {rules.stages}: through some rank {passing(*paths) / 2**20:.1f} MiB of a wave "
-                f"pass, and it has room for {plan.wave_bytes / 2**21:.1f}; use auto, 1, or a larger "
-                "--muon-exchange-buffer-mb"
+                f"--muon-exchange-stages {rules.stages}: a rank passes on {needed / 2**20:.1f} MiB of a wave, and has "
+                f"room for {plan.wave_bytes / 2**21:.1f}; use auto, 1, or a larger --muon-exchange-buffer-mb"
             )
-        return fitting[0]
-    wave, nodes = max(plan.waves, key=len), np.array(rules.nodes, dtype=np.int64)
+        return path
+    return next(path for path in sorted(paths, key=seconds) if 2 * passing(path) <= plan.wave_bytes)
 
-    def seconds(path: Path) -> float:
-        staged = replace(plan, path=path)
-        return sum(
-            USUAL_LINKS.seconds(transfers, nodes, plan.memory.element_bytes)
-            for transfers in (*staged.gathering(wave), *staged.returning(wave))
-        )
 
-    return min([Path(), *fitting], key=seconds)
+def _largest(plan: Plan) -> tuple[int, ...]:
+    """The wave of most matrices."""
+    return max(plan.waves, key=len, default=())
 
 
 class _Needs:
@@ -339,10 +343,16 @@ class _Footprints:
 
     def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
         self._layout, self._teams, self._memory = layout, teams, memory
+        self._found: dict[int, tuple[Ints, Ints]] = {}
         self._held: dict[int, tuple[Ints, Ints]] = {}  # ranks in ascending order, and their elements
 
     def of(self, index: int) -> tuple[Ints, Ints]:
         """The ranks on which a matrix takes memory, each once, and how many bytes on each."""
+        if index not in self._found:
+            self._found[index] = self._of(index)
+        return self._found[index]
+
+    def _of(self, index: int) -> tuple[Ints, Ints]:
         matrix, team, memory = self._layout.matrices[index], self._teams[index], self._memory
         if id(matrix.shards) not in self._held:
             held = Holders.of(matrix.shards)
