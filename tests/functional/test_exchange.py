@@ -205,7 +205,8 @@ def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torc
     orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
     rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, world_size)
     group = dist.group.WORLD
-    teams = make_teams(group, rules.nodes, world_size)
+    plan = make_plan(layout, [1.0], memory=Memory(4), rules=rules)
+    teams = make_teams(group, plan.teams)
     rows = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)) * (scale if rank == 0 else 0.0)
 
     def batches(indices: Any, portions: Any = ()) -> Any:
@@ -217,7 +218,6 @@ def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torc
         exchange.run(phases, SILENT)
         return found[0]
 
-    plan = make_plan(layout, [1.0], memory=Memory(4), rules=rules)
     device = torch.device("cpu")
     gathered = AllGatherExchange(layout, group, batches, device=device)
     return [run(gathered), run(OwnerExchange(plan, group, batches, device=device, teams=teams))]
