@@ -2,8 +2,8 @@
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
 itself. It gives every matrix one owner, or a team of them (`assignment`), so that the ranks' work is even and few bytes
-move, then cuts the matrices that travel into waves that fit memory, and chooses in how many
-stages they go between nodes. Nothing here sends anything.
+move, then cuts the matrices that travel into waves that fit memory, and chooses in how many stages they go between
+nodes. Nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_muon.core.assignment import TeamRules, assign
+from megatron_muon.core.assignment import TeamRules, assign, refuse_unmet
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
@@ -190,11 +190,8 @@ def _path(plan: Plan, rules: TeamRules) -> Path:
     What passes through a rank lies there twice, while it is put in order, and has to fit a wave.
     """
     each = ranks_of_nodes(rules.nodes)
-    if rules.stages > 1 and not each:
-        raise UserError(
-            f"--muon-exchange-stages {rules.stages} needs two nodes or more, of as many ranks each, two at least; use "
-            "auto, or 1"
-        )
+    if rules.stages > 1:
+        refuse_unmet({"": rules.unmet()})
     if rules.stages == 1 or not each or not plan.waves:
         return Path()
     wave, nodes = _largest(plan), np.array(rules.nodes, dtype=np.int64)
