@@ -252,33 +252,6 @@ def test_memory_beyond_the_plan_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "bytes beyond weights, gradients and state" in findings[1].text
 
 
-def test_groups_that_lie_in_nodes_differently_have_plans_of_their_own() -> None:
-    """Expert groups (0, 3, 6, 9), (1, 4, 7, 10) and (2, 5, 8, 11) in nodes of 4: rank 0's plan was handed to all."""
-    layout = Layout(4, tuple(row_sharded(f"e{k}", (256, 128), [64] * 4) for k in range(2)))
-    group = Group("experts", layout, stride=3)
-    nodes_of_4 = dataclasses.replace(H100, node_ranks=4)
-    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_team_size="2")
-    of = Rehearsal(config, [group], 12, nodes_of_4)
-    (kind,) = planned(of)
-    assert [kind.of(rank).plan.teams[0].ranks for rank in range(3)] == [(0, 1), (1, 2), (2, 3)]
-    record = recorded(of, range(12))
-    assert check(record) == []
-    assert len(of.plans) == len(kind.plans) == 3
-    found_plans = {rank: record.traces[rank].plans for rank in range(12)}
-    assert found_plans[1] == found_plans[4] != found_plans[0]
-
-
-def test_a_group_over_tensor_parallel_ranks_lies_in_the_nodes_of_its_ranks() -> None:
-    """Ranks 0, 1, 16 and 17 are in two nodes; the plan took each of them for a node of its own."""
-    layout = Layout(4, tuple(row_sharded(f"e{k}", (256, 128), [64] * 4) for k in range(6)))
-    group = Group("experts", layout, stride=8, together=2)
-    config = MuonOptimizerConfig(optimizer="muon", lr=0.01, weight_decay=0.1, muon_team_size="2")
-    of = Rehearsal(config, [group], 32, H100)
-    assert group.members(0, 32) == [0, 1, 16, 17]
-    assert {team.ranks for team in planned(of)[0].worst.plan.teams} == {(0, 1), (2, 3)}
-    assert check(recorded(of, [0, 1, 16, 17])) == []
-
-
 @pytest.mark.parametrize("method", ["adamuon", "normuon"])
 def test_second_moments_are_held_to_the_buffer(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """The check was off for adaptive Muon: a buffer 16 MiB too large went unseen."""
