@@ -16,6 +16,10 @@ Stages = Literal["auto", "1", "2", "3"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 STAGES = get_args(Stages)
 
+TP_MODE = "duplicated"
+"""Default of --muon-tp-mode under Megatron-FSDP, as on megatron-core's main branch: updates do not depend on the tensor
+parallel size. That of megatron-core 0.19, for its own Muon, is blockwise."""
+
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""
 
