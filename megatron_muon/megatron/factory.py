@@ -32,7 +32,7 @@ from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
-from megatron_muon.settings import TP_MODE
+from megatron_muon.settings import TP_MODE, steps_for
 
 
 def get_megatron_muon_optimizer(
@@ -59,7 +59,7 @@ def get_megatron_muon_optimizer(
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     selection.restore_attributes(model_chunks)
-    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude)
+    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     names = selection.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))

@@ -18,6 +18,7 @@ from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
+from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.layout_file import dump_layout, write_layout
 from megatron_muon.planning import command as plan_command
 from megatron_muon.planning.estimate import HARDWARE, plan_group
@@ -320,13 +321,14 @@ def test_a_plan_names_the_owners_that_training_would(
     monkeypatch: pytest.MonkeyPatch, name: str, world_size: int, hardware: str, products: Products
 ) -> None:
     """Plans counted Gram runs of three steps where bf16 trains with two: for llama3-8b 32 of 128 owners differed."""
+    monkeypatch.setattr(arguments, "cpu_has_bf16", lambda: True)  # whatever this machine has
+    monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     parser = argparse.ArgumentParser()
     plan_command.configure(parser)
     argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--world-size", str(world_size), "--hardware", hardware]
     args = parser.parse_args(argv)
     config, groups, *_ = plan_command._read(args)
     settings = plan_command._settings(args, config, HARDWARE[hardware])
-    monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     orthogonalizer = Orthogonalizer()
     other = Iteration(precision="high", products=products)
     for group in groups:
