@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.errors import UserError
 
 Offload = Literal["none", "cpu", "nvme"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
@@ -15,6 +16,10 @@ TeamSize = Literal["auto", "1", "2", "4", "8"]
 Stages = Literal["auto", "1", "2", "3"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 STAGES = get_args(Stages)
+
+TP_MODE = "duplicated"
+"""Default of --muon-tp-mode under Megatron-FSDP, as on megatron-core's main branch: updates do not depend on the tensor
+parallel size. That of megatron-core 0.19, for its own Muon, is blockwise."""
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""
@@ -68,6 +73,10 @@ class MuonSettings:
 
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""
+
+    muon_ns_steps_for: list[str] = field(default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN=N"}})
+    """take N Newton-Schulz steps for matrices whose names hold the pattern, as for --muon-exclude, instead of
+    --muon-num-ns-steps: linear_fc=4 layers.0.*qkv=8; of several that match the last holds"""
 
     muon_lr: float | None = None
     """peak learning rate of Muon's parameters; default --lr"""
@@ -141,6 +150,22 @@ def iteration_of(settings: Any) -> Iteration:
     return Iteration(
         settings.muon_coefficient_type, settings.muon_num_ns_steps, settings.muon_fp32_matmul_prec, settings.muon_ns
     )
+
+
+def steps_for(settings: Any) -> dict[str, int]:
+    """The Newton-Schulz steps of each pattern of `muon_ns_steps_for`, in their order.
+
+    Raises:
+        UserError: one is not of the form PATTERN=N.
+    """
+    found: dict[str, int] = {}
+    for given in settings.muon_ns_steps_for:
+        pattern, _, steps = given.rpartition("=")
+        if not pattern or not steps.isdecimal():
+            raise UserError(f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc=4")
+        found.pop(pattern, None)  # of two alike the place of the last holds
+        found[pattern] = int(steps)
+    return found
 
 
 def default_of(name: str) -> Any:

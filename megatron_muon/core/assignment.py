@@ -41,7 +41,7 @@ class TeamRules:
         stages: of an all-to-all, 1 to 3; 0 leaves them to the planner.
     """
 
-    cost: Callable[[int, int, int], float]
+    cost: Callable[[int, int, int, int], float]
     nodes: Sequence[int]
     size: int = 0
     stages: int = 0
@@ -137,7 +137,7 @@ def assign(
         memory: what matrices take on their owners.
         buffer_bytes: what a step may take on a rank. None is what is usual, or as much as whole blocks need.
     """
-    matrices = [(tuple(matrix.blocks), cost) for matrix, cost in zip(layout.matrices, costs, strict=True)]
+    matrices = [(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in zip(layout.matrices, costs, strict=True)]
     kinds: Counter[_Kind] = Counter(matrices)
     options: _Options = {kind: _options(rules, *kind) for kind in kinds}
     if not rules.size:
@@ -157,27 +157,29 @@ def assign(
 
 
 _Blocks = tuple[tuple[int, int], ...]
-_Kind = tuple[_Blocks, float]
-"""What matrices have in common: their blocks, and what one rank has to do for them."""
+_Kind = tuple[_Blocks, int, float]
+"""What matrices have in common: their blocks, `Matrix.steps`, and what one rank has to do for them."""
 _Options = Mapping[_Kind, Sequence[_Division]]
 
 
-def _options(rules: TeamRules, blocks: _Blocks, cost: float) -> list[_Division]:
+def _options(rules: TeamRules, blocks: _Blocks, steps: int, cost: float) -> list[_Division]:
     """The ways to divide matrices of a kind, over few ranks first; where a size is given, over teams of that alone."""
     found = [_Division(None, (cost,))]
     for size in rules.sizes[1:]:
         if rules.size:
-            return [_divide(rules, blocks, size)]
-        apart = [_divide(rules, blocks, size, cut=False)] if len(blocks) > 1 else []
-        found += [division for division in (*apart, _divide(rules, blocks, size)) if division not in found]
+            return [_divide(rules, blocks, steps, size)]
+        apart = [_divide(rules, blocks, steps, size, cut=False)] if len(blocks) > 1 else []
+        found += [division for division in (*apart, _divide(rules, blocks, steps, size)) if division not in found]
     return found
 
 
 def _that_fit(options: _Options, memory: Memory, buffer_bytes: int | None) -> _Options:
     """The divisions of each kind with which no rank takes more than it may, or, where there is none, takes least."""
     taken = {
-        kind: [memory.of_step(*memory.of_owners(kind[0], division.cuts, len(division.loads))) for division in found]
-        for kind, found in options.items()
+        (blocks, steps, cost): [
+            memory.of_step(*memory.of_owners(blocks, division.cuts, len(division.loads), steps)) for division in found
+        ]
+        for (blocks, steps, cost), found in options.items()
     }
     if buffer_bytes is None:
         of_whole_blocks = (
@@ -215,10 +217,12 @@ def _choices(ranks: int, kinds: Mapping[_Kind, int], options: _Options) -> list[
     return sorted(((bound(choice), choice) for choice in different.values()), key=itemgetter(0))[:_TRIED]
 
 
-def _divide(rules: TeamRules, blocks: _Blocks, size: int, *, cut: bool = True) -> _Division:
+def _divide(rules: TeamRules, blocks: _Blocks, steps: int, size: int, *, cut: bool = True) -> _Division:
     """Divide a matrix's blocks over a team: each to one rank, with `cut` also to 2, 4, ... that lie side by side."""
     sizes = [each for each in TEAM_SIZES if each <= size] if cut else [1]
-    cost = {(block, each): rules.cost(*block, each) for block in set(blocks) for each in sizes if each <= max(block)}
+    cost = {
+        (block, each): rules.cost(*block, each, steps) for block in set(blocks) for each in sizes if each <= max(block)
+    }
     order = sorted(range(len(blocks)), key=lambda number: (-cost[blocks[number], 1], number))
     best: _Division | None = None
     for limit in sorted(set(cost.values())) if not rules.size else [0.0]:

@@ -28,9 +28,10 @@ class Cut:
     team: TeamGroup
 
 
-OrthogonalizeStack = Callable[[torch.Tensor, float, Cut | None, Probe], torch.Tensor]
+OrthogonalizeStack = Callable[[torch.Tensor, float, Cut | None, Probe, int], torch.Tensor]
 """Puts updates times a scale in the place of a stack `(batch, m, n)` with m <= n, or of n columns of such a stack, fp32
-or bf16, zero where one is not finite; returns which are finite, `(batch,)` bool. Collective in a team that cuts."""
+or bf16, zero where one is not finite, by so many steps, as `Matrix.steps`; returns which are finite, `(batch,)` bool.
+Collective in a team that cuts."""
 
 Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Changes the update `(rows, cols)` of the matrix in this place, in place; told whether it is finite, a bool."""
@@ -42,6 +43,7 @@ class _Kind(NamedTuple):
     smaller: int
     longer: int  # of the whole block
     scale: float  # of the update
+    steps: int  # of the matrix
     ranks: tuple[int, ...]  # that cut the block; none where it is whole
     length: int  # of this rank's part of the longer side
 
@@ -76,14 +78,15 @@ class BlockBatch:
         members: dict[_Kind, list[_Member]] = {}
         for index, matrix in enumerate(matrices):
             for block, (rows, cols) in enumerate(matrix.blocks):
-                kind = _Kind(min(rows, cols), max(rows, cols), scale((rows, cols)), (), max(rows, cols))
+                longer = max(rows, cols)
+                kind = _Kind(min(rows, cols), longer, scale((rows, cols)), matrix.steps, (), longer)
                 members.setdefault(kind, []).append(_Member(index, block, (rows, cols), rows > cols))
         for index, portion in enumerate(portions, len(matrices)):
             ranks = portion.ranks if len(portion.ranks) > 1 else ()
             length = portion.shape[0 if portion.is_tall else 1]
-            kind = _Kind(min(portion.of), max(portion.of), scale(portion.of), ranks, length)
+            kind = _Kind(min(portion.of), max(portion.of), scale(portion.of), portion.steps, ranks, length)
             members.setdefault(kind, []).append(_Member(index, 0, portion.shape, portion.is_tall))
-        self._members = {kind: members[kind] for kind in sorted(members, key=lambda kind: kind[:4])}
+        self._members = {kind: members[kind] for kind in sorted(members, key=lambda kind: kind[:5])}
         self._stacks: dict[_Kind, torch.Tensor] = {}
         self._matrix_of_block: torch.Tensor | None = None
         self._matrices: list[torch.Tensor] = []
@@ -115,7 +118,9 @@ class BlockBatch:
         in_stacks, in_matrices = self._split_blocks(stacks, matrices)
         if in_stacks:
             torch._foreach_copy_(in_stacks, in_matrices)
-        of_blocks = [self._orthogonalize(stack, kind.scale, self._cut(kind), probe) for kind, stack in stacks.items()]
+        of_blocks = [
+            self._orthogonalize(stack, kind.scale, self._cut(kind), probe, kind.steps) for kind, stack in stacks.items()
+        ]
         finite = self._of_matrices(torch.cat(of_blocks))
         if in_stacks:
             torch._foreach_copy_(in_matrices, in_stacks)

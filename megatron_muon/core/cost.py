@@ -7,8 +7,8 @@ and are left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -40,9 +40,12 @@ steps and more: with fewer, singular values go up to 2. emerging-optimizers begi
 its first polynomials shrink what is near 1 already: after six steps, updates are an eighth of their size."""
 MOST = 1.3
 """No singular value of a result may exceed this."""
-GRAM_IN_HALF = {"simple": 12, "quintic": 5, "deepseekv4": 12}
-"""Sets that the Gram iteration is proven with in bf16, and up to how many steps. With polar_express a singular value
-can be 50 after five steps and inf after seven, where another direction dominates."""
+GRAM_IN_HALF = {"simple": 12, "quintic": 5, "polar_express": 12, "deepseekv4": 12}
+"""Sets that the Gram iteration is proven with in bf16, and up to how many steps."""
+ALONE_IN_HALF = {"polar_express": 3}
+"""First steps of a set of which each is a run of its own in the Gram iteration in bf16. Those of polar_express multiply
+small singular values by 8, 4 and 4, and what squaring has lost with them: in runs of two, a singular value can be 50
+after five steps and inf after seven, where another direction dominates."""
 FULL_PRECISION_SETS = ("cans",)
 """Sets proven in true fp32 alone. After five steps of cans a singular value can be 600 in bf16 and 300 in TF32."""
 REVERSING_SETS = ("aol",)
@@ -132,6 +135,11 @@ class Iteration:
         return not self.half or self.steps <= GRAM_IN_HALF.get(self._set, 0)
 
     @property
+    def runs(self) -> tuple[int, ...]:
+        """How many steps each run of the Gram iteration takes before it starts again from the matrix."""
+        return gram_runs(self.steps, half=self.half, alone=ALONE_IN_HALF.get(self._set, 0))
+
+    @property
     def _set(self) -> str:
         """The name of the set; none of coefficients that are given."""
         return self.coefficient_type if isinstance(self.coefficient_type, str) else ""
@@ -144,13 +152,19 @@ class Iteration:
             return STANDARD
         return min((STANDARD, GRAM), key=lambda method: self._cost(rows, cols, method, team))
 
-    def flops(self, rows: int, cols: int, team: int = 1) -> int:
-        """Operations of the iteration that a block of `(rows, cols)` gets, on each rank of a team that cuts it."""
-        return self._flops(rows, cols, self.method_for(rows, cols, team), team)
+    def with_steps(self, steps: int) -> Iteration:
+        """The same with as many steps as a matrix asks for, `Matrix.steps`."""
+        return replace(self, steps=steps) if steps else self
 
-    def cost(self, rows: int, cols: int, team: int = 1) -> int:
+    def flops(self, rows: int, cols: int, team: int = 1, steps: int = 0) -> int:
+        """Operations of the iteration that a block of `(rows, cols)` gets, on each rank of a team that cuts it."""
+        taken = self.with_steps(steps)
+        return taken._flops(rows, cols, taken.method_for(rows, cols, team), team)
+
+    def cost(self, rows: int, cols: int, team: int = 1, steps: int = 0) -> int:
         """The same with the time of the team's sums, as operations."""
-        return self._cost(rows, cols, self.method_for(rows, cols, team), team)
+        taken = self.with_steps(steps)
+        return taken._cost(rows, cols, taken.method_for(rows, cols, team), team)
 
     def _cost(self, rows: int, cols: int, method: str, team: int) -> int:
         flops = self._flops(rows, cols, method, team)
@@ -179,18 +193,18 @@ class Iteration:
         all but the last update the Gram matrix, by two products. Source:
         https://github.com/Dao-AILab/gram-newton-schulz.
         """
-        steps, runs = self.steps, len(gram_runs(self.steps, half=self.half))
+        steps, runs = self.steps, len(self.runs)
         if method == STANDARD:
             return ProductCounts(gram=steps, square=steps, symmetric=0, wide=steps)
         return ProductCounts(gram=runs, square=steps, symmetric=3 * (steps - runs), wide=runs)
 
-    def check(self) -> None:
-        """Refuse iterations whose result may be far from orthogonal.
+    def check(self, flag: str = "--muon-num-ns-steps") -> None:
+        """Refuse iterations whose result may be far from orthogonal; `flag` gave the steps.
 
         Raises:
             UserError: names the value and the remedy.
         """
-        check_number("muon_num_ns_steps", self.steps)
+        check_number("muon_num_ns_steps", self.steps, flag=flag)
         if self.method not in METHODS:
             raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
         chosen = f"--muon-coefficient-type {self.coefficient_type}"
@@ -208,7 +222,7 @@ class Iteration:
         proven = PROVEN_STEPS.get(self._set)
         if proven is not None and self.steps not in proven:
             raise UserError(
-                f"--muon-num-ns-steps {self.steps} is not proven with {chosen}; choose one of "
+                f"{flag} {self.steps} is not proven with {chosen}; choose one of "
                 f"{', '.join(map(str, proven))}; 5 is usual"
             )
         if self.method == GRAM and not self.gram_is_proven:
@@ -216,6 +230,11 @@ class Iteration:
                 f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use --muon-ns auto, or "
                 "--muon-fp32-matmul-prec high"
             )
+
+    def check_steps_for(self, steps_for: Mapping[str, int]) -> None:
+        """The same for the steps of matrices by pattern, `--muon-ns-steps-for`."""
+        for pattern, steps in steps_for.items():
+            replace(self, steps=steps).check(f"--muon-ns-steps-for {pattern}:")
 
     def _check_coefficients(self, given: Coefficients) -> None:
         """Refuse coefficients that do not bring singular values between 0 and `MOST`, before any rounding."""
@@ -230,12 +249,13 @@ class Iteration:
             )
 
 
-def gram_runs(steps: int, *, half: bool) -> tuple[int, ...]:
-    """How many steps each run of the Gram iteration takes before it starts again from the matrix.
+def gram_runs(steps: int, *, half: bool, alone: int = 0) -> tuple[int, ...]:
+    """How many steps each run of the Gram iteration takes; in `half` precision the first so many are `alone`.
 
     Squaring loses small singular values in half precision, and what is lost comes back amplified by every step. Runs of
     two steps in bf16 stay within 0.003 of the standard iteration's error (relative to the polar factor's norm, over
     condition numbers of 1 to 1e8); runs of three were off by up to 0.045. In fp32 three are safe.
     """
     longest = 2 if half else 3
-    return tuple(min(longest, steps - done) for done in range(0, steps, longest))
+    first = min(alone, steps) if half else 0
+    return (1,) * first + tuple(min(longest, steps - done) for done in range(first, steps, longest))

@@ -118,13 +118,15 @@ class Shard:
 class Matrix:
     """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks.
 
-    Matrices that are cut alike may have the same tuple of shards, which then exists, and is checked, once.
+    `steps` are its Newton-Schulz steps, 0 for as many as the iteration has for all. Matrices that are cut alike may
+    have the same tuple of shards, which then exists, and is checked, once.
     """
 
     name: str
     shape: tuple[int, int]
     shards: tuple[Shard, ...] = ()
     split: RowSplit = None  # type: ignore[assignment]  # one block, where it is not given
+    steps: int = 0
 
     def __post_init__(self) -> None:
         if self.split is None:
@@ -231,7 +233,8 @@ class Layout:
         content = hashlib.sha256(repr(self.world_size).encode())
         of_shards: dict[int, bytes] = {}
         for matrix in self.matrices:
-            content.update(repr((matrix.name, matrix.shape, matrix.split.groups, matrix.split.parts)).encode())
+            split = matrix.split
+            content.update(repr((matrix.name, matrix.shape, matrix.steps, split.groups, split.parts)).encode())
             if id(matrix.shards) not in of_shards:
                 of_shards[id(matrix.shards)] = hashlib.sha256(array("q", _numbers(matrix.shards))).digest()
             content.update(of_shards[id(matrix.shards)])
@@ -272,9 +275,11 @@ def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:
     return tuple(Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
 
 
-def replicated(name: str, shape: tuple[int, int], world_size: int, split: RowSplit | None = None) -> Matrix:
+def replicated(
+    name: str, shape: tuple[int, int], world_size: int, split: RowSplit | None = None, steps: int = 0
+) -> Matrix:
     """The matrix that every rank holds whole."""
-    return Matrix(name, shape, everywhere(shape, world_size), split or whole(shape[0]))
+    return Matrix(name, shape, everywhere(shape, world_size), split or whole(shape[0]), steps)
 
 
 @functools.cache

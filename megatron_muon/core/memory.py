@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_muon.core.cost import GRAM, HALVES, KERNEL, Iteration, gram_runs
+from megatron_muon.core.cost import GRAM, HALVES, KERNEL, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.portions import Cuts, Portion
@@ -35,15 +35,22 @@ wave k have arrived, its matrices are assembled from them, rows of wave k+1 arri
 are three, and the iteration's temporaries."""
 
 
-Stack = tuple[int, int, int, int]
-"""Wide blocks alike: rows, columns of one rank, columns of the whole block, and ranks that cut it."""
+class Stack(NamedTuple):
+    """Wide blocks alike."""
+
+    rows: int
+    cols: int  # of one rank
+    longer: int  # columns of the whole block
+    team: int = 1  # ranks that cut it
+    steps: int = 0  # as `Matrix.steps`
 
 
-def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None) -> Counter[Stack]:
+def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None, steps: int = 0) -> Counter[Stack]:
     """The stacks that blocks get which are divided so, `Team.cuts` or None, and how many blocks each has."""
     cuts = divided or ((0, 1),) * len(blocks)
     return Counter(
-        (min(block), -(-max(block) // count), max(block), count) for block, (_, count) in zip(blocks, cuts, strict=True)
+        Stack(min(block), -(-max(block) // count), max(block), count, steps)
+        for block, (_, count) in zip(blocks, cuts, strict=True)
     )
 
 
@@ -111,10 +118,10 @@ class Memory:
         return copies * portion.numel * self.element_bytes
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
-    def of_owners(self, blocks: tuple[tuple[int, int], ...], divided: Cuts | None, ranks: int) -> Taken:
+    def of_owners(self, blocks: tuple[tuple[int, int], ...], divided: Cuts | None, ranks: int, steps: int = 0) -> Taken:
         """What the busiest rank of a team takes for a matrix of these blocks, where it serves as many rows to others.
 
-        `divided` are `Team.cuts`, None for a sole owner.
+        `divided` are `Team.cuts`, None for a sole owner; `steps` the matrix's.
         """
         cuts = divided or ((0, 1),) * len(blocks)
         owned = [0] * ranks
@@ -125,11 +132,11 @@ class Memory:
         copies = 2 if divided is None and len(blocks) > 1 else 1
         wave = max(owned) * (copies * self.element_bytes + self.held_bytes(is_team=divided is not None))
         numel = sum(rows * cols for rows, cols in blocks)
-        return Taken(wave, max(self.of_stacks(stacks(blocks, divided)), self.normalizing(numel)))
+        return Taken(wave, max(self.of_stacks(stacks(blocks, divided, steps)), self.normalizing(numel)))
 
     def of_stacks(self, counts: Mapping[Stack, int]) -> int:
         """Bytes of the temporaries of so many blocks of each kind."""
-        return max((self.of_stack(*kind, count) for kind, count in counts.items()), default=0)
+        return max((self.of_stack(kind, count) for kind, count in counts.items()), default=0)
 
     @staticmethod
     def of_step(wave: int, beside: int) -> int:
@@ -180,27 +187,26 @@ class Memory:
         kept = set[Stack]()  # those that updates are views of
         several = 0
         for matrix in matrices:
-            blocks += stacks(matrix.blocks, None)
+            blocks += stacks(matrix.blocks, None, matrix.steps)
             if len(matrix.split.parts) > 1:
                 several += matrix.numel
             else:
-                kept.add((min(matrix.shape), max(matrix.shape), max(matrix.shape), 1))
+                kept.add(Stack(min(matrix.shape), max(matrix.shape), max(matrix.shape), steps=matrix.steps))
         for portion in portions:
-            kind = min(portion.of), portion.numel // min(portion.of), max(portion.of), len(portion.ranks)
+            cols = portion.numel // min(portion.of)
+            kind = Stack(min(portion.of), cols, max(portion.of), len(portion.ranks), portion.steps)
             blocks[kind] += 1
             kept.add(kind)
-        stacked = sum(kind[0] * kind[1] * count for kind, count in blocks.items())
-        updates = several + sum(kind[0] * kind[1] * blocks[kind] for kind in kept)
+        stacked = sum(kind.rows * kind.cols * count for kind, count in blocks.items())
+        updates = several + sum(kind.rows * kind.cols * blocks[kind] for kind in kept)
         largest = max((matrix.numel for matrix in matrices), default=0)
         temporaries = max(self.of_stacks(blocks), self.normalizing(largest))
         return (stacked + several) * self.element_bytes, updates * self.element_bytes, temporaries
 
-    def of_stack(self, rows: int, cols: int, longer: int, team: int, count: int) -> int:
-        """Bytes that iterating over `count` wide blocks takes beside them, as `core.newton_schulz` makes tensors.
-
-        `cols` are this rank's of `longer` columns, which `team` ranks cut.
-        """
-        iteration = self.iteration
+    def of_stack(self, kind: Stack, count: int) -> int:
+        """Bytes that iterating over `count` wide blocks takes beside them, as `core.newton_schulz` makes tensors."""
+        rows, cols, longer, team, steps = kind
+        iteration = self.iteration.with_steps(steps)
         products, size = iteration.products, 2 if iteration.half else 4
         each = rows * -(-longer // team)
         together = min(max(TOGETHER["cpu" if products is HALVES else "cuda"] // each, 1), count)
@@ -210,7 +216,7 @@ class Memory:
         # A team's sum is fp32; this rank's part, and the sum in the iteration's dtype, are there beside it.
         total = 2 * small + 4 * rows * rows if team > 1 else 0
         if iteration.method_for(rows, longer, team) == GRAM:
-            runs = gram_runs(iteration.steps, half=iteration.half)
+            runs = iteration.runs
             inner = (2 if max(runs) == 1 else 3) + made  # Gram matrix, polynomial, their product, and a new one
             later = wide if len(runs) > 1 else 0
             most = max(later + max(inner * small, total), wide * min(len(runs), 2) + small)

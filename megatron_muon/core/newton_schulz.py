@@ -15,7 +15,7 @@ only scales it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -75,9 +75,13 @@ def standard(
 
 
 def gram(
-    x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None, total: Total | None = None
+    x: torch.Tensor,
+    steps: Coefficients,
+    least_norm: torch.Tensor | None = None,
+    total: Total | None = None,
+    runs: Sequence[int] = (),
 ) -> torch.Tensor:
-    """The Gram iteration with restarts; arguments and result as `standard`.
+    """The Gram iteration with restarts; arguments and result as `standard`. `runs` are `Iteration.runs`.
 
     With R = X X^T a step is X <- Z X and R <- Z R Z for Z = a I + b R + c R^2. All Z are polynomials in R and commute,
     so a run accumulates Q <- Z Q and applies it once, and every product but the last is symmetric. Source:
@@ -85,7 +89,7 @@ def gram(
     """
     remaining = list(steps)
     inverse_norm: torch.Tensor | None = None
-    for number, length in enumerate(gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
+    for number, length in enumerate(runs or gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
         run, remaining = remaining[:length], remaining[length:]
         r = _gram_matrix(x, total)
         if number == 0:

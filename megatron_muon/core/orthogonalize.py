@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,7 +78,7 @@ class Orthogonalizer:
     def __post_init__(self) -> None:
         check_number("muon_extra_scale_factor", self.extra_scale_factor)
         self.iteration.check()
-        self._steps = ns.coefficients(self.iteration.coefficient_type, self.iteration.steps)
+        ns.coefficients(self.iteration.coefficient_type, self.iteration.steps)  # an unknown set is refused here
         self.iteration = replace(self.iteration, products=ns.products_on(self.device, self.dtype))
 
     @property
@@ -88,7 +88,7 @@ class Orthogonalizer:
 
     def flops(self, matrix: Matrix) -> int:
         """Operations of orthogonalising a matrix, over its blocks, by the iteration that each gets."""
-        return sum(self.iteration.flops(*block) for block in matrix.blocks)
+        return sum(self.iteration.flops(*block, steps=matrix.steps) for block in matrix.blocks)
 
     def scale(self, shape: tuple[int, int]) -> float:
         """What the update of a block of `shape` is multiplied by, where `scaled`."""
@@ -134,7 +134,7 @@ class Orthogonalizer:
         return updates[0], finite
 
     def orthogonalize_stack(
-        self, stack: torch.Tensor, scale: float, cut: Cut | None = None, probe: Probe = SILENT
+        self, stack: torch.Tensor, scale: float, cut: Cut | None = None, probe: Probe = SILENT, steps: int = 0
     ) -> torch.Tensor:
         """Put a stack's scaled updates in its place, zero where one is not finite. Collective in a team.
 
@@ -144,6 +144,7 @@ class Orthogonalizer:
             scale: multiplies the updates.
             cut: whole blocks and their team, where the stack has parts of them.
             probe: is shown the first whole update.
+            steps: of these matrices, `Matrix.steps`.
 
         Returns:
             Whether each update, or this rank's part of it, is finite, `(batch,)` bool.
@@ -163,7 +164,13 @@ class Orthogonalizer:
             if self.eps:
                 least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
             updates = self._iterate(  # a name for its first argument would keep that alive
-                to_unit_magnitude(part, self.dtype, exponent), scale, least_norm, longer=longer, team=team, total=total
+                to_unit_magnitude(part, self.dtype, exponent),
+                scale,
+                least_norm,
+                longer=longer,
+                team=team,
+                total=total,
+                steps=steps,
             )
             if number == 0 and cut is None:
                 probe.block(updates[0], scale)
@@ -176,7 +183,8 @@ class Orthogonalizer:
     def warm_up(self, shapes: Iterable[tuple[int, int]], portions: Iterable[Portion] = ()) -> int:
         """Tune and compile the symmetric kernel for blocks of these shapes, and for portions, where it is used.
 
-        Returns how many kinds there are. A team's sums are left out: the kernel meets the same sizes without them.
+        Returns how many kinds there are. A team's sums are left out: the kernel meets the same sizes without them, and
+        with any number of steps.
 
         Triton tunes it in every process for each size that it meets first, for up to 90 s. In a step the other ranks
         would wait for that in a collective.
@@ -203,18 +211,22 @@ class Orthogonalizer:
         longer: int,
         team: int = 1,
         total: ns.Total | None = None,
+        steps: int = 0,
     ) -> torch.Tensor:
         """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype.
 
         Their longer side is `longer`, of which `start` may have one part of a `team`, whose sums `total` forms.
         """
-        *first, (a, b, c) = self._steps
-        steps = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
-        iterate = ns.gram if self.iteration.method_for(start.shape[1], longer, team) == GRAM else ns.standard
+        iteration = self.iteration.with_steps(steps)
+        *first, (a, b, c) = ns.coefficients(iteration.coefficient_type, iteration.steps)
+        scaled = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
+        iterate: Callable[..., torch.Tensor] = ns.standard
+        if iteration.method_for(start.shape[1], longer, team) == GRAM:
+            iterate = functools.partial(ns.gram, runs=iteration.runs)
         # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
         precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)
         with precise or contextlib.nullcontext():
-            return iterate(start, steps, least_norm, total)
+            return iterate(start, scaled, least_norm, total)
 
 
 def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

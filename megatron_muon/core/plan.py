@@ -77,12 +77,13 @@ class Plan:
         return max(self.loads) / mean if mean else 1.0
 
     def digest(self) -> str:
-        """A short hash of who does what: equal for equal shapes, blocks, owners and waves, on any machine."""
+        """A short hash of who does what: equal for equal shapes, blocks, steps, owners and waves, on any machine."""
         shapes = [matrix.shape for matrix in self.layout.matrices]
         blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
         teams = [(team.ranks, team.cuts) for team in self.teams]
         path = self.path.stages, self.path.node_ranks
-        content = json.dumps([shapes, blocks, teams, self.whole, self.waves, self.wave_bytes, path])
+        steps = [matrix.steps for matrix in self.layout.matrices]
+        content = json.dumps([shapes, blocks, steps, teams, self.whole, self.waves, self.wave_bytes, path])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
@@ -253,13 +254,14 @@ class _Needs:
         self.footprints = _Footprints(layout, teams, memory)
         self.single = max((int(self.footprints.of(index)[1].max()) for index in travelling), default=0)
         alike = Counter(
-            (tuple(layout.matrices[index].blocks), teams[index].cuts, len(teams[index].ranks)) for index in travelling
+            (tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps)
+            for matrix, team in ((layout.matrices[index], teams[index]) for index in travelling)
         )
         taken = [memory.of_owners(*kind) for kind in alike]
         self.busy = max((each.wave for each in taken), default=0)
         blocks: Counter[Stack] = Counter()
-        for (of, cuts, _), count in alike.items():
-            blocks.update({stack: each * count for stack, each in stacks(of, cuts).items()})
+        for (of, cuts, _, steps), count in alike.items():
+            blocks.update({stack: each * count for stack, each in stacks(of, cuts, steps).items()})
         fillers = max((memory.whole([layout.matrices[index]]) for index in itertools.chain(*whole)), default=0)
         self.beside = max([memory.of_stacks(blocks), fillers, *(each.beside for each in taken)])
         self.smallest = memory.of_step(self.single, max([fillers, *(each.beside for each in taken)]))

@@ -57,9 +57,9 @@ class Team:
     def portions(self, index: int, matrix: Matrix) -> list[Portion]:
         """What the ranks have of a matrix with this index: by block, and within a block by rank."""
         if self.cuts is None:
-            return [Portion(index, None, matrix.shape, matrix.split, self.ranks, 0)]
+            return [Portion(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)]
         return [
-            Portion(index, block, shape, matrix.split, self.ranks[first : first + count], place)
+            Portion(index, block, shape, matrix.split, self.ranks[first : first + count], place, matrix.steps)
             for block, (shape, (first, count)) in enumerate(zip(matrix.blocks, self.cuts, strict=True))
             for place in range(count)
         ]
@@ -99,6 +99,7 @@ class Portion:
         split: of the matrix.
         ranks: those that cut the block.
         place: of this portion's rank among them.
+        steps: of the matrix.
     """
 
     index: int
@@ -107,6 +108,7 @@ class Portion:
     split: RowSplit
     ranks: tuple[int, ...]
     place: int
+    steps: int = 0
 
     @property
     def rank(self) -> int:

@@ -33,7 +33,7 @@ from megatron_muon.fsdp.arguments import (
     in_arguments,
     iteration_of,
 )
-from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select, splits
+from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import MuonSettings
@@ -72,6 +72,7 @@ class Muon(MuonState):
         exclude: patterns of what goes to AdamW all the same.
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj": (4096, 1024, 1024)}`;
             they repeat to fill its rows, and each is orthogonalised alone.
+        ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that match the last holds.
         adamw_lr: learning rate of AdamW; None takes `lr`.
         adamw_betas: of AdamW.
         adamw_eps: of AdamW.
@@ -112,6 +113,7 @@ class Muon(MuonState):
         matrices: Sequence[str] | Rule | None = None,
         exclude: Sequence[str] = (),
         split: Mapping[str, Sequence[int]] | None = None,
+        ns_steps_for: Mapping[str, int] | None = None,
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-8,
@@ -161,7 +163,9 @@ class Muon(MuonState):
         self.group = group
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         self._has_stepped = False
-        layout = shards.layout_of(names, parameters, splits(given["split"] or {}, names, parameters), group)
+        steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
+        fused = splits(given["split"] or {}, names, parameters)
+        layout = shards.layout_of(names, parameters, fused, group, steps)
         orthogonalizer = self._orthogonalizer(parameters[0].device)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
         moment = self._second_moment(layout, orthogonalizer, parameters, replicated=replicated)
@@ -215,8 +219,10 @@ class Muon(MuonState):
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
         scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
+        iteration = iteration_of(given["ns_coefficients"], given["ns_steps"], given["fp32_matmul_prec"], given["ns"])
+        iteration.check_steps_for(given["ns_steps_for"] or {})
         return Orthogonalizer(
-            iteration_of(given["ns_coefficients"], given["ns_steps"], given["fp32_matmul_prec"], given["ns"]),
+            iteration,
             scale_mode=scale_mode,
             extra_scale_factor=factor,
             eps=given["eps"],

@@ -207,6 +207,25 @@ def splits(
     return found
 
 
+def steps_of(
+    names: Iterable[str],
+    steps_for: Mapping[str, int],
+    *,
+    flag: str = "--muon-ns-steps-for",
+    others: Iterable[str] = (),
+    hint: str = "",
+) -> dict[str, int]:
+    """The Newton-Schulz steps of matrices by name, from those of patterns; the last pattern that is found in one holds.
+
+    Raises a UserError for a pattern as `matching` does.
+    """
+    names, others = list(names), list(others)
+    found = {}
+    for pattern, steps in steps_for.items():
+        found.update(dict.fromkeys(matching(flag, [pattern], names, others=others, hint=hint), steps))
+    return found
+
+
 def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
     """Each parameter that needs a gradient, with its name, empty where it has none, and the options of its group.
 

@@ -150,6 +150,7 @@ def layout_of(
     parameters: Sequence[torch.Tensor],
     splits: Mapping[torch.Tensor, RowSplit],
     group: dist.ProcessGroup | Alone,
+    steps: Mapping[str, int],
 ) -> Layout:
     """Who holds which rectangle of the matrices. Collective.
 
@@ -175,8 +176,11 @@ def layout_of(
     mine, matrices = [rectangle_of(names[p], p) for p in parameters], []
     for p in parameters:
         shape = p.shape[0], p.shape[1]
-        matrices.append(Matrix(names[p], shape, shards_of(p, shape), splits.get(p, whole(shape[0]))))
+        split = splits.get(p, whole(shape[0]))
+        matrices.append(Matrix(names[p], shape, shards_of(p, shape), split, steps.get(names[p], 0)))
     layout = Layout(group.size(), tuple(matrices))
-    remedy = "give all ranks the same parameters in the same order, with the same matrices=, exclude= and split="
+    remedy = (
+        "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split=, ns_steps_for="
+    )
     check_alike(layout, mine, group, remedy=remedy)
     return layout

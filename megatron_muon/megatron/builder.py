@@ -130,8 +130,8 @@ class MuonBuilder:
         if self.is_replicated:
             ranks = self.group.size()
             matrices = (
-                replicated(self.names[parameter], mp.matrix_shape(parameter, over_tp=False), ranks, split)
-                for parameter, split in zip(self.parameters, self.splits, strict=True)
+                replicated(self.names[p], mp.matrix_shape(p, over_tp=False), ranks, split, mp.ns_steps(p))
+                for p, split in zip(self.parameters, self.splits, strict=True)
             )
             self.layout = Layout(ranks, tuple(matrices))
         else:

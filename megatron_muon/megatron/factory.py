@@ -32,6 +32,7 @@ from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.settings import TP_MODE, steps_for
 
 
 def get_megatron_muon_optimizer(
@@ -58,7 +59,7 @@ def get_megatron_muon_optimizer(
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
     selection.restore_attributes(model_chunks)
-    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude)
+    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     names = selection.parameter_names(model_chunks)
 
     groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
@@ -85,11 +86,24 @@ def get_megatron_muon_optimizer(
         say(f"megatron-muon: {line}")
     if digest := "-".join(digests):
         say(f"megatron-muon: plan {digest}")
+    if part := blockwise_note(config, pg_collection):
+        say(f"megatron-muon: {part}")
     say(selection.parameter_table(groups, names, full=config.muon_log_params))
     chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
     counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
     chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": state_bytes}
     return chain
+
+
+def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupCollection) -> str:
+    """What `--muon-tp-mode blockwise` means for this run; empty where no tensor parallelism cuts a matrix."""
+    size = max(pg_collection.tp.size(), getattr(pg_collection, "expt_tp", pg_collection.tp).size())
+    if config.muon_tp_mode != "blockwise" or size == 1:
+        return ""
+    return (
+        f"--muon-tp-mode blockwise: each of {size} tensor-parallel ranks orthogonalises its part of a matrix alone, "
+        f"so training depends on their number; {TP_MODE} orthogonalises the whole matrix"
+    )
 
 
 def offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:

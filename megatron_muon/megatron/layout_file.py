@@ -46,6 +46,7 @@ class _StoredMatrix(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tr
     shape: tuple[_Size, _Size]
     shards: list[_StoredShard]
     blocks: tuple[_Size, Annotated[tuple[_Size, ...], msgspec.Meta(min_length=1)]] | None = None
+    steps: _Index = 0
 
 
 class _StoredLayout(msgspec.Struct, forbid_unknown_fields=True):
@@ -107,7 +108,7 @@ def _matrix(stored: _StoredMatrix) -> Matrix:
         shards.append(Shard(rank, shard.row_start, shard.rows, shard.col_start, shard.cols, tuple(replicas)))
     shards.sort(key=lambda shard: (shard.rank, shard.row_start, shard.col_start))
     split = RowSplit(*stored.blocks) if stored.blocks else whole(stored.shape[0])
-    return Matrix(stored.name, stored.shape, tuple(shards), split)
+    return Matrix(stored.name, stored.shape, tuple(shards), split, stored.steps)
 
 
 def write_layout(path: str | Path, layout: Layout, ranks: Sequence[int] = ()) -> None:
@@ -117,7 +118,9 @@ def write_layout(path: str | Path, layout: Layout, ranks: Sequence[int] = ()) ->
         split = matrix.split
         shards = [_StoredShard(*dataclasses.astuple(shard)) for shard in matrix.shards]
         blocks = None if split == whole(split.rows) else (split.groups, split.parts)
-        lines.append(msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks)).decode())
+        lines.append(
+            msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks, matrix.steps)).decode()
+        )
     body = ",\n".join(lines)
     head = f'{{"world_size": {layout.world_size},\n' + (f'"ranks": {[*ranks]},\n' if ranks else "")
     try:

@@ -16,7 +16,7 @@ from megatron_muon.core.numbers import check_numbers
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import refusals
 from megatron_muon.megatron.patches.fsdp import is_mended
-from megatron_muon.settings import MuonSettings
+from megatron_muon.settings import TP_MODE, MuonSettings
 
 
 @dataclass
@@ -24,10 +24,12 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
     """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name.
 
     Attributes:
+        muon_tp_mode: as megatron-core's, with another default. A plain OptimizerConfig keeps that of megatron-core.
         muon_offload_iteration: the iteration that the run goes on from, for the names of files.
         muon_offload_save: where the run saves checkpoints, by which its next start knows files of its own.
     """
 
+    muon_tp_mode: str = TP_MODE
     muon_offload_iteration: int = 0
     muon_offload_save: str = ""
 

@@ -250,10 +250,11 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     for label, shown in _ROWS.items():
         table.add_row(label, *map(shown, columns.values()))
     settings = figures["settings"]
+    others = "".join(f", {count:,} matrices {steps}" for steps, count in figures["matrices_of_steps"].items())
     console.print(Text(f"Plan of {source} at {figures['world_size']:,} ranks", style="bold"), soft_wrap=True)
     console.print(table)
     for line in (
-        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps; exchange in "
+        f"Newton-Schulz {settings['ns']}, {settings['ns_dtype']}, {settings['ns_steps']} steps{others}; exchange in "
         f"{settings['exchange_dtype']}; at most {size(figures['buffer_bytes'])} for a step; digest {figures['digest']}",
         f"{hardware.name}: {hardware.source}",
         f"nodes of {hardware.node_ranks} ranks: the run's LOCAL_WORLD_SIZE, else --node-ranks",

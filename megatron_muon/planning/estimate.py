@@ -261,7 +261,7 @@ def plan_group(
     members = group.members(0, layout.world_size * group.stride) if members is None else members
     ranks = layout.world_size
     cost = functools.cache(settings.iteration.flops)
-    costs = [float(sum(cost(*block) for block in matrix.blocks)) for matrix in layout.matrices]
+    costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
     started = time.perf_counter()
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
     stages = 0 if settings.stages == AUTO else int(settings.stages)

@@ -36,6 +36,7 @@ def report(plans: Sequence[KindPlan], world_size: int, settings: Settings, hardw
             "ns_dtype": "bf16" if settings.iteration.half else "fp32",
             "ns_steps": settings.iteration.steps,
         },
+        "matrices_of_steps": _of_steps(plans),
         "groups": [
             {
                 "name": kind.group.name,
@@ -47,6 +48,12 @@ def report(plans: Sequence[KindPlan], world_size: int, settings: Settings, hardw
             for kind in plans
         ],
     }
+
+
+def _of_steps(plans: Sequence[KindPlan]) -> dict[str, int]:
+    """How many matrices take another number of steps, by that number: `--muon-ns-steps-for`."""
+    steps = Counter(matrix.steps for kind in plans for matrix in kind.group.layout.matrices if matrix.steps)
+    return {str(number): count for number, count in sorted(steps.items())}
 
 
 def _of_one(item: GroupPlan, figure: OfRanks) -> np.ndarray[Any, Any]:

@@ -37,6 +37,7 @@ from megatron_muon.megatron.model.selection import muon_matrices, restore_attrib
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 from megatron_muon.planning.estimate import Group
 from megatron_muon.planning.training_step import Model, Parameters
+from megatron_muon.settings import steps_for
 
 UNITS = "optim_grads_params"
 """The strategy whose buckets follow transformer layers; "optim" and "optim_grads" cut by size."""
@@ -147,7 +148,7 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
             "experts": (groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
         }
     restore_attributes([model])
-    tag_for_muon([model], exclude=settings.muon_exclude)
+    tag_for_muon([model], exclude=settings.muon_exclude, steps_for=steps_for(settings))
     over_tp, instances = settings.muon_tp_mode != "blockwise", args.num_distributed_optimizer_instances
     planned, counted, names = [], [], muon_matrices([model])
     for kind, (ranks, tensor, expert) in kinds.items():
@@ -163,9 +164,8 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
         for parameter in muon:
             shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
             shards = bucket_shards(*starts[parameter.orig_param], part, shape, places)
-            matrices.append(
-                Matrix(names[parameter], shape, shards, mp.block_split(parameter, settings, over_tp=over_tp))
-            )
+            split = mp.block_split(parameter, settings, over_tp=over_tp)
+            matrices.append(Matrix(names[parameter], shape, shards, split, mp.ns_steps(parameter)))
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))
             planned.append(Group(kind, layout, expert * tensor // parts, parts))

@@ -43,6 +43,7 @@ class Case:
         latent: multi-latent attention, with the query's latent where `query_latent`.
         output_gate: attention with a gate for each query head.
         excluded: substrings of the names that `muon_exclude` names, for the reference.
+        steps_for: Newton-Schulz steps by such substrings of names, for the reference; the last one that is found holds.
     """
 
     strategy: str = "optim_grads_params"
@@ -73,6 +74,7 @@ class Case:
     query_latent: bool = False
     output_gate: bool = False
     excluded: tuple[str, ...] = ()
+    steps_for: tuple[tuple[str, int], ...] = ()
 
     def but(self, **changes: Any) -> Case:
         """This case with other values."""

@@ -104,18 +104,18 @@ class Reference:
         self.weights = {name: torch.nn.Parameter(initial_value(name, shape)) for name, shape in shapes.items()}
         settings = case.settings
         decay = settings["weight_decay"]
-        matrices, rest = [], []
+        matrices: dict[int, list[torch.nn.Parameter]] = {}
+        rest = []
         for name, weight in self.weights.items():
             if not case.trains(name):
                 continue
             if is_matrix(case, name, shapes[name]):
-                matrices.append(weight)
+                steps_for = [steps for part, steps in case.steps_for if part in name]
+                matrices.setdefault((steps_for or [5])[-1], []).append(weight)
                 weight.row_blocks = row_blocks(case, name, shapes[name])
             else:
                 rest.append({"params": [weight], "weight_decay": decay if weight.ndim > 1 else 0.0})
-        self.optimizers: list[torch.optim.Optimizer] = []
-        if matrices:
-            self.optimizers.append(self._muon(matrices))
+        self.optimizers = [self._muon(several, ns_steps) for ns_steps, several in matrices.items()]
         if rest:
             self.optimizers.append(self._scalar(rest))
 
@@ -152,7 +152,7 @@ class Reference:
         """Muon's momentum of every matrix."""
         return self.state("momentum_buffer")
 
-    def _muon(self, matrices: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    def _muon(self, matrices: list[torch.nn.Parameter], ns_steps: int) -> torch.optim.Optimizer:
         settings = self.case.settings
         common = {
             "lr": settings["lr"],
@@ -162,7 +162,7 @@ class Reference:
             "weight_decay_method": "decoupled" if settings["decoupled_weight_decay"] else "l2",
             "fp32_matmul_prec": settings["muon_fp32_matmul_prec"],
             "coefficient_type": "quintic",
-            "num_ns_steps": 5,
+            "num_ns_steps": ns_steps,
             "scale_mode": settings["muon_scale_mode"],
             "extra_scale_factor": settings["muon_extra_scale_factor"],
         }

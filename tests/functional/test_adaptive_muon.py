@@ -117,7 +117,7 @@ VARIANTS = {
 }
 
 
-TP = Case(layers=1, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer={"muon_tp_mode": "duplicated"})
+TP = Case(layers=1, vocabulary=132, ffn=46, query_groups=2, tensor=2)
 HSDP = Case(layers=1, ffn=7, instances=2)
 EP = Case(layers=1, ffn=46, experts=4, expert_parallel=2)
 LAYOUTS = {

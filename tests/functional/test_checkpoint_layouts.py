@@ -18,7 +18,7 @@ from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
 
-TP = ("--tensor-model-parallel-size", "2", "--muon-tp-mode", "duplicated")
+TP = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TP, "--sequence-parallel")
 HSDP = ("--num-distributed-optimizer-instances", "2")
 OUTER = ("--outer-dp-sharding-strategy", "optim")

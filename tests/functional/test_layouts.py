@@ -22,8 +22,7 @@ pytestmark = pytest.mark.usefixtures("delayed_too")
 
 SHARDED = STRATEGIES[1:]
 OUTER = "optim_grads_params, outer optim"
-WHOLE = {"muon_tp_mode": "duplicated"}
-TP = Case(vocabulary=132, ffn=46, query_groups=2, layers=1, tensor=2, optimizer=WHOLE)
+TP = Case(vocabulary=132, ffn=46, query_groups=2, layers=1, tensor=2)
 HSDP = Case(layers=1, instances=2)
 MOE = Case(ffn=46, layers=1, experts=4)
 
@@ -40,7 +39,7 @@ LAYOUTS = {
     "ep2": (4, MOE.but(expert_parallel=2)),
     "ep4": (4, MOE.but(expert_parallel=4)),
     "more ranks than experts": (4, MOE.but(experts=2)),
-    "expert tp2": (4, MOE.but(expert_tensor=2, optimizer=WHOLE)),
+    "expert tp2": (4, MOE.but(expert_tensor=2)),
     "ep2 hsdp": (4, MOE.but(expert_parallel=2, instances=2)),
 }
 
@@ -65,13 +64,13 @@ def test_updates_equal_the_reference(ranks: Pool, name: str, strategy: str) -> N
 @pytest.mark.parametrize("name", wide_but(["hsdp tp2"], ["tp2 dp2", "hsdp tp2", "expert tp2"]))
 def test_both_exchanges_give_the_same_bits(ranks: Pool, name: str) -> None:
     world_size, case = LAYOUTS[name]
-    cases = {e: case.but(optimizer={**WHOLE, "muon_exchange": e}) for e in ("owner", "allgather")}
+    cases = {e: case.but(optimizer={"muon_exchange": e}) for e in ("owner", "allgather")}
     seen = ranks(world_size, run, cases=cases)[0]
     assert_same_bits(seen["owner"], seen["allgather"])
 
 
 def test_blockwise_orthogonalises_the_part_of_each_rank(ranks: Pool) -> None:
-    """Upstream's default; also the negative control: it does not pass for the update of the whole matrix."""
+    """Megatron-core's default; also the negative control: it does not pass for the update of the whole matrix."""
     case = TP.but(optimizer={"muon_tp_mode": "blockwise"})
     seen = ranks(4, run, cases={"no_shard": case.but(strategy="no_shard"), "sharded": case}, steps=1)[0]
     with pytest.raises(AssertionError, match="weight after 1 steps"):
@@ -131,7 +130,7 @@ def test_every_block_is_orthogonalised_by_one_rank(ranks: Pool, name: str) -> No
 
 
 STEPS = 5
-CLIPPED = {"clip_grad": 0.3, "lr": 0.02, "min_lr": 0.02, "log_num_zeros_in_grad": True, **WHOLE}
+CLIPPED = {"clip_grad": 0.3, "lr": 0.02, "min_lr": 0.02, "log_num_zeros_in_grad": True}
 DENSE = TP.but(tensor=1, optimizer=CLIPPED)
 EXPERTS = MOE.but(query_groups=2, vocabulary=132, optimizer=CLIPPED)
 

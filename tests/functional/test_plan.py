@@ -41,7 +41,7 @@ LAYOUTS = {
     "optim_grads": (3, {"--data-parallel-sharding-strategy": "optim_grads"}),
     "optim_grads_params": (4, {}),
     "tp2 dp2": (4, TP2),
-    "tp2 dp2 duplicated": (4, {**TP2, "--muon-tp-mode": "duplicated"}),
+    "tp2 dp2 blockwise": (4, {**TP2, "--muon-tp-mode": "blockwise"}),
     "experts ep2": (2, {**EXPERTS, "--expert-model-parallel-size": "2", "--moe-grouped-gemm": "true"}),
     "optim, a bias, untied": (
         4,
@@ -52,6 +52,7 @@ LAYOUTS = {
     ),
     "predicted tokens": (3, {"--position-embedding-type": "rope", "--mtp-num-layers": "1"}),
     "dense experts tp2": (4, {**EXPERTS, **TP2, "--sequence-parallel": "true", "--expert-tensor-parallel-size": "2"}),
+    "steps by matrix": (3, {"--muon-ns-steps-for": "[linear_fc=3, linear_qkv=8]"}),
     "hsdp": (4, {"--num-distributed-optimizer-instances": "2"}),
 }
 

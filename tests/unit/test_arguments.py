@@ -2,14 +2,16 @@
 
 import contextlib
 from collections.abc import Mapping
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.factory import blockwise_note
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.flags.arguments import check_settings, missing_defaults, parse
 from megatron_muon.megatron.flags.refusals import ADAPTIVE as ADAPTIVE_SETTINGS
+from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 
 def defaults(parser, *argv: str, device: str = "cpu") -> list[str]:
@@ -85,6 +87,28 @@ def test_a_gpu_without_transformer_engine_gets_the_local_model(parser, monkeypat
     filled = " ".join(defaults(parser, device="cuda"))
     assert "--transformer-impl local" in filled
     assert "gloo" not in filled
+
+
+def test_tensor_parallel_matrices_are_orthogonalised_whole_unless_a_run_says_otherwise(parser):
+    """Megatron-core 0.19 has blockwise, whose training depends on the tensor parallel size; its main branch has not."""
+    for muon in (MUON, ADAPTIVE):
+        for cut in ("--tensor-model-parallel-size=2", "--expert-tensor-parallel-size=2", "--use-checkpoint-args"):
+            assert "--muon-tp-mode duplicated" in " ".join(defaults(parser, *muon, cut))
+            assert "--muon-tp-mode" not in defaults(parser, *muon, cut, "--muon-tp-mode", "blockwise")
+        assert "--muon-tp-mode" not in defaults(parser, *muon, "--tensor-model-parallel-size", "1")
+    for others in (ADAM, UPSTREAMS):
+        assert "--muon-tp-mode" not in defaults(parser, *others, *TP2)
+    assert MuonOptimizerConfig().muon_tp_mode == parse(parser, defaults(parser, *MUON, *TP2)).muon_tp_mode
+
+
+def test_a_run_says_what_blockwise_means():
+    def note(mode: str, dense: int, experts: int) -> str:
+        groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: dense), expt_tp=SimpleNamespace(size=lambda: experts))
+        return blockwise_note(MuonOptimizerConfig(muon_tp_mode=mode), groups)
+
+    assert note("duplicated", 2, 2) == note("blockwise", 1, 1) == ""
+    for sizes in ((2, 1), (1, 2)):
+        assert note("blockwise", *sizes).startswith("--muon-tp-mode blockwise: each of 2 tensor-parallel ranks")
 
 
 @pytest.mark.parametrize("bf16", [True, False])

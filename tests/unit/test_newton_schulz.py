@@ -73,6 +73,20 @@ def test_gram_is_as_near_to_the_polar_factor_as_the_standard_iteration(
     assert gram <= standard + ROUNDING[dtype]
 
 
+@pytest.mark.parametrize("steps", [5, 8])
+@pytest.mark.parametrize("shape", [(48, 96), (40, 160), (192, 768)])
+def test_gram_with_polar_express_is_as_near_as_the_standard_iteration(shape: tuple[int, int], steps: int) -> None:
+    """In bf16, with its first three steps apart. Where all singular values are equal, so are their errors."""
+    polar_express = Iteration("polar_express", steps)
+    coefficients = ns.coefficients("polar_express", steps)
+    for condition in (1.0, 10.0, 1e2, 1e4, 1e6, 1e8):
+        block = conditioned(*shape, condition)
+        start = started(block, torch.bfloat16)
+        found = error(ns.gram(start, coefficients, runs=polar_express.runs), block)
+        allowed = 0.03 if condition == 1.0 else ROUNDING[torch.bfloat16]
+        assert found <= error(ns.standard(start, coefficients), block) + allowed, condition
+
+
 def test_without_a_restart_half_precision_is_unstable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: the comparison above notices five steps in one run."""
     block = conditioned(40, 160, 1e4)
@@ -177,6 +191,15 @@ def test_runs_cover_all_steps() -> None:
             runs = gram_runs(steps, half=half)
             assert sum(runs) == steps
             assert max(runs) <= longest
+
+
+def test_first_steps_of_polar_express_are_runs_of_their_own_in_bf16() -> None:
+    assert Iteration("polar_express", 8).runs == (1, 1, 1, 2, 2, 1)
+    assert Iteration("polar_express", 8, "high").runs == gram_runs(8, half=False) == (3, 3, 2)
+    assert Iteration("quintic", 5).runs == (2, 2, 1)
+    assert gram_runs(2, half=True, alone=3) == (1, 1)
+    five = Iteration("polar_express", 5, method=GRAM)
+    assert five.flops(64, 256) == (16 * 4 + 16) * 64**3 < replace(five, method=STANDARD).flops(64, 256)
 
 
 def test_auto_takes_gram_where_it_needs_fewer_operations() -> None:

@@ -14,7 +14,7 @@ from benchmarks.memory import peak_extra_bytes
 from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit
-from megatron_muon.core.memory import Memory
+from megatron_muon.core.memory import Memory, Stack
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
@@ -181,7 +181,7 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     stack = randn(3 * 512, cols).view(3, 512, cols).bfloat16()
     orthogonalizer = Orthogonalizer(Iteration(method=method))
     extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device)
-    assert extra <= 1.25 * Memory(2, orthogonalizer.iteration).of_stack(512, cols, cols, 1, 1)
+    assert extra <= 1.25 * Memory(2, orthogonalizer.iteration).of_stack(Stack(512, cols, cols), 1)
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", 3 * block)
     assert peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device) > 2 * extra
 

@@ -322,13 +322,13 @@ def test_a_plan_names_the_owners_that_training_would(
 ) -> None:
     """Plans counted Gram runs of three steps where bf16 trains with two: for llama3-8b 32 of 128 owners differed."""
     monkeypatch.setattr(arguments, "cpu_has_bf16", lambda: True)  # without it a processor's plan is of fp32
+    monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     parser = argparse.ArgumentParser()
     plan_command.configure(parser)
     argv = ["--config", str(CONFIGS / f"{name}.yaml"), "--world-size", str(world_size), "--hardware", hardware]
     args = parser.parse_args(argv)
     config, groups, *_ = plan_command._read(args)
     settings = plan_command._settings(args, config, HARDWARE[hardware])
-    monkeypatch.setattr(newton_schulz, "products_on", lambda device, dtype: products)
     orthogonalizer = Orthogonalizer()
     other = Iteration(precision="high", products=products)
     for group in groups:

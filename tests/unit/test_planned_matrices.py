@@ -42,7 +42,7 @@ MOE = TINY | {
 }
 EP2 = {"expert_model_parallel_size": 2, "expert_tensor_parallel_size": 1}
 TP2 = {"tensor_model_parallel_size": 2}
-DUPLICATED = {"muon_tp_mode": "duplicated"}
+BLOCKWISE = {"muon_tp_mode": "blockwise"}
 
 
 @pytest.fixture
@@ -140,8 +140,8 @@ def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None
 
 def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -> None:
     """Ranks 0 and 1 are tensor-parallel peers, 0 and 2 data-parallel ones; Layout checks that the shards tile."""
-    (parts,) = planned(TINY | TP2, 4)
-    (whole,) = planned(TINY | TP2 | DUPLICATED, 4)
+    (parts,) = planned(TINY | TP2 | BLOCKWISE, 4)
+    (whole,) = planned(TINY | TP2, 4)
     (one,) = planned(TINY, 1)
     assert (parts.world_size, whole.world_size) == (2, 4)
     assert shapes(parts)["decoder.layers.0.self_attention.linear_qkv.weight"] == (8, 8)
@@ -163,15 +163,15 @@ def test_owners_put_matrices_together_over_tensor_parallel_ranks(planned: Any) -
 
 def test_no_part_holds_a_whole_query_group_but_the_matrix_does(planned: Any) -> None:
     with pytest.raises(UserError, match=r"--num-query-groups 1 is less than .* 2: .*; use --muon-tp-mode duplicated"):
-        planned(TINY | TP2 | {"num_query_groups": 1}, 4)
-    (whole,) = planned(TINY | TP2 | DUPLICATED | {"num_query_groups": 1}, 4)
+        planned(TINY | TP2 | BLOCKWISE | {"num_query_groups": 1}, 4)
+    (whole,) = planned(TINY | TP2 | {"num_query_groups": 1}, 4)
     (one,) = planned(TINY | {"num_query_groups": 1}, 1)
     assert (shapes(whole), splits(whole)) == (shapes(one), splits(one))
 
 
 def test_instances_and_uncut_matrices_are_replicas(planned: Any) -> None:
     parallel = TP2 | EP2 | {"expert_tensor_parallel_size": 2, "num_distributed_optimizer_instances": 2}
-    dense, experts = planned(MOE | parallel | DUPLICATED | {"sequence_parallel": "true"}, 16)
+    dense, experts = planned(MOE | parallel | {"sequence_parallel": "true"}, 16)
     assert (dense.world_size, experts.world_size) == (16, 8)
     of_dense = {matrix.name: matrix.shards[0].holders for matrix in dense.matrices}
     assert of_dense["decoder.layers.0.self_attention.linear_qkv.weight"] == (0, 8)

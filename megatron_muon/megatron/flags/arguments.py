@@ -18,7 +18,7 @@ from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron.flags import refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
-from megatron_muon.settings import MuonSettings, RunSettings
+from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
 from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
@@ -31,6 +31,8 @@ MODEL_FLAGS = (
     "--yaml-cfg",
 )
 """Flags that say that the user brings a model of their own."""
+
+TENSOR_PARALLEL = ("--tensor-model-parallel-size", "--expert-tensor-parallel-size")
 
 TE = "transformer_engine"
 
@@ -97,9 +99,14 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
     if device == "cpu":
         wanted += [["--distributed-backend", "gloo"], ["--num-workers", "0"]]
     early = Parser(add_help=False, allow_abbrev=False)
-    early.add_argument("--muon-ns-device")
-    on_cpu = device == "cpu" or early.parse_known_args(list(argv))[0].muon_ns_device == "cpu"
-    if on_cpu and not cpu_has_bf16():
+    for flag in ("--muon-ns-device", "--optimizer", *TENSOR_PARALLEL):
+        early.add_argument(flag)
+    given = early.parse_known_args(list(argv))[0]
+    sizes = [getattr(given, actions[flag].dest) for flag in TENSOR_PARALLEL]
+    may_cut = "use_checkpoint_args" in chosen or any(size not in (None, "1") for size in sizes)
+    if "use_megatron_fsdp" in chosen and given.optimizer in MUONS and may_cut:
+        wanted.append(["--muon-tp-mode", TP_MODE])
+    if (device == "cpu" or given.muon_ns_device == "cpu") and not cpu_has_bf16():
         wanted.append(["--muon-fp32-matmul-prec", "highest"])
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         # An extension of Apex. megatron-core's own output layer wants it, beside Transformer Engine too.

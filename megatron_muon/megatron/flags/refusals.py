@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.settings import MuonSettings, default_of, iteration_of
+from megatron_muon.settings import MuonSettings, default_of, iteration_of, steps_for
 
 MUONS = ("muon", "adaptive_muon")
 """Values of --optimizer that this package's factory serves under Megatron-FSDP."""
@@ -213,7 +213,16 @@ def needs_whole_updates(settings: Any) -> bool:
 
 
 def _proven(run: MuonRun) -> None:
-    iteration_of(run.settings).check()
+    """Refuse iterations that are not proven, and steps by matrix where megatron-core's Muon has one number for all."""
+    iteration = iteration_of(run.settings)
+    iteration.check()
+    asked = steps_for(run.settings)
+    iteration.check_steps_for(asked)
+    if asked and run.megatrons_own and run.settings.optimizer == "muon":
+        raise UserError(
+            f"--muon-ns-steps-for needs this package's Muon: with {NO_SHARD} it is megatron-core's own, which has one "
+            f"number of steps; use {SHARDING}, or --muon-share-replicated"
+        )
 
 
 def _offload(run: MuonRun) -> None:

@@ -124,6 +124,11 @@ def block_split(parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_
     return RowSplit(1, each.parts * experts_in(parameter)) if parameter.ndim == 3 else each
 
 
+def ns_steps(parameter: torch.Tensor) -> int:
+    """The Newton-Schulz steps that a tagged parameter takes; 0 where it is not named in --muon-ns-steps-for."""
+    return int(getattr(parameter, "ns_steps", 0))
+
+
 def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
     """The ranks that together hold matrices which data and tensor parallelism cut.
 
@@ -201,7 +206,8 @@ def layout_of(
         row_start, rows, col_start, cols = rectangles[parameter]
         # A part begins at a multiple of its size, so the remainder is the place within the part.
         mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
-        matrices.append(Matrix(names[parameter], shape, cuts[parameter].shards(parameter, shape), split))
+        shards = cuts[parameter].shards(parameter, shape)
+        matrices.append(Matrix(names[parameter], shape, shards, split, ns_steps(parameter)))
     layout = Layout(group.size(), tuple(matrices))
     check_alike(layout, mine, group, remedy="start all ranks with the same flags and software")
     return layout, mine

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import nn
 
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.selection import matching, shares
+from megatron_muon.fsdp.selection import matching, shares, steps_of
 from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
@@ -41,11 +41,14 @@ def restore_attributes(model_chunks: Sequence[Any]) -> None:
                 setattr(parameter, name, getattr(original, name))
 
 
-def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) -> None:
-    """Mark trainable parameters: `use_muon`, `why_not_muon`, `expert_tp`, `fused_rows` and `expert_stack`.
+def tag_for_muon(
+    model_chunks: Sequence[Any], *, exclude: Sequence[str] = (), steps_for: Mapping[str, int] | None = None
+) -> None:
+    """Mark trainable parameters: `use_muon`, `why_not_muon`, `ns_steps`, `expert_tp`, `fused_rows`, `expert_stack`.
 
     A `use_muon` that a script has set on an embedding or output layer is kept. What the patterns `exclude` match
-    (`--muon-exclude`) goes to the scalar optimizer. Raises a UserError for a pattern that matches none of Muon's
+    (`--muon-exclude`) goes to the scalar optimizer; `steps_for` has the Newton-Schulz steps of what its patterns match,
+    the last that does (`--muon-ns-steps-for`). Raises a UserError for a pattern that matches none of Muon's
     matrices, and for experts that cannot be told apart.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
@@ -60,8 +63,14 @@ def tag_for_muon(model_chunks: Sequence[Any], *, exclude: Sequence[str] = ()) ->
             parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
     others = [name for p, name in parameter_names(model_chunks).items() if p.requires_grad and name not in matrices]
-    for name in matching("--muon-exclude", exclude, matrices, others=others, hint=" (--muon-log-params lists all)"):
-        matrices[name].use_muon, matrices[name].why_not_muon = False, "--muon-exclude"
+    hint = " (--muon-log-params lists all)"
+    for name in matching("--muon-exclude", exclude, matrices, others=others, hint=hint):
+        parameter = matrices.pop(name)
+        parameter.use_muon, parameter.why_not_muon = False, "--muon-exclude"
+        others.append(name)
+    steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
+    for name, parameter in matrices.items():
+        parameter.ns_steps = steps.get(name, 0)
     for name, parameter, config in _trained(model_chunks):
         if not is_muon_matrix(parameter):
             continue
