@@ -105,6 +105,13 @@ class MuonSettings:
     adaptive_muon_eps: float = 1e-8
     """with --optimizer adaptive_muon: keeps the division by the second moment finite"""
 
+    muon_cautious_weight_decay: bool = False
+    """decay only what the update brings nearer to zero: elements of one sign with their update"""
+
+    muon_hyperball: bool = False
+    """MuonHyperball: every matrix keeps its Frobenius norm, and --lr is the relative size of a step; needs
+    --weight-decay 0"""
+
     muon_log_params: bool = False
     """print every parameter with the optimizer that takes it"""
 

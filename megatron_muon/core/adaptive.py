@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.batch import Normalize
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.memory import MOMENT_BYTES, MomentBytes
 from megatron_muon.core.numbers import check_number
 
 
@@ -68,8 +67,8 @@ class SecondMoment(ABC):
         ValueError: beta2 or eps is out of range.
     """
 
-    bytes: ClassVar[MomentBytes]
-    """What it takes beside updates."""
+    method: ClassVar[str]
+    """Its name in --adaptive-muon-moment2-method."""
 
     def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         check_number("adaptive_muon_beta2", beta2)
@@ -114,7 +113,7 @@ class SecondMoment(ABC):
 class AdaMuon(SecondMoment):
     """AdaMuon (https://arxiv.org/abs/2507.11005): each element of the update over the root of its second moment."""
 
-    bytes = MOMENT_BYTES["adamuon"]
+    method = "adamuon"
 
     def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         super().__init__(held, beta2=beta2, eps=eps)
@@ -160,7 +159,7 @@ class NorMuon(SecondMoment):
     go round in the same way.
     """
 
-    bytes = MOMENT_BYTES["normuon"]
+    method = "normuon"
 
     def __init__(self, held: Holding, *, beta2: float, eps: float) -> None:
         super().__init__(held, beta2=beta2, eps=eps)
@@ -257,7 +256,7 @@ class NorMuon(SecondMoment):
         return whole.view(experts, -1)[first:last].view(-1)
 
 
-SECOND_MOMENTS: dict[str, type[SecondMoment]] = {"adamuon": AdaMuon, "normuon": NorMuon}
+SECOND_MOMENTS: dict[str, type[SecondMoment]] = {kind.method: kind for kind in (AdaMuon, NorMuon)}
 """By the names of --adaptive-muon-moment2-method; a new one is a class here, a line here and its name in
 `settings`. emerging-optimizers' "namo" needs norms of whole gradients besides."""
 

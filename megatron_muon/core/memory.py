@@ -55,7 +55,7 @@ def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None, steps: int =
 
 
 class MomentBytes(NamedTuple):
-    """Bytes an element that applying a second moment takes beside the update: `core.adaptive` makes such tensors.
+    """Bytes an element that applying an update takes beside it: `core.adaptive` and `core.decay` make such tensors.
 
     `held` are of an update row, on the ranks that hold it; `whole` of the largest matrix, on its owner, beside an fp32
     copy of one that is bf16.
@@ -67,6 +67,15 @@ class MomentBytes(NamedTuple):
 
 MOMENT_BYTES = {"adamuon": MomentBytes(held=8), "normuon": MomentBytes(whole=4)}
 """By the names of --adaptive-muon-moment2-method."""
+
+
+def moment_bytes(method: str | None, *, cautious: bool) -> MomentBytes:
+    """What a variant takes: with a second moment or None, and with cautious decay or without.
+
+    Cautious decay multiplies weights and updates, in fp32, when AdaMuon has one copy of the update left.
+    """
+    moment = MomentBytes() if method is None else MOMENT_BYTES[method]
+    return moment._replace(held=max(moment.held, 4)) if cautious else moment
 
 
 class Taken(NamedTuple):

@@ -9,6 +9,7 @@ exchange runs them wave by wave, a wave being as many matrices as fit its buffer
               owner                 Newton-Schulz on whole matrices, block by block; a team of owners adds up X X^T
               owner -> rows         all-to-all: the update's rows go to all ranks that hold them, as many bytes
     finalize  each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
+                                    (`core.decay` has cautious decay, `core.hyperball` what keeps norms instead)
 
 While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way. `core.exchange` has the
 exchanges: `OwnerExchange` as above, `AllGatherExchange` to read first, `SharedExchange` and `LocalExchange` for
@@ -24,7 +25,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.adaptive import SecondMoment
+from megatron_muon.core.decay import decay_aligned
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.momentum import Momentum, MomentumStore
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
@@ -66,6 +70,8 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: decay rate, per unit of learning rate.
         decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
         names: a name for each parameter, for messages.
+        cautious: of decoupled decay, only where it and the update have one sign.
+        hyperball: keeps the norms of the matrices, which takes the place of decay; gradients are overwritten.
         moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         compute_device: where momentum and exchange compute, if not where the parameters are.
@@ -76,7 +82,8 @@ class ShardedMuon(torch.optim.Optimizer):
         probe: is told of each step; `core.probe`.
 
     Raises:
-        ValueError: a hyper-parameter is out of range or a parameter is neither 2D nor 3D.
+        ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, or norms are kept and a group
+            has weight decay.
     """
 
     def __init__(
@@ -90,6 +97,8 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: float,
         decoupled_weight_decay: bool,
         names: Mapping[torch.Tensor, str],
+        cautious: bool = False,
+        hyperball: Hyperball | None = None,
         moment: SecondMoment | None = None,
         store: MomentumStore | None = None,
         compute_device: torch.device | None = None,
@@ -109,7 +118,9 @@ class ShardedMuon(torch.optim.Optimizer):
                 )
         self.nesterov = nesterov
         self.decoupled_weight_decay = decoupled_weight_decay
+        self.cautious = cautious
         self.exchange = exchange
+        self.hyperball = hyperball
         self.moment = moment
         self.store = store
         self.probe: Probe = SILENT
@@ -125,6 +136,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
         self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # indices that `finalize` has been given
+        self._refuse_decay()
         self.initialize_state()
 
     def initialize_state(self) -> None:
@@ -149,6 +161,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def update_matrices(self) -> None:
         """The step; `step` is for what a class that takes other parameters too does around it."""
+        self._refuse_decay()  # schedules change it
         self._missing = {index for index in self._held if self._matrices[index].grad is None}
         if self._missing and not self._skip_missing:
             raise RuntimeError(
@@ -166,6 +179,9 @@ class ShardedMuon(torch.optim.Optimizer):
         self._momentum.end_step()
         if self.moment is not None:
             self.moment.end()
+        if self.hyperball is not None:
+            with self.probe.phase("apply"):
+                self.hyperball.apply([self.param_groups[number]["lr"] for number in self._group_of])
         for group in self.param_groups:
             if STEPS in group:
                 group[STEPS] += 1
@@ -205,7 +221,8 @@ class ShardedMuon(torch.optim.Optimizer):
     def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
         """Last phase: weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
 
-        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay.
+        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay. Where norms
+        are kept, updates wait for those of all shards.
         """
         _take(self._to_finalize, indices)
         with self.probe.phase("apply"):
@@ -217,13 +234,56 @@ class ShardedMuon(torch.optim.Optimizer):
                 else:
                     rows = [updates[place] for place in places]
                 self.probe.updates(rows)
-                if group["weight_decay"] and self.decoupled_weight_decay:
-                    shares = finite.to(weights[0]).unbind()
-                    decay = -group["weight_decay"] * group["lr"]
-                    torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=decay)
                 if self._compute_device is not None:
                     rows = [update.to(weights[0].device) for update in rows]
+                if self.hyperball is not None:
+                    self._hold(parameters, [indices[place] for place in places], rows)
+                    continue
+                if group["weight_decay"] and self.decoupled_weight_decay:
+                    self._decay(group, weights, rows, finite, places)
                 torch._foreach_add_(weights, rows, alpha=-group["lr"])
+
+    def _decay(
+        self,
+        group: dict[str, Any],
+        weights: list[torch.Tensor],
+        updates: list[torch.Tensor],
+        finite: torch.Tensor,
+        places: Sequence[int],
+    ) -> None:
+        """Decoupled decay of matrices of a group, whose places in `finite` are given; none without a finite update."""
+        factor = -group["weight_decay"] * group["lr"]
+        if self.cautious:
+            least = torch.where(finite, 0.0, torch.inf).to(weights[0]).unbind()
+            decay_aligned(weights, updates, [least[place] for place in places], factor)
+        else:
+            shares = finite.to(weights[0]).unbind()
+            torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=factor)
+
+    def _hold(self, parameters: Sequence[torch.Tensor], indices: Sequence[int], updates: list[torch.Tensor]) -> None:
+        """Give updates to the hyperball, but for matrices without a gradient, which keep their weights."""
+        assert self.hyperball is not None
+        present = [place for place, index in enumerate(indices) if index not in self._missing]
+        self.hyperball.hold(
+            [indices[place] for place in present],
+            [local_rows(parameters[place]) for place in present],
+            [local_rows(parameters[place].grad) for place in present],  # type: ignore[arg-type]
+            [updates[place] for place in present],
+        )
+
+    def refuse_zero_norms(self) -> None:
+        """Refuse matrices that are zero, where norms are kept. Collective; waits for the device."""
+        if self.hyperball is not None:
+            shards = [local_rows(parameter) for parameter in self._matrices]
+            self.hyperball.refuse_zeros(shards, [self._names[parameter] for parameter in self._matrices])
+
+    def _refuse_decay(self) -> None:
+        for parameter, number in zip(self._matrices, self._group_of, strict=True):
+            if self.hyperball is not None and (decay := self.param_groups[number]["weight_decay"]):
+                raise UserError(
+                    f"weight decay {decay:g} of {self._names[parameter]} has no effect with MuonHyperball, which keeps "
+                    "the norm that decay would shrink; use 0 for its matrices"
+                )
 
     def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""

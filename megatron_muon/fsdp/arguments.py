@@ -76,6 +76,7 @@ def check(given: Mapping[str, Any]) -> None:
             f"team_size={given['team_size']!r}: NorMuon keeps the norm of a whole update, which no rank of a team has; "
             "use team_size='1', or moment2_method='adamuon'"
         )
+    check_variants(given)
     numbers = {
         "adamw_lr": "lr",
         "adamw_eps": "adam_eps",
@@ -99,6 +100,17 @@ def check(given: Mapping[str, Any]) -> None:
         raise UserError("process_group is for share_replicated=True; leave it out, or share")
     if given["share_replicated"] and not dist.is_initialized():
         raise UserError("share_replicated needs ranks to share with; call torch.distributed.init_process_group()")
+
+
+def check_variants(given: Mapping[str, Any]) -> None:
+    """Refuse variants of Muon that do not go together, by a UserError; decay of groups is looked at where they are."""
+    if given["hyperball"] and given["moment2_method"] is not None:
+        raise UserError("hyperball=True is not supported with moment2_method; leave one of the two out")
+    if given["hyperball"] and given["cautious_weight_decay"]:
+        raise UserError(
+            "cautious_weight_decay=True has no effect with hyperball=True, which takes the place of decay; leave one "
+            "of the two out"
+        )
 
 
 def check_scheme(given: Mapping[str, Any], scheme: str) -> None:

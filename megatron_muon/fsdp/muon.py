@@ -10,7 +10,6 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim.adamw import adamw
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
 from megatron_muon.core.assignment import refuse_unmet
@@ -19,11 +18,13 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
 from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.exchange.steps import PlannedExchange
+from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
 from megatron_muon.fsdp import shards
+from megatron_muon.fsdp.adamw import local_parts, make_state, step_adamw
 from megatron_muon.fsdp.arguments import (
     ADJUST_LR,
     NS_COEFFICIENTS,
@@ -87,6 +88,9 @@ class Muon(MuonState):
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
             broadcasts the update, instead of by all. Needs the same gradients on all ranks.
         process_group: of the ranks that share; None takes all ranks.
+        cautious_weight_decay: decay only elements of a matrix that have one sign with their update.
+        hyperball: every matrix keeps its Frobenius norm (MuonHyperball), and `lr` is the relative size of a step. Needs
+            `weight_decay=0`, which `adamw_weight_decay` need not be. The step overwrites the gradients of matrices.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
         momentum_dtype: how momentum is stored: "fp32", "bf16" or "int8".
         offload: where momentum is stored: "none" (the device), "cpu" or "nvme", there in files in `offload_dir`.
@@ -127,6 +131,8 @@ class Muon(MuonState):
         team_size: str = MuonSettings.muon_team_size,
         share_replicated: bool = MuonSettings.muon_share_replicated,
         process_group: dist.ProcessGroup | None = None,
+        cautious_weight_decay: bool = MuonSettings.muon_cautious_weight_decay,
+        hyperball: bool = MuonSettings.muon_hyperball,
         moment2_method: str | None = None,
         beta2: float = MuonSettings.adaptive_muon_beta2,
         moment2_eps: float = MuonSettings.adaptive_muon_eps,
@@ -179,6 +185,7 @@ class Muon(MuonState):
             group,
             orthogonalizer,
             moment=moment,
+            cautious=given["cautious_weight_decay"],
             buffer_mb=given["exchange_buffer_mb"],
             wire=given["exchange_dtype"],
             device=parameters[0].device,
@@ -188,6 +195,10 @@ class Muon(MuonState):
         if isinstance(exchange, OwnerExchange):
             refuse_unmet({"these": exchange.unmet})
         self.digest = exchange.plan.digest() if isinstance(exchange, PlannedExchange) else ""
+        hyperball = None
+        if given["hyperball"]:
+            ones = [1] * len(parameters)
+            hyperball = Hyperball(layout, group, ones, device=parameters[0].device, replicated=replicated)
         self._placed = [(p, shards.placement_of(p)) for p in parameters]
         super().__init__(
             groups,
@@ -198,6 +209,8 @@ class Muon(MuonState):
             weight_decay=given["weight_decay"],
             decoupled_weight_decay=True,
             names=names,
+            cautious=given["cautious_weight_decay"],
+            hyperball=hyperball,
             moment=moment,
             store=self._store(layout, groups, parameters[0].device),
             skip_missing=True,
@@ -298,9 +311,7 @@ class Muon(MuonState):
         for group in self._adamw_groups():
             for p in group["params"]:
                 if not self.state[p]:
-                    self.state[p]["step"] = torch.zeros((), dtype=torch.float32)
-                    self.state[p]["exp_avg"] = torch.zeros_like(p.detach())
-                    self.state[p]["exp_avg_sq"] = torch.zeros_like(p.detach())
+                    self.state[p].update(make_state(p))
 
     @torch.no_grad()
     @override
@@ -313,47 +324,21 @@ class Muon(MuonState):
         if self._is_pre_initialising():
             return loss
         self._check_placements()
+        if not self._has_stepped:
+            with in_arguments():
+                self.refuse_zero_norms()
         for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
             if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
         with self.metrics.step():
             self.update_matrices()
             for group in self._adamw_groups():
-                self._step_adamw(group)
+                step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
         self._has_stepped = True
         return loss
 
     def _adamw_groups(self) -> Iterator[dict[str, Any]]:
         return (group for group in self.param_groups if group[OPTIMIZER] == "adamw")
-
-    def _step_adamw(self, group: dict[str, Any]) -> None:
-        """torch's AdamW on this rank's rows; the step counter goes on alike on all ranks, also for empty shards."""
-        members = []
-        for p in group["params"]:
-            if not _local([p])[0].numel():  # which Megatron-FSDP gives no gradient
-                self.state[p]["step"] += p.grad is not None or self._from_megatron_fsdp
-            elif p.grad is not None:
-                members.append(p)
-        if not members:
-            return
-
-        states = [self.state[p] for p in members]
-        adamw(
-            _local(members),
-            [gradient.to(p.dtype) for gradient, p in zip(_local([p.grad for p in members]), members, strict=True)],
-            _local([state["exp_avg"] for state in states]),
-            _local([state["exp_avg_sq"] for state in states]),
-            [],
-            [state["step"] for state in states],
-            foreach=True,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=float(group["lr"]),
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
 
     def _is_pre_initialising(self) -> bool:
         """Whether this is the step that Megatron-FSDP's `fully_shard_optimizer` takes to make state.
@@ -363,7 +348,7 @@ class Muon(MuonState):
         if self._has_stepped or not self._from_megatron_fsdp:
             return False
         largest = -torch.ones((), device=self._matrices[0].device)
-        for gradient in _local([p.grad for p in self.selection.names if p.grad is not None]):
+        for gradient in local_parts([p.grad for p in self.selection.names if p.grad is not None]):
             if gradient.numel():
                 largest = torch.maximum(largest, gradient.abs().max().float())
         if self.group.size() > 1:
@@ -385,11 +370,6 @@ class Muon(MuonState):
                 "made, make the optimizer after that",
                 skip_file_prefixes=(str(Path(torch.__file__).parent), str(Path(__file__).parent)),
             )
-
-
-def _local(tensors: Sequence[Any]) -> list[torch.Tensor]:
-    """What this rank has of each, in the shape that it has there."""
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def _is_replicated(parameter: torch.Tensor) -> bool:

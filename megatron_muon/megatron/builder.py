@@ -19,6 +19,7 @@ from megatron_muon.core.assignment import Unmet
 from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
 from megatron_muon.core.exchange.owner import OwnerExchange
 from megatron_muon.core.exchange.steps import Exchange, PlannedExchange
+from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -58,7 +59,8 @@ class MuonBuilder:
         """The Muon, whose momentum `offload` keeps elsewhere or in another format than fp32. Collective.
 
         Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19 ends its first
-        step in an AttributeError with emerging-optimizers 0.3, which has moved the scale behind the second moment.
+        step in an AttributeError with emerging-optimizers 0.3, which has moved the scale behind the second moment. So
+        is MuonHyperball, which megatron-core does not have.
         """
         config = self.config
         settings = {
@@ -69,7 +71,7 @@ class MuonBuilder:
             "names": self.names,
         }
         adaptive = config.optimizer == "adaptive_muon"
-        if self.is_replicated and not config.muon_share_replicated and not adaptive:
+        if self.is_replicated and not (config.muon_share_replicated or adaptive or config.muon_hyperball):
             return self._plain(settings)
         self._locate()
         self.orthogonalizer = Orthogonalizer(
@@ -89,7 +91,9 @@ class MuonBuilder:
             self.groups,
             self._exchange(moment),
             decoupled_weight_decay=config.decoupled_weight_decay,
+            cautious=config.muon_cautious_weight_decay,
             **settings,
+            hyperball=self._hyperball() if config.muon_hyperball else None,
             moment=moment,
             store=store,
             compute_device=None if self.device == self.parameters[0].device else self.device,
@@ -108,6 +112,7 @@ class MuonBuilder:
             self.groups,
             **settings,
             use_decoupled_weight_decay=config.decoupled_weight_decay,
+            cautious=config.muon_cautious_weight_decay,
             split_qkv=True,
             is_qkv_fn=has_blocks,
             fp32_matmul_prec=config.muon_fp32_matmul_prec,
@@ -161,6 +166,15 @@ class MuonBuilder:
         kind = SECOND_MOMENTS[config.adaptive_muon_moment2_method]
         return kind(holding, beta2=config.adaptive_muon_beta2, eps=config.adaptive_muon_eps)
 
+    def _hyperball(self) -> Hyperball:
+        return Hyperball(
+            self.layout,
+            self.group,
+            [mp.experts_in(parameter) for parameter in self.parameters],
+            device=self.parameters[0].device,
+            replicated=self.is_replicated,
+        )
+
     def _exchange(self, moment: SecondMoment | None) -> Exchange:
         config = self.config
         scheme: str = config.muon_exchange
@@ -172,6 +186,7 @@ class MuonBuilder:
             self.compute_group,
             self.orthogonalizer,
             moment=moment,
+            cautious=config.muon_cautious_weight_decay,
             buffer_mb=config.muon_exchange_buffer_mb,
             wire=config.muon_exchange_dtype,
             device=self.device,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
+from megatron_muon.core.decay import aligned
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import MOMENTUM, local_rows, sharded_like
 from megatron_muon.core.orthogonalize import unit_magnitude_exponent
@@ -35,12 +36,14 @@ def has_blocks(parameter: torch.Tensor) -> bool:
 class ReplicatedMuon(TensorParallelMuon):
     """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors, to the last bit.
 
-    A matrix whose update is not finite keeps its weights, as with ShardedMuon. `names` are for messages.
+    A matrix whose update is not finite keeps its weights, as with ShardedMuon. `names` are for messages; `cautious` as
+    for ShardedMuon.
     """
 
-    def __init__(self, *args: Any, names: Mapping[torch.Tensor, str], **settings: Any) -> None:
+    def __init__(self, *args: Any, names: Mapping[torch.Tensor, str], cautious: bool = False, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self._names = names
+        self._cautious = cautious
         self.probe: Probe = SILENT
         self._finite = torch.tensor(True)
         self._decay = 0.0
@@ -63,7 +66,8 @@ class ReplicatedMuon(TensorParallelMuon):
         """Decay the weights where the update is finite, and count where it is not."""
         rows = local_rows(p)
         if self._decay:
-            rows.add_(torch.where(self._finite, rows, 0.0), alpha=self._decay)
+            decays = self._finite & aligned(rows, local_rows(update)) if self._cautious else self._finite
+            rows.add_(torch.where(decays, rows, 0.0), alpha=self._decay)
         skipped = (~self._finite).int()
         self._skipped[p] = self._skipped[p] + skipped if p in self._skipped else skipped
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_muon.command_parser import positive, write_json
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import MAX_RANKS
-from megatron_muon.core.memory import MOMENT_BYTES, MomentBytes
+from megatron_muon.core.memory import moment_bytes
 from megatron_muon.core.numbers import check_number
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.refusals import needs_whole_updates
@@ -229,7 +229,11 @@ def settings_of(
         size,
         stages or config.muon_exchange_stages,
         getattr(config, "muon_nesterov", True),
-        MOMENT_BYTES[config.adaptive_muon_moment2_method] if adaptive else MomentBytes(),
+        moment_bytes(
+            config.adaptive_muon_moment2_method if adaptive else None, cautious=config.muon_cautious_weight_decay
+        ),
+        config.muon_cautious_weight_decay,
+        config.muon_hyperball,
     )
 
 

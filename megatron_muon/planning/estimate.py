@@ -115,8 +115,8 @@ HARDWARE = {machine.name: machine for machine in _MACHINES}
 class Settings:
     """What decides costs and bytes.
 
-    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, whether momentum looks ahead, and what
-    an adaptive Muon's second moment takes.
+    `--muon-exchange-buffer-mb`, what travels ("fp32" or "bf16"), the iteration, whether momentum looks ahead, what an
+    adaptive Muon's second moment and cautious decay take, and whether decay is cautious or norms are kept.
     """
 
     buffer_mb: float | None
@@ -126,6 +126,8 @@ class Settings:
     stages: str = AUTO
     looks_ahead: bool = True
     moment: MomentBytes = field(default_factory=MomentBytes)
+    cautious: bool = False
+    hyperball: bool = False
 
     @property
     def memory(self) -> Memory:

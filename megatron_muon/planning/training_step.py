@@ -26,6 +26,8 @@ ADAM_BYTES = 28
 MOMENTUM_BYTES, LOOK_AHEAD_BYTES, APPLY_BYTES = 12, 12, 16
 """Of a parameter, in `core.optimizer`: momentum and look-ahead, each reads two tensors and writes one; decay reads and
 writes the weight, and so does the update. What travels is read or written beside."""
+CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28
+"""What these take beyond that, in passes that do not find anything in a cache (`core.decay`, `core.hyperball`)."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def holder_bytes(settings: Settings) -> int:
     """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step."""
     ahead = LOOK_AHEAD_BYTES if settings.looks_ahead else 0
     packed = 2 * settings.memory.element_bytes  # and taken from a parcel
-    return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + packed
+    variants = CAUTIOUS_BYTES * settings.cautious + HYPERBALL_BYTES * settings.hyperball
+    return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + variants + packed
 
 
 def owner_bytes(settings: Settings) -> int:

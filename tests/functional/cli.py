@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 200.0
 """Longest time for one run; one that starts cold takes 10 to 20 s on two idle cores, nearly all of it imports."""
 
+HYPERBALL = ("--muon-hyperball", "--weight-decay", "0")
+CAUTIOUS = ("--muon-cautious-weight-decay", "--weight-decay", "0.1")
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
 
 TINY = (

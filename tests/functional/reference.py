@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon
+from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
 from emerging_optimizers.scalar_optimizers import Lion
 
 from tests.functional.case import LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
@@ -95,6 +95,44 @@ class SplitAdaptiveMuon(AdaptiveMuon):
         return scaled
 
 
+class SplitHyperball(SplitMuon, MuonHyperball):
+    """emerging-optimizers' MuonHyperball that orthogonalises blocks of rows alone, of each expert of a stack alone."""
+
+    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
+        if p.ndim == 2:
+            return super().pre_weight_update_fn_inplace(p, update)
+        self.state[p]["radii"] = p.norm(dim=(1, 2), keepdim=True)
+        update.mul_(self.state[p]["radii"] / update.norm(dim=(1, 2), keepdim=True))
+        return None
+
+    def post_weight_update_fn_inplace(self, p: torch.Tensor) -> None:
+        if p.ndim == 2:
+            return super().post_weight_update_fn_inplace(p)
+        p.mul_(self.state[p]["radii"] / p.norm(dim=(1, 2), keepdim=True))
+        return None
+
+
+class _Cautious:
+    """Decay as https://arxiv.org/abs/2510.12402 has it, where an update of one of the classes above is known."""
+
+    param_groups: list[dict[str, Any]]
+
+    def _apply_weight_decay_inplace(self, *_args: Any) -> None:
+        pass
+
+    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
+        group = next(group for group in self.param_groups if any(p is one for one in group["params"]))
+        p.sub_(torch.where(update * p >= 0.0, p, 0.0), alpha=group["lr"] * group["weight_decay"])
+
+
+class CautiousMuon(_Cautious, SplitMuon):
+    """With cautious decay."""
+
+
+class CautiousAdaptiveMuon(_Cautious, SplitAdaptiveMuon):
+    """With cautious decay."""
+
+
 class Reference:
     """The whole model's parameters and their optimizers."""
 
@@ -166,9 +204,12 @@ class Reference:
             "scale_mode": settings["muon_scale_mode"],
             "extra_scale_factor": settings["muon_extra_scale_factor"],
         }
+        cautious = settings.get("muon_cautious_weight_decay", False)
         if settings["optimizer"] == "muon":
-            return SplitMuon(matrices, **common)
-        return SplitAdaptiveMuon(
+            kind = SplitHyperball if settings.get("muon_hyperball") else CautiousMuon if cautious else SplitMuon
+            return kind(matrices, **common)
+        adaptive = CautiousAdaptiveMuon if cautious else SplitAdaptiveMuon
+        return adaptive(
             matrices,
             **common,
             moment2_method=settings.get("adaptive_muon_moment2_method", "adamuon"),

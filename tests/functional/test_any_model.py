@@ -41,10 +41,13 @@ FRAMEWORKS: dict[str, tuple[str, dict[str, Any]]] = {
     "experimental": ("experimental", {}),
     "experimental, package": ("experimental", {"package": "megatron_fsdp"}),
 }
+HYPERBALL = {"hyperball": True, "weight_decay": 0.0, "adamw_weight_decay": 0.1}
 ON_FOUR = {
     "hsdp": ("fsdp2", {"shape": (2, 2)}),
     "tensor parallel": ("fsdp2_tp", {}),
     "tensor parallel, normuon": ("fsdp2_tp", {"moment2_method": "normuon"}),
+    "hsdp, hyperball": ("fsdp2", {"shape": (2, 2), **HYPERBALL}),
+    "tensor parallel, hyperball": ("fsdp2_tp", HYPERBALL),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -53,6 +56,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "split": {"split": {"layers.*.0.weight": (19, 19)}},
     "adamuon": {"moment2_method": "adamuon"},
     "normuon": {"moment2_method": "normuon"},
+    "cautious": {"cautious_weight_decay": True, "weight_decay": 1.0},
+    "hyperball": HYPERBALL,
     "bf16 momentum": {"momentum_dtype": "bf16"},
     "int8 momentum": {"momentum_dtype": "int8"},
     "host": {"offload": "cpu"},
@@ -96,10 +101,10 @@ def test_every_framework_trains_as_one_process(ranks: Pool, framework: str, worl
     assert all(torch.equal(again[name], found[name]) for name in found)
 
 
-@pytest.mark.parametrize("layout", ON_FOUR)
+@pytest.mark.parametrize("layout", wide_but([name for name in ON_FOUR if name != "hsdp, hyperball"], ON_FOUR))
 def test_meshes_of_two_dimensions(ranks: Pool, layout: str) -> None:
     kind, options = ON_FOUR[layout]
-    alone = {name: value for name, value in options.items() if name == "moment2_method"}
+    alone = {name: value for name, value in options.items() if name != "shape"}
     _, expected = ranks(1, weights, kind="plain", options=alone)[0]
     assert_close(ranks(4, weights, kind=kind, options=options)[0][1], expected)
 

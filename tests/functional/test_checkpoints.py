@@ -86,6 +86,8 @@ MODELS = {
     "experts": (*FULL, *EXPERTS),
     "adam": (*ADAM, *strategy("optim_grads_params"), *SWIGLU),
     "tensor parallel": (*FULL, *SWIGLU, *DIVISIBLE, *TENSOR_PARALLEL),
+    "hyperball": (*FULL, *SWIGLU, *cli.HYPERBALL),
+    "cautious": (*FULL, *SWIGLU, *cli.CAUTIOUS),
 }
 
 

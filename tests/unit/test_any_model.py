@@ -311,3 +311,43 @@ def test_measured_steps() -> None:
     assert measured.step == 5
     assert 0.0 < measured.values["orthogonality_error"] < 2.0
     assert measured.values["update_rms"] > 0.0
+
+
+def test_norms_are_kept_and_the_rest_may_decay() -> None:
+    """Unlike on the command line, where both have one rate of decay."""
+    model = Model()
+    optimizer = megatron_muon.Muon(
+        model.named_parameters(), lr=0.02, weight_decay=0.0, adamw_weight_decay=0.1, hyperball=True
+    )
+    matrices = [p for p in model.parameters() if "momentum_buffer" in optimizer.state[p]]
+    before = [(p.detach().clone(), p.detach().norm()) for p in matrices]
+    trained(optimizer)
+    for p, (start, norm) in zip(matrices, before, strict=True):
+        torch.testing.assert_close(p.detach().norm(), norm, rtol=2e-6, atol=0.0)
+        assert (p.detach() - start).norm() > 0.01 * norm
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "weight decay 0.1 of .* has no effect with MuonHyperball"),
+        ({"weight_decay": 0.0, "moment2_method": "normuon"}, "hyperball=True is not supported with moment2_method"),
+        ({"weight_decay": 0.0, "cautious_weight_decay": True}, "cautious_weight_decay=True has no effect with hyper"),
+    ],
+)
+def test_what_does_not_go_with_norms_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        megatron_muon.Muon(matrices(), hyperball=True, **given)
+
+
+def test_a_matrix_of_zeros_is_named_in_the_first_step() -> None:
+    """When the optimizer is made weights may not be there yet."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model.named_parameters(), weight_decay=0.0, hyperball=True)
+    name, zero = next((n, p) for n, p in model.named_parameters() if "momentum_buffer" in optimizer.state[p])
+    with torch.no_grad():
+        zero.zero_()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(UserError, match=f"^hyperball keeps the norm .*, and {name} is zero: .* by exclude"):
+        optimizer.step()

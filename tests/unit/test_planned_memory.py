@@ -29,6 +29,7 @@ LAYOUT = Layout(
 )
 
 
+CAUTIOUS = {"muon_cautious_weight_decay": True, "weight_decay": 0.1}
 ADAMUON, NORMUON = (
     {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": method} for method in ("adamuon", "normuon")
 )
@@ -49,6 +50,12 @@ ADAMUON, NORMUON = (
         (ADAMUON, "h100-sxm"),
         ({**NORMUON, "muon_exchange_buffer_mb": 144.0}, "h100-sxm"),
         pytest.param({**ADAMUON, "muon_team_size": "2"}, "h100-sxm", marks=pytest.mark.wide),
+        pytest.param({**ADAMUON, **CAUTIOUS}, "h100-sxm", marks=pytest.mark.wide),
+        pytest.param({**NORMUON, **CAUTIOUS, "muon_exchange_buffer_mb": 144.0}, "h100-sxm", marks=pytest.mark.wide),
+        (CAUTIOUS, "h100-sxm"),
+        pytest.param({**CAUTIOUS, "muon_team_size": "2"}, "h100-sxm", marks=pytest.mark.wide),
+        pytest.param({**CAUTIOUS, "muon_exchange_dtype": "fp32"}, "h100-sxm", marks=pytest.mark.wide),
+        ({"muon_hyperball": True, "weight_decay": 0.0}, "h100-sxm"),
         pytest.param({**ADAMUON, "muon_exchange_dtype": "fp32", "muon_exchange_buffer_mb": 256.0}, "h100-sxm",
                      marks=pytest.mark.wide),
         pytest.param({**NORMUON, "muon_exchange_dtype": "fp32", "muon_exchange_buffer_mb": 256.0}, "h100-sxm",

@@ -19,7 +19,7 @@ RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "loca
 
 def on_the_line(parser, *argv: str, strategy: str) -> None:
     args = arguments.parse(parser, [*RUN, "--data-parallel-sharding-strategy", strategy, *argv])
-    arguments.check_settings(args, device="cpu", environ={"WORLD_SIZE": "1"})
+    arguments.check_settings(args, device="cpu", environ={"WORLD_SIZE": str(args.tensor_model_parallel_size)})
 
 
 def in_a_script(monkeypatch, *, strategy: str, ddp: dict, model: dict, **optimizer) -> None:
@@ -120,6 +120,37 @@ CASES = {
         {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon", "muon_team_size": "2"},
         "--muon-team-size 2: NorMuon keeps the norm of a whole update, .*; use --muon-team-size 1",
     ),
+    "decay on a sphere": (
+        ("--muon-hyperball", "--weight-decay", "0.1"),
+        {"muon_hyperball": True, "weight_decay": 0.1},
+        "--weight-decay 0.1 has no effect with --muon-hyperball, .*; use --weight-decay 0",
+    ),
+    "cautious on a sphere": (
+        ("--muon-hyperball", "--muon-cautious-weight-decay", "--weight-decay", "0"),
+        {"muon_hyperball": True, "muon_cautious_weight_decay": True, "weight_decay": 0.0},
+        "--muon-cautious-weight-decay has no effect with --muon-hyperball",
+    ),
+    "adaptive on a sphere": (
+        ("--muon-hyperball", "--optimizer", "adaptive_muon", "--weight-decay", "0"),
+        {"muon_hyperball": True, "optimizer": "adaptive_muon", "weight_decay": 0.0},
+        "--muon-hyperball is not supported with --optimizer adaptive_muon",
+    ),
+    "parts of replicas on a sphere": (
+        ("--muon-hyperball", "--weight-decay=0", "--muon-tp-mode=duplicated", "--tensor-model-parallel-size=2"),
+        {
+            "muon_hyperball": True,
+            "weight_decay": 0.0,
+            "muon_tp_mode": "duplicated",
+            "model": {"tensor_model_parallel_size": 2},
+            "strategy": "no_shard",
+        },
+        "--muon-tp-mode duplicated is not supported with --muon-hyperball, no_shard and tensor parallel size 2",
+    ),
+    "cautious without decay": (
+        ("--muon-cautious-weight-decay", "--weight-decay", "0"),
+        {"muon_cautious_weight_decay": True, "weight_decay": 0.0},
+        "--muon-cautious-weight-decay has no effect with --weight-decay 0",
+    ),
     "nothing to exchange": (
         ("--muon-exchange", "allgather"),
         {"muon_exchange": "allgather", "strategy": "no_shard"},
@@ -143,3 +174,19 @@ def test_what_is_supported_passes_both(parser, monkeypatch):
     on_the_line(parser, "--cuda-graph-impl", "local", "--muon-team-size", "2", strategy="optim")
     in_a_script(monkeypatch, strategy="optim", ddp={}, model={"cuda_graph_impl": "local"}, muon_team_size="2")
     in_a_script(monkeypatch, strategy="optim", ddp={}, model={}, muon_team_size="1", **normuon)
+    sphere = {"muon_hyperball": True, "weight_decay": 0.0}
+    in_a_script(monkeypatch, strategy="no_shard", ddp={}, model={}, muon_offload="cpu", **sphere)
+
+
+def test_decay_in_the_gradient_cannot_be_cautious(monkeypatch):
+    """It has no flag, so only a script can ask for both."""
+    given = {"muon_cautious_weight_decay": True, "decoupled_weight_decay": False}
+    with pytest.raises(UserError, match="--muon-cautious-weight-decay needs decoupled weight decay"):
+        in_a_script(monkeypatch, strategy="optim", ddp={}, model={}, **given)
+
+
+@pytest.mark.parametrize("flag", ["--start-weight-decay", "--end-weight-decay"])
+def test_a_schedule_of_decay_on_a_sphere_is_refused(parser, flag):
+    argv = ("--muon-hyperball", "--weight-decay", "0", flag, "0.1")
+    with pytest.raises(UserError, match=f"{flag} 0.1 has no effect with --muon-hyperball"):
+        on_the_line(parser, *argv, strategy="optim")

@@ -123,6 +123,8 @@ def test_dense_matrices_and_experts_step_on_their_own_groups() -> None:
         pytest.param({"optimizer": "adaptive_muon"}, marks=pytest.mark.wide),
         {"optimizer": "adaptive_muon", "adaptive_muon_moment2_method": "normuon"},
         {"muon_fp32_matmul_prec": "highest", "muon_ns": "gram"},
+        {"muon_hyperball": True, "weight_decay": 0.0},
+        pytest.param({"muon_cautious_weight_decay": True}, marks=pytest.mark.wide),
         pytest.param({"muon_exchange_dtype": "fp32"}, marks=pytest.mark.wide),
         pytest.param({"muon_nesterov": False, "decoupled_weight_decay": False}, marks=pytest.mark.wide),
     ],

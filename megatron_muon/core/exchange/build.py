@@ -17,7 +17,7 @@ from megatron_muon.core.exchange.repeated import AllGatherExchange, LocalExchang
 from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout
-from megatron_muon.core.memory import Memory, MomentBytes
+from megatron_muon.core.memory import Memory, MomentBytes, moment_bytes
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
@@ -34,6 +34,7 @@ def make_exchange(
     orthogonalizer: Orthogonalizer,
     *,
     moment: SecondMoment | None,
+    cautious: bool = False,
     buffer_mb: float | None,
     wire: str,
     device: torch.device,
@@ -49,6 +50,7 @@ def make_exchange(
         group: the process group of the layout.
         orthogonalizer: of the matrices.
         moment: of an adaptive Muon.
+        cautious: whether decay is.
         buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
@@ -70,16 +72,16 @@ def make_exchange(
         return orthogonalizer.batch([layout.matrices[i] for i in indices], normalize, portions, teams)
 
     buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
-    moment_bytes = MomentBytes() if moment is None else moment.bytes
+    beside = moment_bytes(None if moment is None else moment.method, cautious=cautious)
     if scheme == LOCAL:
-        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, moment_bytes)
+        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
         return LocalExchange(layout, group, batches, memory=memory, buffer_bytes=buffer_bytes, device=device)
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
     asked = _team_rules(team_size, stages, group, orthogonalizer, moment) if scheme == OWNER else None
     rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, moment_bytes)
+    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
     if asked is None:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
     # Now that all ranks have one plan, they agree on which groups it takes.
@@ -120,12 +122,12 @@ def _plan(
     wire_dtype: torch.dtype,
     rules: TeamRules | None,
     made: Plan | None,
-    moment_bytes: MomentBytes,
+    beside: MomentBytes,
 ) -> Plan:
     """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
     matrices, rank = layout.matrices, group.rank()
     costs = [orthogonalizer.flops(matrix) for matrix in matrices]
-    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, moment_bytes)
+    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
     plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
     found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
     for other, digest in enumerate(found):

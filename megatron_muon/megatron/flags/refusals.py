@@ -48,9 +48,14 @@ class MuonRun:
         return bool(self.ddp.data_parallel_sharding_strategy == "no_shard")
 
     @property
-    def megatrons_own(self) -> bool:
-        """Replicas without shared work: plain Muon is megatron-core's own there."""
+    def repeated(self) -> bool:
+        """Replicas without shared work."""
         return self.replicated and not self.settings.muon_share_replicated
+
+    @property
+    def megatrons_own(self) -> bool:
+        """Plain Muon of replicas without shared work is megatron-core's own."""
+        return self.repeated and self.settings.optimizer == "muon" and not self.settings.muon_hyperball
 
     def given(self, names: Iterable[str]) -> list[str]:
         """The flags among these of this package's settings that are not at their default."""
@@ -61,7 +66,9 @@ def check(run: MuonRun) -> None:
     """Refuse what a run asks of Muon in vain, or of this package without Muon; of independent rules each in a line."""
     with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
     rules = (
-        (_choices, _features, _heeded, _teams, _proven, _offload, _blocks, _share) if with_muon else (_nothing_of_muon,)
+        (_choices, _features, _heeded, _teams, _proven, _offload, _blocks, _share, _cautious, _hyperball)
+        if with_muon
+        else (_nothing_of_muon,)
     )
     reasons = Reasons()
     for rule in (_precision, _layer_wise, _adaptive, *rules):
@@ -174,9 +181,9 @@ _OWNERS = ("muon_team_size", "muon_exchange_stages")
 def _heeded(run: MuonRun) -> None:
     """Refuse flags that strategy, exchange or model pass over."""
     settings, passed_over, why = run.settings, [], ""
-    if run.megatrons_own:
+    if run.repeated:
         why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
-        method = ["muon_ns"] if settings.optimizer == "muon" else []
+        method = ["muon_ns"] if run.megatrons_own else []
         passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype", *_OWNERS])
     elif run.replicated:
         why = "--muon-share-replicated gives every matrix one owner, which broadcasts its update"
@@ -228,7 +235,7 @@ def _proven(run: MuonRun) -> None:
 def _offload(run: MuonRun) -> None:
     """Refuse flags that say where momentum lives and do not go together."""
     settings = run.settings
-    if run.megatrons_own and settings.optimizer == "muon":
+    if run.megatrons_own:
         for flag in run.given(MOMENTUM):
             raise UserError(
                 f"{flag} needs momentum that this package keeps: with {NO_SHARD} Muon is megatron-core's own; use "
@@ -291,3 +298,48 @@ def _share(run: MuonRun) -> None:
             "broadcast their updates; leave one of the two flags out"
         )
     _refuse_parts(run, "--muon-share-replicated", ", or leave --muon-share-replicated out")
+
+
+def _cautious(run: MuonRun) -> None:
+    """Refuse cautious decay where there is no decay that could be."""
+    settings = run.settings
+    if not settings.muon_cautious_weight_decay:
+        return
+    if not getattr(settings, "decoupled_weight_decay", True):  # which has no flag
+        raise UserError(
+            "--muon-cautious-weight-decay needs decoupled weight decay, and decoupled_weight_decay is False; decay in "
+            "the gradient has no sign of its own: leave one of the two out"
+        )
+    if not settings.muon_hyperball and not _decays(settings):
+        raise UserError(
+            "--muon-cautious-weight-decay has no effect with --weight-decay 0; use --weight-decay 0.1, which is usual "
+            "for Muon, or leave it out"
+        )
+
+
+def _hyperball(run: MuonRun) -> None:
+    """Refuse what does not go together with norms that are kept."""
+    settings = run.settings
+    if not settings.muon_hyperball:
+        return
+    if settings.optimizer == "adaptive_muon":
+        raise UserError(
+            "--muon-hyperball is not supported with --optimizer adaptive_muon; use --optimizer muon, or leave it out"
+        )
+    if settings.muon_cautious_weight_decay:
+        raise UserError(
+            "--muon-cautious-weight-decay has no effect with --muon-hyperball, which takes the place of decay; leave "
+            "one of the two flags out"
+        )
+    for name in _decays(settings):
+        raise UserError(
+            f"{flag_of(name)} {getattr(settings, name):g} has no effect with --muon-hyperball, which keeps the norms "
+            "that decay would shrink; use --weight-decay 0"
+        )
+    _refuse_parts(run, "--muon-hyperball, no_shard", f", or {SHARDING}")
+
+
+def _decays(settings: Any) -> list[str]:
+    """The settings by which weights decay, at some time of a schedule; a config of a script has only the first."""
+    names = ("weight_decay", "start_weight_decay", "end_weight_decay")
+    return [name for name in names if getattr(settings, name, None)]

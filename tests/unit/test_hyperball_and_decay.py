@@ -1,0 +1,175 @@
+"""Cautious weight decay and MuonHyperball on whole matrices; on shards they are functional tests."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emerging_optimizers.orthogonalized_optimizers import Muon, MuonHyperball
+
+from megatron_muon.core.decay import together
+from megatron_muon.core.hyperball import Hyperball
+from megatron_muon.core.layout import Layout, from_rectangles
+from megatron_muon.core.optimizer import ShardedMuon
+from tests.unit.test_sharded_muon import SETTINGS, WholeMatrices, gradients, parameters, sharded
+
+DECAY = 0.4
+ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+
+
+def on_spheres(params: list[torch.nn.Parameter], **changes: Any) -> ShardedMuon:
+    """A Muon that keeps norms; a 3D parameter is a stack of matrices."""
+    exchange = WholeMatrices(params)
+    experts = [p.shape[0] if p.ndim == 3 else 1 for p in params]
+    hyperball = Hyperball(exchange.layout, ALONE, experts, device=torch.device("cpu"))
+    names = {p: f"matrix{index}" for index, p in enumerate(params)}
+    settings = {**SETTINGS, "weight_decay": 0.0, **changes}
+    return ShardedMuon([{"params": params}], exchange, names=names, hyperball=hyperball, **settings)
+
+
+class CautiousMuon(Muon):
+    """emerging-optimizers' Muon with the paper's decay."""
+
+    def _apply_weight_decay_inplace(self, *_args: Any) -> None:
+        pass
+
+    def pre_weight_update_fn_inplace(self, p: torch.Tensor, update: torch.Tensor) -> None:
+        p.sub_(torch.where(update * p >= 0.0, p, 0.0), alpha=SETTINGS["lr"] * DECAY)
+
+
+def run_both(optimizer: torch.optim.Optimizer, mine: Any, reference: torch.optim.Optimizer, theirs: Any) -> float:
+    """The largest difference of a weight after ten steps."""
+    for step in range(10):
+        for p, q, gradient in zip(mine, theirs, gradients(step), strict=True):
+            p.grad, q.grad = gradient.clone(), gradient.clone()
+        optimizer.step()
+        reference.step()
+    return max(float((p - q).detach().abs().max()) for p, q in zip(mine, theirs, strict=True))
+
+
+def upstream(kind: type[Muon], params: list[torch.nn.Parameter], decay: float) -> Muon:
+    settings = {name: SETTINGS[name] for name in ("lr", "momentum", "nesterov")}
+    return kind(params, **settings, weight_decay=decay, weight_decay_method="decoupled", fp32_matmul_prec="highest")
+
+
+def test_ten_cautious_updates_equal_the_papers() -> None:
+    """To the rounding of ten iterations of random matrices; plain decay is far off, so the comparison can fail."""
+    mine, theirs = parameters(), parameters()
+    optimizer = sharded(mine, weight_decay=DECAY, cautious=True)
+    assert run_both(optimizer, mine, upstream(CautiousMuon, theirs, DECAY), theirs) < 1e-5
+    mine, theirs = parameters(), parameters()
+    optimizer = sharded(mine, weight_decay=DECAY)
+    assert run_both(optimizer, mine, upstream(CautiousMuon, theirs, DECAY), theirs) > 0.01
+
+
+def test_an_update_of_zero_lets_weights_decay() -> None:
+    """The paper's inequality is not strict: rows that get no gradient decay as they do without caution."""
+    (weight,) = mine = [torch.nn.Parameter(torch.ones(3, 4))]
+    optimizer = sharded(mine, weight_decay=DECAY, cautious=True, momentum=0.0)
+    weight.grad = torch.zeros(3, 4)
+    weight.grad[0, 0] = -1.0
+    optimizer.step()
+    assert weight[0, 0] > 1.0
+    torch.testing.assert_close(weight.detach()[1:], torch.full((2, 4), 1.0 - SETTINGS["lr"] * DECAY))
+
+
+def test_ten_updates_on_spheres_equal_emerging_optimizers() -> None:
+    """To the rounding of ten iterations of random matrices; plain Muon is far off, so the comparison can fail."""
+    mine, theirs = parameters(), parameters()
+    norms = [p.detach().norm() for p in mine]
+    assert run_both(on_spheres(mine), mine, upstream(MuonHyperball, theirs, 0.0), theirs) < 1e-5
+    for p, norm in zip(mine, norms, strict=True):
+        torch.testing.assert_close(p.detach().norm(), norm, rtol=1e-6, atol=0.0)
+    mine, theirs = parameters(), parameters()
+    assert run_both(sharded(mine, weight_decay=0.0), mine, upstream(MuonHyperball, theirs, 0.0), theirs) > 0.01
+
+
+def test_each_expert_of_a_stack_has_a_sphere_of_its_own() -> None:
+    stack = torch.nn.Parameter(torch.stack([torch.eye(3, 4), 5.0 * torch.eye(3, 4)]))
+    optimizer = on_spheres([stack])
+    stack.grad = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    norms = torch.linalg.vector_norm(stack.detach(), dim=(1, 2))
+    torch.testing.assert_close(norms, torch.tensor([3.0**0.5, 5.0 * 3.0**0.5]))
+
+
+@pytest.mark.parametrize("variant", ["cautious", "hyperball"])
+def test_an_update_that_is_skipped_leaves_the_weights_alone(variant: str) -> None:
+    """To the last bit: not even a norm is restored."""
+    mine = parameters()
+    optimizer = on_spheres(mine) if variant == "hyperball" else sharded(mine, weight_decay=DECAY, cautious=True)
+    before = [p.detach().clone() for p in mine]
+
+    def run(rows: Any, _probe: Any) -> None:
+        updates = [torch.zeros_like(rows.prepare([0])[0]), *map(torch.ones_like, rows.prepare([1, 2]))]
+        rows.finalize([0, 1, 2], updates, torch.tensor([False, True, True]))
+
+    optimizer.exchange.run = run
+    for p, gradient in zip(mine, gradients(0), strict=True):
+        p.grad = gradient
+    optimizer.step()
+    assert torch.equal(mine[0], before[0])
+    assert not torch.equal(mine[1], before[1])
+    assert list(optimizer.skipped_updates()) == ["matrix0"]
+
+
+def test_updates_take_the_place_of_gradients_and_nothing_else() -> None:
+    """The step keeps them there until all shards' norms are known; further memory would be a shard for each matrix."""
+    mine = parameters()
+    optimizer = on_spheres(mine)
+    for p, gradient in zip(mine, gradients(0), strict=True):
+        p.grad = gradient.clone()
+    optimizer.step()
+    expected = optimizer.exchange.orthogonalize(0.19 * gradients(0)[0])[0]  # 0.1 of it, looked ahead
+    torch.testing.assert_close(mine[0].grad, expected, rtol=0.0, atol=1e-5)
+    assert not optimizer.hyperball._held
+
+
+def test_decay_on_a_sphere_is_refused_at_the_start_and_when_a_schedule_brings_it() -> None:
+    with pytest.raises(ValueError, match=r"weight decay 0.1 of matrix0 has no effect with MuonHyperball"):
+        on_spheres(parameters(), weight_decay=0.1)
+    optimizer = on_spheres(parameters())
+    optimizer.param_groups[0]["weight_decay"] = 0.2
+    with pytest.raises(ValueError, match=r"weight decay 0.2 of matrix0"):
+        optimizer.step()
+
+
+def test_a_matrix_of_zeros_has_no_sphere() -> None:
+    mine = parameters()
+    optimizer = on_spheres(mine)
+    optimizer.refuse_zero_norms()
+    with torch.no_grad():
+        mine[1].zero_()
+    with pytest.raises(ValueError, match=r"matrix1 is zero: .* --muon-exclude"):
+        optimizer.refuse_zero_norms()
+
+
+def test_a_zero_expert_has_no_sphere_either() -> None:
+    stack = torch.nn.Parameter(torch.ones(2, 3, 4))
+    optimizer = on_spheres([stack])
+    with torch.no_grad():
+        stack[1].zero_()
+    with pytest.raises(ValueError, match="matrix0 is zero"):
+        optimizer.refuse_zero_norms()
+
+
+def test_of_replicas_one_sends() -> None:
+    """A norm over the shards of all ranks counts each shard once."""
+    layout = Layout(3, (from_rectangles("w", (9, 4), [(0, 5, 0, 4), (5, 4, 0, 4), (0, 5, 0, 4)]),))
+    sent = []
+    for rank in range(3):
+        group: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 3)
+        sent.append(Hyperball(layout, group, [1], device=torch.device("cpu"))._sent.tolist())
+    assert sent == [[1.0], [1.0], [0.0]]
+
+
+def test_passes_share_a_cache() -> None:
+    """Parts are consecutive, hold all, and no more than a cache takes where there is more than one tensor in them."""
+    sizes = [2**19, 2**19, 1, 2**21, 5, 2**20 - 5, 1]
+    tensors = [torch.empty(size, device="meta") for size in sizes]
+    on_cpu = [SimpleNamespace(numel=tensor.numel, device=torch.device("cpu")) for tensor in tensors]
+    parts = [(part.start, part.stop) for part in together(on_cpu)]  # type: ignore[arg-type]
+    assert parts == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
+    assert list(together([])) == []
