@@ -26,6 +26,7 @@ EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
 MODELS = {
     "dense": SWIGLU,
     "experts": (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"),
+    "clipped": (*SWIGLU, "--add-qkv-bias", "--qk-clip", "--qk-clip-threshold", "0.05"),
 }
 LAYOUTS = [
     ("dense", "TP 2 x DP 2", "optim", TP),
@@ -33,6 +34,8 @@ LAYOUTS = [
     ("dense", "HSDP 2 x DP 2", "optim_grads", HSDP),
     ("dense", "HSDP 2 x DP 2", "optim_grads_params, outer optim", (*HSDP, *OUTER)),
     ("dense", "HSDP 2 x TP 2", "optim_grads_params", (*HSDP, *TP)),
+    ("clipped", "TP 2 x DP 2", "optim_grads_params", TP),
+    ("clipped", "HSDP 2 x DP 2", "optim_grads_params, outer optim", (*HSDP, *OUTER)),
     ("experts", "EP 2 x DP 2", "optim_grads_params", EP2),
     ("experts", "EP 4", "optim", EP4),
     ("experts", "EP 2 x HSDP 2", "optim_grads_params", (*EP2, *HSDP)),
@@ -61,7 +64,7 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 @pytest.mark.parametrize(
     ("model", "layout", "sharding", "flags"),
     wide_but([case for case in LAYOUTS if case[1] == "HSDP 2 x TP 2"], LAYOUTS),
-    ids=[f"{layout}, {sharding}" for _, layout, sharding, _ in LAYOUTS],
+    ids=[f"{model} {layout}, {sharding}" for model, layout, sharding, _ in LAYOUTS],
 )
 def test_layouts_save_resume_and_reshard(
     trainings: Any, model: str, layout: str, sharding: str, flags: tuple[str, ...]
@@ -69,7 +72,7 @@ def test_layouts_save_resume_and_reshard(
     training, one_rank = trainings
     one = one_rank(model)
     args = (*cli.MUON, *strategy(sharding.split(", ")[0]), *MODELS[model], *flags)
-    whole, resumed, back = (f"{name}, {layout}, {sharding}" for name in ("whole", "resumed", "back"))
+    whole, resumed, back = (f"{name}, {model}, {layout}, {sharding}" for name in ("whole", "resumed", "back"))
     first = ("--load", f"one-{model}", "--ckpt-step", "2", "--save", whole, "--save-interval", "1")
     run = training(*args, *first, ranks=4).checked()
     assert warnings(run) == []
