@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_muon.bench.train import OPTIMIZERS, measure
+from megatron_muon.bench.train import COMPARED, OPTIMIZERS, measure
 from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
@@ -71,7 +71,9 @@ examples:
     megatron-muon bench step --ranks 2 --hidden-size 512 --num-layers 8 --offload cpu nvme --offload-dir /local/nvme
   whole training steps, Muon and Adam in turn:
     megatron-muon bench train --config configs/quickstart.yaml --json train.json
-  the same with larger batches:
+  what QK-clip costs of a step:
+    megatron-muon bench train --config configs/quickstart.yaml --rounds 5 --compare='--qk-clip --qk-clip-threshold 1'
+  whole training steps with larger batches:
     megatron-muon bench train --config configs/quickstart.yaml -- --micro-batch-size 16 --global-batch-size 64
 """
 
@@ -147,6 +149,8 @@ def _train_arguments(add: Callable[..., object]) -> None:
     add("--steps", type=positive, default=20, metavar="S", help="training steps of each run (20)")
     add("--warmup", type=positive, default=5, metavar="W", help="first steps of each run that do not count (5)")
     add("--rounds", type=positive, default=2, metavar="R", help="runs of each optimizer, in turn (2)")
+    add("--compare", metavar="FLAGS",
+        help="Muon once more, with these flags of pretrain_gpt.py too: --compare='--qk-clip'")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -321,15 +325,20 @@ def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> 
 def train_table(results: Mapping[str, Any]) -> Table:
     """Muon against Adam, from the JSON of `bench train`."""
     rows = []
-    for name in OPTIMIZERS:
+    medians = {name: results[f"{name}_step_ms"] for name in OPTIMIZERS}
+    caption = f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes"
+    if "compared_flags" in results:
+        medians[COMPARED] = results["compared_step_ms"]
+        caption += f"\nMuon with {results['compared_flags']} / Muon: {results['compared_over_muon']:.3f}"
+    for name, median in medians.items():
         runs = " ".join(f"{one[name]:,.0f}" for one in results["rounds_ms"])
-        state = results["optimizer_state_bytes"][name] / 1e6
-        rows.append((name, f"{results[f'{name}_step_ms']:,.1f}", runs, f"{state:,.1f}"))
+        state = results["optimizer_state_bytes"][name.split()[0]] / 1e6
+        rows.append((name, f"{median:,.1f}", runs, f"{state:,.1f}"))
     return _table(
         f"Training step, {results['tokens_per_step']:,} tokens",
         ("optimizer", "median ms", "by run", "state MB"),
         rows,
-        f"Muon / Adam: {results['ratio']:.3f}; state of the parameters that Muon takes",
+        caption,
     )
 
 

@@ -1,4 +1,4 @@
-"""`megatron-muon bench train`: whole training steps of a config, Muon and Adam in turn.
+"""`megatron-muon bench train`: whole training steps of a config, Muon and Adam in turn, and Muon with further flags.
 
 Each run is `torchrun pretrain_gpt.py` with the config and flags that choose the optimizer, the number of steps and the
 log, in a temporary directory. Times come from TensorBoard (Megatron's `iteration-time`), the count of Muon's parameters
@@ -8,6 +8,7 @@ from the facts that a Muon run leaves beside them.
 from __future__ import annotations
 
 import argparse
+import shlex
 import statistics
 import sys
 import tempfile
@@ -23,6 +24,8 @@ from megatron_muon.runs.processes import environment, pretrain_program, run_logg
 from megatron_muon.runs.run_folder import read_json
 
 OPTIMIZERS = ("muon", "adam")
+COMPARED = "muon with --compare"
+"""The arm of Muon with further flags."""
 
 MOMENTUM_BYTES, ADAM_BYTES = 4, 8
 """State of an element: Muon's fp32 momentum, and Adam's two fp32 moments."""
@@ -52,18 +55,25 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if args.warmup >= args.steps:
         raise UserError(f"--warmup {args.warmup} leaves none of --steps {args.steps}; raise --steps or lower --warmup")
     in_config = [flag for flag, _ in load_config(args.config).flags]
-    runs: dict[str, list[TrainRun]] = {optimizer: [] for optimizer in OPTIMIZERS}
+    arms: dict[str, list[str]] = {optimizer: [] for optimizer in OPTIMIZERS}
+    if args.compare is not None:
+        arms[COMPARED] = shlex.split(args.compare)
+    runs: dict[str, list[TrainRun]] = {arm: [] for arm in arms}
     for number in range(args.rounds):
-        for optimizer in OPTIMIZERS:
-            what = f"the {optimizer} run of round {number + 1} of {args.rounds}"
+        for arm, more in arms.items():
+            what, optimizer = f"the {arm} run of round {number + 1} of {args.rounds}", arm.split()[0]
             print(f"training: {what}", file=sys.stderr)
             with tempfile.TemporaryDirectory(prefix="bench-") as folder:
                 tensorboard, log = Path(folder, "tensorboard"), Path(folder, "log")
-                flags = (*args.flags, *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard))
+                flags = (
+                    *args.flags,
+                    *more,
+                    *run_flags(in_config, optimizer, steps=args.steps, tensorboard=tensorboard),
+                )
                 command = torchrun(args.ranks, *pretrain_program(), "--config", str(args.config), *flags)
                 run_logged(command, log, env=environment(args.ranks), what=what)
-                runs[optimizer].append(_read_run(tensorboard, warmup=args.warmup))
-    return figures(runs)
+                runs[arm].append(_read_run(tensorboard, warmup=args.warmup))
+    return {**figures(runs), **({"compared_flags": args.compare} if args.compare is not None else {})}
 
 
 def run_flags(in_config: Sequence[str], optimizer: str, *, steps: int, tensorboard: Path) -> list[str]:
@@ -103,6 +113,7 @@ def figures(runs: dict[str, list[TrainRun]]) -> dict[str, Any]:
         "muon_step_ms": medians["muon"],
         "adam_step_ms": medians["adam"],
         "ratio": medians["muon"] / medians["adam"],
+        **({"compared_step_ms": medians[COMPARED], "compared_over_muon": _over_muon(runs)} if COMPARED in runs else {}),
         "tokens_per_step": runs["muon"][0].tokens_per_step,
         "optimizer_state_bytes": {"muon": MOMENTUM_BYTES * parameters, "adam": ADAM_BYTES * parameters},
         "optimizer_state_source": (
@@ -114,3 +125,10 @@ def figures(runs: dict[str, list[TrainRun]]) -> dict[str, Any]:
             for number in range(len(runs["muon"]))
         ],
     }
+
+
+def _over_muon(runs: dict[str, list[TrainRun]]) -> float:
+    """The median over rounds of what the compared flags make of Muon's median step: runs of a round are neighbours."""
+    plain, compared = ([statistics.median(one.step_ms) for one in runs[arm]] for arm in ("muon", COMPARED))
+    ratios: list[float] = [more / less for less, more in zip(plain, compared, strict=True)]
+    return statistics.median(ratios)

@@ -60,6 +60,8 @@ RANGES = {
     "muon_exchange_buffer_mb": _BUFFER,
     "muon_offload_buffer_mb": _BUFFER,
     "muon_offload_fraction": Range(high=1.0, above=True, closed=True),
+    "qk_clip_alpha": Range(high=1.0, above=True, hint="0.5 scales queries and keys alike"),
+    "qk_clip_threshold": Range(above=True, hint="100 is usual"),
     "muon_metrics_interval": Range(whole=True, hint="0 measures nothing"),
 }
 """The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""

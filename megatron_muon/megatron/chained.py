@@ -1,8 +1,8 @@
 """One step of Muon and the scalar optimizers together, as the training loop asks for it.
 
 A step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
-gradient is not finite, step every optimizer, install the weights once. megatron-core's ChainedOptimizer does norm,
-clipping and zero counts.
+gradient is not finite, step every optimizer, clip queries and keys where asked, install the weights once.
+megatron-core's ChainedOptimizer does norm, clipping of gradients and zero counts.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.ranks import of_all_ranks, say
 from megatron_muon.errors import OffloadError
+from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 from megatron_muon.offload.store import RecordStore
 
@@ -40,6 +41,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         muons = [member for member in self._members if isinstance(member.optimizer, ShardedMuon)]
         self._stored = {member: member.optimizer for member in muons if member.optimizer.store is not None}
         self.facts: dict[str, Any] = {}  # for facts.json
+        self.qk_clip: QKClip | None = None
         self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
 
     @torch.no_grad()
@@ -60,6 +62,12 @@ class MuonChainedOptimizer(ChainedOptimizer):
         result: tuple[bool, Any, Any] = super().step()
         return result
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, and the attention logits of the forward passes that they came from."""
+        super().zero_grad(set_to_none)
+        if self.qk_clip is not None:
+            self.qk_clip.forget()
+
     @torch.no_grad()
     def get_grad_norm(self) -> float | torch.Tensor:
         """The gradient norm over all parameters, kept for the finiteness check of the same step."""
@@ -68,7 +76,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step every optimizer, then install the weights once for all of them."""
+        """Step every optimizer, clip queries and keys, then install the weights once for all of them."""
+        if self.qk_clip is not None:
+            self.qk_clip.measure()
         norms = [self._grad_norm, *self.grad_norms_by_group.values()]
         if not all(math.isfinite(norm) for norm in norms):
             self.metrics.skipped_steps += 1
@@ -76,6 +86,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         with self._timed("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
                 member.optimizer.step()
+            if self.qk_clip is not None:
+                self.qk_clip.clip()
         with self._timed("optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks:
                 chunk.module.install_optimized_model_weights()

@@ -29,7 +29,9 @@ from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.flags.logits import asked
 from megatron_muon.megatron.model import selection
+from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
@@ -94,6 +96,8 @@ def get_megatron_muon_optimizer(
         say(f"megatron-muon: {part}")
     say(selection.parameter_table(groups, names, full=config.muon_log_params))
     chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
+    if asked(model_chunks[0].config):
+        chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
     counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
     chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": state_bytes}
     return chain

@@ -42,6 +42,7 @@ class Case:
             the forward pass does not use them.
         latent: multi-latent attention, with the query's latent where `query_latent`.
         output_gate: attention with a gate for each query head.
+        attention: fields of TransformerConfig for QK-clip and for biases.
         excluded: substrings of the names that `muon_exclude` names, for the reference.
         steps_for: Newton-Schulz steps by such substrings of names, for the reference; the last one that is found holds.
     """
@@ -73,6 +74,7 @@ class Case:
     latent: bool = False
     query_latent: bool = False
     output_gate: bool = False
+    attention: dict[str, Any] = field(default_factory=dict)
     excluded: tuple[str, ...] = ()
     steps_for: tuple[tuple[str, int], ...] = ()
 

@@ -30,6 +30,7 @@ def transformer_config(case: Case) -> Any:
     if case.latent:
         more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
         more |= {"add_bias_linear": False}
+    more |= case.attention
     return (MLATransformerConfig if case.latent else TransformerConfig)(
         num_layers=case.layers,
         hidden_size=case.hidden,
@@ -68,7 +69,12 @@ def _expert_settings(case: Case) -> dict[str, Any]:
 
 
 class NoCoreAttention(torch.nn.Module):
-    """Stands for the part of attention that has no parameters, in a model that is not run."""
+    """Stands for the part of attention that has no parameters, in a model that is not run.
+
+    It keeps logits as Transformer Engine's does, for a test that gives it some.
+    """
+
+    current_max_attn_logits: torch.Tensor | None = None
 
     def __init__(self, *_args: Any, **_settings: Any) -> None:
         super().__init__()

@@ -28,6 +28,7 @@ MODELS = {
     "experts": (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"),
     "hyperball": (*SWIGLU, *cli.HYPERBALL),
     "cautious": (*SWIGLU, *cli.CAUTIOUS),
+    "clipped": (*SWIGLU, "--add-qkv-bias", "--qk-clip", "--qk-clip-threshold", "0.05"),
 }
 LAYOUTS = [
     ("dense", "TP 2 x DP 2", "optim", TP),
@@ -37,6 +38,8 @@ LAYOUTS = [
     ("dense", "HSDP 2 x TP 2", "optim_grads_params", (*HSDP, *TP)),
     ("hyperball", "HSDP 2 x TP 2", "optim", (*HSDP, *TP)),
     ("cautious", "TP 2 x DP 2", "optim_grads_params", TP),
+    ("clipped", "TP 2 x DP 2", "optim_grads_params", TP),
+    ("clipped", "HSDP 2 x DP 2", "optim_grads_params, outer optim", (*HSDP, *OUTER)),
     ("experts", "EP 2 x DP 2", "optim_grads_params", EP2),
     ("experts", "EP 4", "optim", EP4),
     ("experts", "EP 2 x HSDP 2", "optim_grads_params", (*EP2, *HSDP)),

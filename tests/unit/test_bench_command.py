@@ -206,6 +206,22 @@ def test_train_table(monkeypatch):
     assert "2,048 tokens" in text
 
 
+def test_train_table_with_further_flags(monkeypatch):
+    """Runs of a round are neighbours, so a machine that is slower in one round does not change the ratio."""
+    rounds = [(100.0, 101.0), (200.0, 206.0), (300.0, 303.0)]
+    runs = {
+        "muon": [bench_train.TrainRun((plain,), 2048, 1000) for plain, _ in rounds],
+        "adam": [bench_train.TrainRun((100.0,), 2048, None) for _ in rounds],
+        bench_train.COMPARED: [bench_train.TrainRun((more,), 2048, 1000) for _, more in rounds],
+    }
+    figures = bench_train.figures(runs)
+    assert figures["compared_step_ms"] == 206.0
+    assert figures["compared_over_muon"] == pytest.approx(1.01)
+    text = shown({"bench": "train", **figures, "compared_flags": "--qk-clip", **PROVENANCE}, monkeypatch)
+    assert "Muon with --qk-clip / Muon: 1.010" in text
+    assert "101 206 303" in text
+
+
 def test_train_flags_take_back_what_is_not_training():
     flags = bench_train.run_flags(["--save", "--lr"], "adam", steps=20, tensorboard=Path("log"))
     assert flags[:2] == ["--unset", "--save"]

@@ -56,8 +56,9 @@ def test_impossible_numbers_are_refused_as_flags_and_in_configs(parser, name, va
     message = rf"^{flag} {float(value):g} is {wrong}; choose .*"
     with pytest.raises(UserError, match=message):
         check(parser, f"{flag}={value}")
-    with pytest.raises(UserError, match=message):
-        check_supported(MuonOptimizerConfig(**{name: float(value)}), [])
+    if name in MuonOptimizerConfig.__dataclass_fields__:  # else a field of the model's config: test_refusals
+        with pytest.raises(UserError, match=message):
+            check_supported(MuonOptimizerConfig(**{name: float(value)}), [])
 
 
 def test_in_an_experiment_file_too(parser, tmp_path):

@@ -23,6 +23,7 @@ PATCHED = [
     (arguments, "validate_args"),
     (training, "get_megatron_optimizer"),
     (training, "OptimizerConfig"),
+    (training, "clip_qk"),
     (checkpointing, "handle_swiglu_in_state_dict"),
     (tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
     (checkpointing, "_load_base_checkpoint"),
@@ -61,6 +62,7 @@ def other(*_args: object) -> None:
 
 OTHER_SIGNATURE = [
     (mcore_patches.use_factory, training, "get_megatron_optimizer"),
+    (mcore_patches.clip_within_the_step, training, "clip_qk"),
     (mcore_patches.let_experts_have_biases, tensor_parallel_layers, "reduce_from_tensor_model_parallel_region"),
     (swiglu.split_swiglu, checkpointing, "handle_swiglu_in_state_dict"),
     (saving.save_beside_and_rename, dcp, "save"),
@@ -79,7 +81,7 @@ ABSENT = [
 ]
 
 
-SECOND = ("preprocess_fsdp_dtensor_state_dict", "OptimizerConfig")
+SECOND = ("preprocess_fsdp_dtensor_state_dict", "OptimizerConfig", "clip_qk")
 """Replaced by patches that have replaced something else before."""
 
 
@@ -114,6 +116,9 @@ def test_validation_that_treats_muon_otherwise(patches, monkeypatch):
     monkeypatch.setattr(arguments, "validate_args", validate_args)
     with pytest.raises(RuntimeError, match=r"no longer says 'Megatron-FSDP does not support the'.*megatron-core 0\.19"):
         mcore_patches.accept_muon(patches)
+    assert arguments.validate_args is validate_args
+    with pytest.raises(RuntimeError, match=r"no longer says that --qk-clip needs TE; .*megatron-core 0\.19"):
+        mcore_patches.accept_local_logits(patches)
     assert arguments.validate_args is validate_args
 
 
@@ -163,6 +168,33 @@ def test_muon_passes_validation_as_adam_and_is_muon_again(patches, monkeypatch, 
     except AssertionError:
         assert refused
     assert (seen, args.optimizer) == (["adam"], "muon")
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_local_attention_passes_validation_with_logits(patches, monkeypatch, implementation):
+    """0.19 asks for Transformer Engine whatever attends; with its attention that stays as it is."""
+    seen = []
+
+    def validate_args(args, defaults):
+        """Says: --qk-clip is only supported with TE >= ... --log-max-attention-logit is only supported with TE"""
+        seen.append((args.qk_clip, args.log_max_attention_logit))
+
+    monkeypatch.setattr(arguments, "validate_args", validate_args)
+    mcore_patches.accept_local_logits(patches)
+    args = argparse.Namespace(transformer_impl=implementation, qk_clip=True, log_max_attention_logit=True)
+    arguments.validate_args(args)
+    assert seen == [(implementation != "local",) * 2]
+    assert args.qk_clip
+    assert args.log_max_attention_logit
+
+
+def test_the_training_loop_logs_what_the_step_has_measured(patches, monkeypatch):
+    """Its own clip would clip weights that the next step overwrites, after looking for them in the wrong place."""
+    made = types.SimpleNamespace(qk_clip=types.SimpleNamespace(largest=torch.tensor(7.0)))
+    monkeypatch.setattr(training, "get_megatron_optimizer", lambda *_: made)
+    mcore_patches.clip_within_the_step(patches)
+    assert training.get_megatron_optimizer("config", "model") is made
+    assert training.clip_qk(["chunk"], log_max_only=True) is made.qk_clip.largest
 
 
 def test_the_training_loop_gets_our_factory_and_config(patches, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import settings
@@ -57,11 +58,40 @@ CASES = {
         {"optimizer_cuda_graph": True},
         "--optimizer-cuda-graph is not supported with --optimizer muon: its step reads the gradient norm on the host",
     ),
-    "QK clip": (("--qk-clip",), {"model": {"qk_clip": True}}, "--qk-clip is not supported"),
-    "logits": (
-        ("--log-max-attention-logit",),
-        {"model": {"log_max_attention_logit": True}},
-        "--log-max-attention-logit is not supported with --optimizer muon",
+    "logits of flash attention": (
+        ("--qk-clip", "--attention-backend", "flash"),
+        {"model": {"qk_clip": True, "attention_backend": AttnBackend.flash}},
+        "--qk-clip is not supported with --attention-backend flash, which returns no logits",
+    ),
+    "logits that are replayed": (
+        ("--log-max-attention-logit", "--cuda-graph-impl", "local"),
+        {"model": {"log_max_attention_logit": True, "cuda_graph_impl": "local"}},
+        "--log-max-attention-logit is not supported with --cuda-graph-impl local: a replayed layer runs no Python",
+    ),
+    "logits of a variant": (
+        ("--qk-clip", "--experimental-attention-variant", "dsa"),
+        {"model": {"qk_clip": True, "experimental_attention_variant": "dsa"}},
+        "--qk-clip is not supported with --experimental-attention-variant dsa",
+    ),
+    "clipped before a norm": (
+        ("--qk-clip", "--qk-layernorm"),
+        {"model": {"qk_clip": True, "qk_layernorm": True}},
+        "--qk-clip has no effect with --qk-layernorm, which normalises queries and keys after the rows",
+    ),
+    "clipped before an L2 norm": (
+        ("--qk-clip", "--qk-l2-norm"),
+        {"model": {"qk_clip": True, "qk_l2_norm": True}},
+        "--qk-clip has no effect with --qk-l2-norm",
+    ),
+    "all for the queries": (
+        ("--qk-clip", "--qk-clip-alpha", "1.0"),
+        {"model": {"qk_clip": True, "qk_clip_alpha": 1.0}},
+        "--qk-clip-alpha 1 is out of range; choose more than 0 and less than 1",
+    ),
+    "no threshold": (
+        ("--qk-clip", "--qk-clip-threshold", "0"),
+        {"model": {"qk_clip": True, "qk_clip_threshold": 0}},
+        "--qk-clip-threshold 0 is out of range; choose more than 0",
     ),
     "precision aware": (
         ("--use-precision-aware-optimizer",),
@@ -176,6 +206,9 @@ def test_what_is_supported_passes_both(parser, monkeypatch):
     in_a_script(monkeypatch, strategy="optim", ddp={}, model={}, muon_team_size="1", **normuon)
     sphere = {"muon_hyperball": True, "weight_decay": 0.0}
     in_a_script(monkeypatch, strategy="no_shard", ddp={}, model={}, muon_offload="cpu", **sphere)
+    on_the_line(parser, "--log-max-attention-logit", "--qk-layernorm", strategy="optim")
+    latent = {"qk_clip": True, "multi_latent_attention": True, "qk_layernorm": True}  # norms of the latents
+    in_a_script(monkeypatch, strategy="optim", ddp={}, model=latent)
 
 
 def test_decay_in_the_gradient_cannot_be_cautious(monkeypatch):
@@ -190,3 +223,16 @@ def test_a_schedule_of_decay_on_a_sphere_is_refused(parser, flag):
     argv = ("--muon-hyperball", "--weight-decay", "0", flag, "0.1")
     with pytest.raises(UserError, match=f"{flag} 0.1 has no effect with --muon-hyperball"):
         on_the_line(parser, *argv, strategy="optim")
+
+
+def test_logits_in_eight_bits_are_refused(monkeypatch):
+    """A field of the model's config without a flag."""
+    with pytest.raises(UserError, match="--qk-clip is not supported with fp8_dot_product_attention=True"):
+        in_a_script(monkeypatch, strategy="optim", ddp={}, model={"qk_clip": True, "fp8_dot_product_attention": True})
+
+
+@pytest.mark.parametrize("flag", ["--qk-clip", "--log-max-attention-logit"])
+def test_logits_under_megatron_fsdp_need_muon(parser, flag):
+    """megatron-core's clip ended the first step of an Adam run in an AttributeError."""
+    with pytest.raises(UserError, match=f"{flag} with --use-megatron-fsdp needs --optimizer muon"):
+        on_the_line(parser, "--optimizer", "adam", flag, strategy="optim")

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.numbers import flag_of
 from megatron_muon.errors import Reasons, UserError
+from megatron_muon.megatron.flags.logits import asked, check_logits
 from megatron_muon.settings import MuonSettings, default_of, iteration_of, steps_for
 
 MUONS = ("muon", "adaptive_muon")
@@ -66,7 +67,7 @@ def check(run: MuonRun) -> None:
     """Refuse what a run asks of Muon in vain, or of this package without Muon; of independent rules each in a line."""
     with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
     rules = (
-        (_choices, _features, _heeded, _teams, _proven, _offload, _blocks, _share, _cautious, _hyperball)
+        (_choices, _features, _logits, _heeded, _teams, _proven, _offload, _blocks, _share, _cautious, _hyperball)
         if with_muon
         else (_nothing_of_muon,)
     )
@@ -127,6 +128,11 @@ def _nothing_of_muon(run: MuonRun) -> None:
         given.append("--muon-allow-missing-state")
     for flag in given:
         raise UserError(f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out")
+    if run.ddp.use_megatron_fsdp and (logits := asked(run.model)):
+        raise UserError(
+            f"{logits} with --use-megatron-fsdp needs --optimizer muon: megatron-core's own clip looks for layers "
+            f"where Megatron-FSDP does not keep them; leave {logits} out"
+        )
 
 
 def _choices(run: MuonRun) -> None:
@@ -145,7 +151,6 @@ def _features(run: MuonRun) -> None:
     for scopes in (model.cuda_graph_modules, older):
         graphs += scopes if isinstance(scopes, list) else [scopes]
     main_params = str(run.ddp.megatron_fsdp_main_params_dtype).removeprefix("torch.")
-    clipped = "Megatron-FSDP gathers weights from copies of its own and overwrites what is clipped in the model"
     on_host = "its step reads the gradient norm on the host, which ends a capture"
     unseen = "a replayed iteration runs no Python, so Muon cannot see whether gradients are reduced"
     for flag, is_on, why in (
@@ -162,8 +167,6 @@ def _features(run: MuonRun) -> None:
             "full_iteration" in graphs,
             f": {unseen}; use local or transformer_engine",
         ),
-        ("--qk-clip", model.qk_clip, f": {clipped}; leave it out"),
-        ("--log-max-attention-logit", model.log_max_attention_logit, f": {clipped}; leave it out"),
     ):
         if is_on:
             raise UserError(f"{flag} is not supported with --optimizer {settings.optimizer}{why}")
@@ -172,6 +175,10 @@ def _features(run: MuonRun) -> None:
             f"--num-distributed-optimizer-instances {instances} has nothing to shard with {NO_SHARD}; leave it at 1, "
             f"or use {SHARDING}"
         )
+
+
+def _logits(run: MuonRun) -> None:
+    check_logits(run.model)
 
 
 _OWNERS = ("muon_team_size", "muon_exchange_stages")

@@ -32,7 +32,9 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
     accept_full_precision(patches)
     if muon_under_fsdp:
         accept_muon(patches)
+        accept_local_logits(patches)
         use_factory(patches)
+        clip_within_the_step(patches)
         stop_after_offload_failure(patches)
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
@@ -128,6 +130,53 @@ def use_factory(patches: Patches) -> None:
         training, "get_megatron_optimizer", get_optimizer, takes=["config", "model_chunks", "config_overrides"]
     )
     patches.replace(training, "OptimizerConfig", MuonOptimizerConfig)
+
+
+def accept_local_logits(patches: Patches) -> None:
+    """Let validation take `--qk-clip` and `--log-max-attention-logit` with local attention, which shows its logits too.
+
+    0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.logits` checks everything else.
+    """
+    source = inspect.getsource(inspect.unwrap(arguments.validate_args))
+    for flag in ("--qk-clip", "--log-max-attention-logit"):
+        if f"{flag} is only supported with TE" not in source:
+            raise RuntimeError(
+                f"megatron.training.arguments.validate_args no longer says that {flag} needs TE; check what it asks "
+                f"for in {versions()}"
+            )
+
+    @patches.around(arguments, "validate_args")
+    def validate_args(
+        validate: Callable[..., Any], args: argparse.Namespace, defaults: dict[str, Any] | None = None
+    ) -> Any:
+        if args.transformer_impl != "local":
+            return validate(args, defaults or {})
+        asked = args.qk_clip, args.log_max_attention_logit
+        args.qk_clip = args.log_max_attention_logit = False
+        try:
+            return validate(args, defaults or {})
+        finally:
+            args.qk_clip, args.log_max_attention_logit = asked
+
+
+def clip_within_the_step(patches: Patches) -> None:
+    """Have the training loop log the logit that our optimizer's step has measured, instead of clipping after it.
+
+    0.19's clip_qk looks for `model.module.module.decoder`, which Megatron-FSDP puts deeper, and edits weights that the
+    next step installs anew from its main weights. What is returned stays on the device until it is logged.
+    """
+    made: list[Any] = []
+
+    @patches.around(training, "get_megatron_optimizer")
+    def remember(build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        made[:] = [build(*args, **kwargs)]
+        return made[0]
+
+    def clip_qk(model: Any, log_max_only: bool = False) -> torch.Tensor:
+        largest: torch.Tensor = made[0].qk_clip.largest
+        return largest
+
+    patches.replace(training, "clip_qk", clip_qk, takes=["model", "log_max_only"])
 
 
 def stop_after_offload_failure(patches: Patches) -> None:

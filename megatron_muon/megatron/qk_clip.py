@@ -1,0 +1,199 @@
+"""QK-clip: after a step the rows that make queries and keys shrink until attention logits are under a threshold again.
+
+The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the factor
+gamma = min(1, threshold / S). Its query rows are scaled by gamma ** alpha and its key rows by gamma ** (1 - alpha), so
+that its logits shrink by gamma. Heads of a query group share keys, so they share the factor of the group's largest
+logit. Of latent attention the rotary key is shared by all heads and stays: rotary queries are scaled by gamma. Main
+weights are scaled, whichever optimizer has them, before they are installed in the model; momentum is left alone.
+
+Sources: Kimi K2, arXiv 2507.20534, Algorithm 1; `clip_qk` of SelfAttention and MLASelfAttention in megatron-core 0.19,
+which leave biases as they are. Here they are rows like others: without them logits would not shrink by gamma.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+from megatron_muon.core.optimizer import local_rows
+from megatron_muon.errors import UserError
+from megatron_muon.fsdp.shards import noted_part
+from megatron_muon.megatron.flags.logits import asked
+from megatron_muon.megatron.model.parameters import fused_rows
+from megatron_muon.megatron.patches.attention import record_max_logits
+
+OTHER, QUERY, KEY, ROTARY = range(4)
+"""What a row makes, by which its factor is chosen; that of `OTHER` is one."""
+
+
+def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
+    """The projections that make queries and keys, with what their rows make: `(kind, rows)` of a repetition.
+
+    One repetition is a query group, or a head of latent attention. `config` is a TransformerConfig.
+    """
+    if config.multi_latent_attention:
+        queries = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
+        return {
+            queries: [(QUERY, config.qk_head_dim), (ROTARY, config.qk_pos_emb_head_dim)],
+            "linear_kv_up_proj": [(KEY, config.qk_head_dim), (OTHER, config.v_head_dim)],
+        }
+    fused = fused_rows("linear_qkv.weight", config)
+    assert fused is not None
+    query, *gate, key, value = fused.parts
+    return {"linear_qkv": [(QUERY, query), *((OTHER, rows) for rows in gate), (KEY, key), (OTHER, value)]}
+
+
+def factors(
+    largest: torch.Tensor, group_of: torch.Tensor, *, groups: int, alpha: float, threshold: float
+) -> torch.Tensor:
+    """What rows are multiplied by.
+
+    Args:
+        largest: `(heads,)`, the largest logit of each.
+        group_of: `(heads,)`, the group of each.
+        groups: how many there are.
+        alpha: share of the factor that queries take.
+        threshold: the largest logit that is left as it is.
+
+    Returns:
+        `(4, groups)`: the factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows.
+    """
+    of_groups = largest.new_full((groups,), -math.inf).scatter_reduce(0, group_of, largest, "amax")
+    gamma = torch.where(of_groups > threshold, threshold / of_groups, 1.0)
+    return torch.stack([torch.ones_like(gamma), gamma**alpha, gamma ** (1.0 - alpha), gamma])
+
+
+class QKClip:
+    """Measures the attention logits of a model's steps and, where its config asks for that, clips.
+
+    Args:
+        model_chunks: the model under Megatron-FSDP; every rank has all of its layers.
+        tensor_parallel: the group that shares the heads of a layer.
+
+    Attributes:
+        largest: the largest logit of the last step, a scalar on the device.
+
+    Raises:
+        UserError: attention that shows no logits, layers of different heads, or frozen weights that would be scaled.
+    """
+
+    def __init__(self, model_chunks: Sequence[Any], tensor_parallel: dist.ProcessGroup) -> None:
+        self._config = config = model_chunks[0].config
+        flag = str(asked(config))
+        attentions = [found for chunk in model_chunks for found in _attentions(chunk, flag)]
+        if not attentions:
+            raise UserError(f"{flag}: the model has no attention; leave {flag} out")
+        self._cores = [attention.core_attention for _, _, attention in attentions]
+        heads, rank = config.num_attention_heads, tensor_parallel.rank()
+        self._groups_of_layer = heads if config.multi_latent_attention else config.num_query_groups
+        self._groups = len(attentions) * self._groups_of_layer
+        here = heads // tensor_parallel.size()
+        device = next(model_chunks[0].parameters()).device
+        every = torch.arange(len(attentions) * heads, device=device)
+        self._group_of = every * self._groups_of_layer // heads
+        self._mine = every.view(-1, heads)[:, rank * here : (rank + 1) * here].flatten()
+        self._of_heads = torch.full_like(every, -math.inf, dtype=torch.float32)
+        self.largest = self._of_heads.max()
+        self._scaled: list[torch.Tensor] = []
+        factor_of_rows: list[torch.Tensor] = []
+        for layer, (chunk, path, _) in enumerate(attentions if config.qk_clip else ()):
+            for name, parts in projections(config).items():
+                for parameter, rows in _shards(chunk, f"{path}.{name}.", rank):
+                    self._scaled.append(parameter)
+                    factor_of_rows.append(self._factor_of_rows(layer, parts)[rows])
+        self._rows = torch.cat([torch.empty(0, dtype=torch.int64), *factor_of_rows]).to(device)
+        self._sizes = [len(rows) for rows in factor_of_rows]
+
+    def forget(self) -> None:
+        """Drop the logits of forward passes that no step follows, such as those of an evaluation."""
+        for core in self._cores:
+            core.current_max_attn_logits = None
+
+    def measure(self) -> None:
+        """Take the logits of the forward passes since the last step, over all ranks. Collective.
+
+        Raises:
+            RuntimeError: a layer has kept none.
+        """
+        found = [core.current_max_attn_logits for core in self._cores]
+        self.forget()
+        if any(logits is None for logits in found):
+            raise RuntimeError(f"{asked(self._config)}: a layer's attention kept no logits before the optimizer's step")
+        self._of_heads.fill_(-math.inf)
+        self._of_heads[self._mine] = torch.cat(found).float()
+        dist.all_reduce(self._of_heads, op=dist.ReduceOp.MAX)
+        self.largest = self._of_heads.max()
+
+    def clip(self) -> None:
+        """Scale this rank's rows of the main weights by the logits that were measured last."""
+        if not self._scaled:
+            return
+        table = factors(
+            self._of_heads,
+            self._group_of,
+            groups=self._groups,
+            alpha=self._config.qk_clip_alpha,
+            threshold=self._config.qk_clip_threshold,
+        )
+        for parameter, by_row in zip(self._scaled, table.flatten()[self._rows].split(self._sizes), strict=True):
+            rows = local_rows(parameter)
+            rows.mul_(by_row[:, None] if rows.ndim == 2 else by_row)
+
+    def _factor_of_rows(self, layer: int, parts: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """For each row of a layer's projection, whole, the place of its factor in the flat table of `factors`."""
+        kinds = torch.cat([torch.full((rows,), kind) for kind, rows in parts])
+        groups = torch.arange(layer * self._groups_of_layer, (layer + 1) * self._groups_of_layer)
+        places: torch.Tensor = kinds * self._groups + groups[:, None]
+        return places.flatten()
+
+
+def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
+    """The attention modules of a model chunk, each with the chunk and its path without wrappers, able to show logits.
+
+    Raises:
+        UserError: one of them is of another kind than `projections` knows, keeps no logits, or has other heads.
+    """
+    for path, module in chunk.named_modules():
+        if (core := getattr(module, "core_attention", None)) is None:
+            continue
+        if isinstance(core, DotProductAttention):
+            record_max_logits(core)
+        name = path.replace("module.", "")
+        if not isinstance(module, (SelfAttention, MLASelfAttention)) or not hasattr(core, "current_max_attn_logits"):
+            raise UserError(
+                f"{flag}: {name} is a {type(module).__name__} with {type(core).__name__}, which keeps no logits; use "
+                f"megatron-core's self-attention, local or Transformer Engine's, or leave {flag} out"
+            )
+        for number in ("num_attention_heads", "num_query_groups"):
+            if (here := getattr(module.config, number)) != (of_model := getattr(chunk.config, number)):
+                raise UserError(
+                    f"{flag}: {name} has {number} {here}, where the model has {of_model}; use layers of one kind, or "
+                    f"leave {flag} out"
+                )
+        yield chunk, name, module
+
+
+def _shards(chunk: Any, prefix: str, tensor_parallel_rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
+    """The weight and bias of a projection where this rank holds rows of them, and which rows of the whole these are.
+
+    Raises:
+        UserError: they do not train.
+    """
+    buffer = chunk.param_and_grad_buffer
+    for name, parameter in buffer.optimizer_named_parameters:
+        if name.replace("module.", "") not in (f"{prefix}weight", f"{prefix}bias"):
+            continue
+        if not parameter.requires_grad:
+            raise UserError(f"--qk-clip would scale rows of {prefix}weight, which is frozen; train it, or leave it out")
+        if rows := len(parameter._local_tensor):
+            start = noted_part(buffer, name)[0][0]
+            if chunk.ddp_config.data_parallel_sharding_strategy == "no_shard":  # all of a tensor-parallel rank's part
+                start = tensor_parallel_rank * rows
+            yield parameter, slice(start, start + rows)
