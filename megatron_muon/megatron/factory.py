@@ -28,7 +28,9 @@ from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import selection
+from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
@@ -67,18 +69,25 @@ def get_megatron_muon_optimizer(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
     offload, optimizers, digests, unmet = offload_run(config), [], [], {}
+    weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
+    scalar_state: dict[MegatronOptimizer, ScalarState] = {}
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
-            optimizers.append(wrap(builder.build(offload), config, model_chunks, pg_collection))
+            optimizers.append(wrap(builder.build(offload, weights), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
             digests += [builder.plan.digest()] if builder.plan is not None else []
             if builder.unmet is not None:
                 unmet["expert" if is_expert else "dense"] = builder.unmet
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
+            if weights is None or offload is None:
+                initialize_scalar_state(optimizers[-1])
+            else:
+                kind = "experts" if is_expert else "dense"
+                scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names, kind=kind)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     for line in refuse_unmet(unmet):
@@ -86,7 +95,11 @@ def get_megatron_muon_optimizer(
     if digest := "-".join(digests):
         say(f"megatron-muon: plan {digest}")
     say(selection.parameter_table(groups, names, full=config.muon_log_params))
-    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
+    if weights is not None:
+        weights.move_out()
+    chain = MuonChainedOptimizer(
+        optimizers, metrics_interval=config.muon_metrics_interval, weights=weights, scalar_state=scalar_state
+    )
     counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
     chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": state_bytes}
     return chain
@@ -150,7 +163,7 @@ def _scalar(
     pg_collection: ProcessGroupCollection,
     stats_group: dist.ProcessGroup,
 ) -> MegatronOptimizer:
-    """megatron-core's own optimizer for what Muon does not take, with state from the start."""
+    """megatron-core's own optimizer for what Muon does not take, still without state."""
     scalar_config = copy.copy(config)
     scalar_config.optimizer = config.muon_scalar_optimizer
     wrapped = _get_megatron_optimizer_based_on_param_groups(
@@ -161,7 +174,6 @@ def _scalar(
         pg_collection=pg_collection,
     )
     wrapped.config = config  # a chain's members share one config
-    initialize_scalar_state(wrapped)
     return wrapped
 
 
