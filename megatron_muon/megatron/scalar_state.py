@@ -163,7 +163,7 @@ class ScalarState:
         alone = SimpleNamespace(param_groups=[{"params": [smallest]}], state=defaultdict(dict))
         wrapped.init_state_fn(alone, wrapped.config)
         keep_counters_alike(self._inner)
-        return tuple(name for name, value in alone.state[smallest].items() if isinstance(value, DTensor))
+        return tuple(name for name, value in alone.state[smallest].items() if isinstance(value, torch.Tensor))
 
     def _step_pieces(
         self,
