@@ -11,10 +11,12 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
 
 Offload = Literal["none", "cpu", "nvme"]
+OffloadState = Literal["momentum", "all"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 TeamSize = Literal["auto", "1", "2", "4", "8"]
 Stages = Literal["auto", "1", "2", "3"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
+OFFLOAD_STATES = get_args(OffloadState)
 STAGES = get_args(Stages)
 
 TP_MODE = "duplicated"
@@ -130,15 +132,20 @@ class MuonSettings:
     """where Muon's momentum lives between steps: on the device, in host memory (cpu), or in files on a local disk
     (nvme); the updates are the same to the last bit"""
 
+    muon_offload_state: OffloadState = "momentum"
+    """with --muon-offload: what leaves the device: Muon's momentum, or all state of the optimizers: also Adam's moments
+    and the fp32 main weights"""
+
     muon_offload_dir: str | None = _field(None, metavar="DIR")
     """with --muon-offload nvme: a directory on a fast disk"""
 
     muon_offload_fraction: float = _field(1.0, metavar="F")
-    """with --muon-offload: the share of each rank's momentum that leaves the device, largest shards first"""
+    """with --muon-offload: the share of each rank's momentum that leaves the device, largest shards first; of main
+    weights and of Adam's state likewise"""
 
     muon_offload_buffer_mb: float = _field(24.0, metavar="MIB")
     """with --muon-offload: what momentum on its way may fill on a rank, in host memory and on a GPU alike, at least
-    three times the largest shard"""
+    three times the largest shard; as much again for main weights, and for Adam's state"""
 
     muon_offload_keep: bool = False
     """with --muon-offload nvme: leave the files at the end, to look at; no run reads them again"""

@@ -1,4 +1,4 @@
-"""Where a step finds the momentum of its shards: in the optimizer's state, or in a store that stages it."""
+"""Where a step finds momentum and weights of its shards: where they are kept, or in a store that stages them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from megatron_muon.core.exchange.steps import RowPhases
 
 
-class Momentum:
-    """Momentum as the optimizer's state, fp32, where the parameters are: lent to a step all at once.
+class Lender:
+    """Rows of shards, fp32, such as momentum as the optimizer's state: lent to a step all at once, where they are.
 
     Args:
-        of_shard: finds the momentum of a shard. It is looked up in every step, because loading a checkpoint replaces an
+        of_shard: finds the rows of a shard. They are looked up in every step, because loading a checkpoint replaces an
             optimizer's state.
 
     Attributes:
@@ -36,7 +36,7 @@ class Momentum:
         yield list(indices)
 
     def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """Momentum `(rows, cols)` fp32 of each shard, to be changed in place."""
+        """Rows `(rows, cols)` fp32 of each shard, to be changed in place."""
         return [self._of_shard(index) for index in indices]
 
     def take_back(self, indices: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class Momentum:
         """Every shard has been taken back once."""
 
 
-class MomentumStore(Momentum, ABC):
+class MomentumStore(Lender, ABC):
     """Keeps momentum outside of the optimizer's state, and lends it part by part; see `offload.store`."""
 
     @property

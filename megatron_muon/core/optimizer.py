@@ -29,7 +29,7 @@ from megatron_muon.core.decay import decay_aligned
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.steps import Exchange
 from megatron_muon.core.hyperball import Hyperball
-from megatron_muon.core.momentum import Momentum, MomentumStore
+from megatron_muon.core.momentum import Lender, MomentumStore
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 
@@ -74,6 +74,7 @@ class ShardedMuon(torch.optim.Optimizer):
         hyperball: keeps the norms of the matrices, which takes the place of decay; gradients are overwritten.
         moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
+        weights: lends this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
         compute_device: where momentum and exchange compute, if not where the parameters are.
         skip_missing: a matrix without a gradient, or with one that is not finite, keeps weights and state, instead of
             being an error.
@@ -82,8 +83,8 @@ class ShardedMuon(torch.optim.Optimizer):
         probe: is told of each step; `core.probe`.
 
     Raises:
-        ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, or norms are kept and a group
-            has weight decay.
+        ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, norms are kept and a group has
+            weight decay, or decay that is not decoupled would need weights that are not there.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ShardedMuon(torch.optim.Optimizer):
         hyperball: Hyperball | None = None,
         moment: SecondMoment | None = None,
         store: MomentumStore | None = None,
+        weights: Lender | None = None,
         compute_device: torch.device | None = None,
         skip_missing: bool = False,
     ) -> None:
@@ -116,6 +118,8 @@ class ShardedMuon(torch.optim.Optimizer):
                     f"{names[parameter]}: Muon takes 2D parameters and 3D stacks of them, "
                     f"got shape {tuple(parameter.shape)}"
                 )
+        if weights is not None and not decoupled_weight_decay:
+            raise ValueError("decoupled_weight_decay=False needs the weights where the gradients are; leave it at True")
         self.nesterov = nesterov
         self.decoupled_weight_decay = decoupled_weight_decay
         self.cautious = cautious
@@ -128,7 +132,8 @@ class ShardedMuon(torch.optim.Optimizer):
         added |= moment.settings if moment is not None else {}
         for group in self.param_groups:
             group.update({name: value for name, value in added.items() if name not in group})
-        self._momentum = store or Momentum(lambda index: local_rows(self.state[self._matrices[index]][MOMENTUM]))
+        self._momentum = store or Lender(lambda index: local_rows(self.state[self._matrices[index]][MOMENTUM]))
+        self._weights = weights or Lender(lambda index: local_rows(self._matrices[index]))
         self._compute_device = compute_device
         self._skip_missing = skip_missing
         self._missing = set[int]()
@@ -177,6 +182,7 @@ class ShardedMuon(torch.optim.Optimizer):
         left = self._to_prepare | self._to_finalize
         assert not left, f"the exchange left out {len(left)} matrices"
         self._momentum.end_step()
+        self._weights.end_step()
         if self.moment is not None:
             self.moment.end()
         if self.hyperball is not None:
@@ -227,21 +233,26 @@ class ShardedMuon(torch.optim.Optimizer):
         _take(self._to_finalize, indices)
         with self.probe.phase("apply"):
             self._count_skipped(indices, finite)
-            for group, parameters, places in self._by_group(indices):
-                weights = [local_rows(parameter) for parameter in parameters]
-                if self.moment is not None:
-                    rows = self.moment.scaled(indices, places, updates, finite)
-                else:
-                    rows = [updates[place] for place in places]
-                self.probe.updates(rows)
-                if self._compute_device is not None:
-                    rows = [update.to(weights[0].device) for update in rows]
-                if self.hyperball is not None:
-                    self._hold(parameters, [indices[place] for place in places], rows)
-                    continue
-                if group["weight_decay"] and self.decoupled_weight_decay:
-                    self._decay(group, weights, rows, finite, places)
-                torch._foreach_add_(weights, rows, alpha=-group["lr"])
+            first = 0
+            for part in self._weights.parts(indices):
+                lent = self._weights.lend(part)
+                for group, parameters, within in self._by_group(part):
+                    weights, places = [lent[place] for place in within], [first + place for place in within]
+                    if self.moment is not None:
+                        rows = self.moment.scaled(indices, places, updates, finite)
+                    else:
+                        rows = [updates[place] for place in places]
+                    self.probe.updates(rows)
+                    if self._compute_device is not None:
+                        rows = [update.to(weights[0].device) for update in rows]
+                    if self.hyperball is not None:
+                        self._hold(parameters, [indices[place] for place in places], rows)
+                        continue
+                    if group["weight_decay"] and self.decoupled_weight_decay:
+                        self._decay(group, weights, rows, finite, places)
+                    torch._foreach_add_(weights, rows, alpha=-group["lr"])
+                self._weights.take_back(part)
+                first += len(part)
 
     def _decay(
         self,

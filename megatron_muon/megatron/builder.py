@@ -25,6 +25,7 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.megatron.layout_file import dump_layout
+from megatron_muon.megatron.main_weights import MainWeights, matrix_weights
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -55,8 +56,10 @@ class MuonBuilder:
         pgs = self.pg_collection
         self.group: dist.ProcessGroup = pgs.expt_dp if self.is_expert else pgs.dp_cp
 
-    def build(self, offload: OffloadRun | None) -> torch.optim.Optimizer:
+    def build(self, offload: OffloadRun | None, weights: MainWeights | None = None) -> torch.optim.Optimizer:
         """The Muon, whose momentum `offload` keeps elsewhere or in another format than fp32. Collective.
+
+        With `weights`, which has the main weights, `offload` keeps these too.
 
         Adaptive Muon is this package's own everywhere: TensorParallelAdaptiveMuon of megatron-core 0.19 ends its first
         step in an AttributeError with emerging-optimizers 0.3, which has moved the scale behind the second moment. So
@@ -82,11 +85,13 @@ class MuonBuilder:
             device=self.device,
         )
         moment = self._second_moment() if adaptive else None
-        store = None
+        store, lent_weights = None, None
         if offload is not None:
             group_of = [number for number, member in enumerate(self.groups) for _ in member["params"]]
             part = "experts" if self.is_expert else "dense"
             store = offload.make_store(self.layout, self.group.rank(), group_of, kind=part, device=self.device)
+            if weights is not None:
+                lent_weights = matrix_weights(weights, offload, self.parameters, store, group_of, kind=part)
         muon = ShardedMuon(
             self.groups,
             self._exchange(moment),
@@ -96,6 +101,7 @@ class MuonBuilder:
             hyperball=self._hyperball() if config.muon_hyperball else None,
             moment=moment,
             store=store,
+            weights=lent_weights,
             compute_device=None if self.device == self.parameters[0].device else self.device,
         )
         if config.muon_dump_layout is not None and dist.get_rank() == 0:

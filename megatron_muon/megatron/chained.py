@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.ranks import of_all_ranks, say
 from megatron_muon.errors import OffloadError
+from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
+from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.offload.store import RecordStore
 
 
@@ -29,9 +32,18 @@ class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
     Each is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures no step.
+    `weights` has the main weights where they are moved out of Megatron-FSDP's buffers, and `scalar_state` the state of
+    the scalar optimizers then.
     """
 
-    def __init__(self, chained_optimizers: list[MegatronOptimizer], *, metrics_interval: int = 0) -> None:
+    def __init__(
+        self,
+        chained_optimizers: list[MegatronOptimizer],
+        *,
+        metrics_interval: int = 0,
+        weights: MainWeights | None = None,
+        scalar_state: Mapping[MegatronOptimizer, ScalarState] | None = None,
+    ) -> None:
         super().__init__(chained_optimizers)
         self._members = [member for member in chained_optimizers if not member.is_stub_optimizer]
         inner = [member.optimizer for member in self._members]
@@ -40,6 +52,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._grad_norm: float | torch.Tensor = 0.0
         muons = [member for member in self._members if isinstance(member.optimizer, ShardedMuon)]
         self._stored = {member: member.optimizer for member in muons if member.optimizer.store is not None}
+        self._weights, self._scalar_state = weights, scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: QKClip | None = None
         self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
@@ -49,8 +62,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
         `updated` is False where a gradient was not finite: weights and momentum are as before. Raises an OffloadError
-        where momentum could not be read or written in an earlier step, on any rank; that step was finished on every
-        rank, so a checkpoint can be saved.
+        where momentum or other state could not be read or written in an earlier step, on any rank; that step was
+        finished on every rank, so a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -85,11 +98,11 @@ class MuonChainedOptimizer(ChainedOptimizer):
             return False
         with self._timed("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
-                member.optimizer.step()
+                self._scalar_state.get(member, member.optimizer).step()
             if self.qk_clip is not None:
                 self.qk_clip.clip()
         with self._timed("optimizer-copy-main-to-model-params"):
-            for chunk in self.model_chunks:
+            for chunk in self.model_chunks if self._weights is None else ():  # else they are copied as they go back
                 chunk.module.install_optimized_model_weights()
         with self._timed("params-all-gather"):
             for chunk in self.model_chunks:
@@ -107,6 +120,19 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if timers is not None:
             timers(name).stop()
 
+    def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> AbstractContextManager[None]:
+        """Around what reads main weights, or with `write` changes them, between steps; see `MainWeights.at_hand`.
+
+        Without `--muon-offload-state all` they are there anyway.
+        """
+        return contextlib.nullcontext() if self._weights is None else self._weights.at_hand(values=values, write=write)
+
+    @property
+    def stores(self) -> list[RecordStore]:
+        """Whatever keeps state out of the optimizers."""
+        of_muons = [store for muon in self._stored.values() if isinstance(store := muon.store, RecordStore)]
+        return [*of_muons, *(self._weights.stores if self._weights is not None else ())]
+
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite since the last call, by matrix. Collective; waits for the device."""
         mine: dict[str, int] = {}
@@ -117,9 +143,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
 
     def _look_for_failures(self) -> None:
-        """Tell every rank what kept one of them from reading or writing momentum. Collective with files alone."""
-        stores = [muon.store for muon in self._stored.values() if isinstance(muon.store, RecordStore)]
-        stores = [store for store in stores if store.on_disk]
+        """Tell every rank what kept one of them from reading or writing a record. Collective with files alone."""
+        stores = [store for store in self.stores if store.on_disk]
         if not stores:
             return
         found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]
@@ -150,6 +175,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for member, muon in self._stored.items():
             for parameter, momentum in muon.momentum_state(empty=is_loading).items():
                 merged["state"].setdefault(member._param_name(parameter), {})[MOMENTUM] = momentum
+        for member, scalars in self._scalar_state.items():
+            for parameter, slots in scalars.state(empty=is_loading).items():
+                merged["state"].setdefault(member._param_name(parameter), {}).update(slots)
         self._look_for_failures()
         return merged
 
@@ -160,12 +188,17 @@ class MuonChainedOptimizer(ChainedOptimizer):
             settings = {n: meta for n, meta in state_dict["param_to_group_meta"].items() if n in parameters}
             self._tell_of_other_momentum(member, settings)
             state = {name: dict(slots) for name, slots in state_dict["state"].items() if name in parameters}
-            muon, momentum = self._stored.get(member), {}
+            muon, scalars = self._stored.get(member), self._scalar_state.get(member)
+            momentum, slots_of = {}, {}
             if muon is not None:
                 momentum = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
+            if scalars is not None:
+                slots_of = {parameters[name]: scalars.take_slots(slots) for name, slots in state.items()}
             member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
                 muon.load_momentum(momentum)
+            if scalars is not None:
+                scalars.load(slots_of)
         self._look_for_failures()
         if self.offload_failure is not None:
             raise self.offload_failure

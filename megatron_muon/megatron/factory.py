@@ -30,8 +30,10 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.logits import asked
+from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.qk_clip import QKClip
+from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
 from megatron_muon.offload.run import OffloadRun
@@ -71,12 +73,14 @@ def get_megatron_muon_optimizer(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
     offload, optimizers, digests, unmet = offload_run(config), [], [], {}
+    weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
+    scalar_state: dict[MegatronOptimizer, ScalarState] = {}
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
-            muon = builder.build(offload)
+            muon = builder.build(offload, weights)
             if isinstance(muon, ShardedMuon):
                 muon.refuse_zero_norms()
             optimizers.append(wrap(muon, config, model_chunks, pg_collection))
@@ -86,6 +90,11 @@ def get_megatron_muon_optimizer(
                 unmet["expert" if is_expert else "dense"] = builder.unmet
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
+            if weights is None or offload is None:
+                initialize_scalar_state(optimizers[-1])
+            else:
+                kind = "experts" if is_expert else "dense"
+                scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names, kind=kind)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     for line in refuse_unmet(unmet):
@@ -95,7 +104,11 @@ def get_megatron_muon_optimizer(
     if part := blockwise_note(config, pg_collection):
         say(f"megatron-muon: {part}")
     say(selection.parameter_table(groups, names, full=config.muon_log_params))
-    chain = MuonChainedOptimizer(optimizers, metrics_interval=config.muon_metrics_interval)
+    if weights is not None:
+        weights.move_out()
+    chain = MuonChainedOptimizer(
+        optimizers, metrics_interval=config.muon_metrics_interval, weights=weights, scalar_state=scalar_state
+    )
     if asked(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
     counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
@@ -172,7 +185,7 @@ def _scalar(
     pg_collection: ProcessGroupCollection,
     stats_group: dist.ProcessGroup,
 ) -> MegatronOptimizer:
-    """megatron-core's own optimizer for what Muon does not take, with state from the start."""
+    """megatron-core's own optimizer for what Muon does not take, still without state."""
     scalar_config = copy.copy(config)
     scalar_config.optimizer = config.muon_scalar_optimizer
     wrapped = _get_megatron_optimizer_based_on_param_groups(
@@ -183,7 +196,6 @@ def _scalar(
         pg_collection=pg_collection,
     )
     wrapped.config = config  # a chain's members share one config
-    initialize_scalar_state(wrapped)
     return wrapped
 
 

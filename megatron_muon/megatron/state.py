@@ -33,8 +33,12 @@ def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
     counter for a parameter, and the rank that writes it may well be one without rows. FusedAdam counts steps of groups,
     and its kernel is not launched for what precedes an empty tensor at a group's end.
     """
-    inner = wrapped.optimizer
-    wrapped.init_state_fn(inner, wrapped.config)
+    wrapped.init_state_fn(wrapped.optimizer, wrapped.config)
+    keep_counters_alike(wrapped.optimizer)
+
+
+def keep_counters_alike(inner: torch.optim.Optimizer) -> None:
+    """Give a scalar optimizer its step counters now, as `initialize_scalar_state` does beside all other state."""
     if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
         for group in inner.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -68,14 +72,27 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
     if not of_muon:
         return {"all of it": _report("all of it", rest)}
     stores = [one.store for one in inner if isinstance(one, ShardedMuon) and isinstance(one.store, RecordStore)]
+    of_others: dict[str, list[RecordStore]] = {}
+    for store in optimizer.stores:
+        if store not in stores:
+            of_others.setdefault(f"{store.content.what} {store.codec.name}", []).append(store)
+    kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
+    reported = {kind: _report_stores(kind, stores, momentum)}
+    for name, others in of_others.items():
+        reported[name] = _report_stores(name, others, Counter())
+    return {**reported, "all else": _report("all else", rest)}
+
+
+def _report_stores(name: str, stores: Sequence[RecordStore], beside: Counter[str]) -> int:
+    """As `_report`, of what stores keep and of what of the same kind lies elsewhere, with what is to be known of it."""
+    text, here = name, Counter(beside)
     for store in stores:
-        momentum.update(store.bytes)
-    text = kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
+        here.update(store.bytes)
     if staging := sum(store.staging_bytes for store in stores):
         text += f", staged through {_mb(staging)} MB"
     if buffered := sorted(str(f.path.parent) for store in stores for f in store.disk.files if not f.direct):
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
-    return {kind: _report(text, momentum), "all else": _report("all else", rest)}
+    return _report(text, here)
 
 
 def _report(name: str, here: Counter[str]) -> int:

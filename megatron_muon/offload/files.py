@@ -176,40 +176,64 @@ class MomentumFile:
 
 
 @dataclass(frozen=True)
+class Content:
+    """What records hold.
+
+    Attributes:
+        what: for messages.
+        part: in front of the parameter group in the names of files.
+        after_loss: what became of a record that is lost, for messages.
+        refill: fills a record of zeros, 1D fp32, in the place of one that is lost; called in any thread.
+    """
+
+    what: str = "momentum"
+    part: str = ""
+    after_loss: str = "is lost and started at zero; to have it"
+    refill: Callable[[int, torch.Tensor], None] | None = None
+
+
+MOMENTUM = Content()
+
+
+@dataclass(frozen=True)
 class Failure:
-    """The first failed read or write, and the matrices whose momentum could not be read."""
+    """The first failed read or write, and the matrices whose records could not be read."""
 
     doing: Literal["read", "write"]
     path: Path
     offset: int
     reason: str
     lost: tuple[str, ...] = ()
+    content: Content = MOMENTUM
 
     def __str__(self) -> str:
-        text = f"cannot {self.doing} momentum in {self.path} at offset {self.offset:,}: {self.reason}"
+        text = f"cannot {self.doing} {self.content.what} in {self.path} at offset {self.offset:,}: {self.reason}"
         if not self.lost:
             kept = "a second try worked" if self.doing == "read" else "what was to be written is kept in memory"
             return f"{text}; nothing is lost, {kept}"
         more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
         return (
-            f"{text}; momentum of {self.lost[0]}{more} on this rank is lost and started at zero; to have it, go back "
-            "to an earlier checkpoint"
+            f"{text}; {self.content.what} of {self.lost[0]}{more} on this rank {self.content.after_loss}, go back to "
+            "an earlier checkpoint"
         )
 
 
 class DiskRecords:
     """Records in files, read and written whatever the disk does; any thread may, one record in one thread at a time.
 
-    When a write fails, the record stays in memory; when a read fails twice, it is zero, and stays in memory from then
-    on. `failure` tells what happened, lost records before all else. `places` has the file of each record and the offset
-    in it, by index.
+    When a write fails, the record stays in memory; when a read fails twice, it is zero or what `content` has instead,
+    and stays in memory from then on. `failure` tells what happened, lost records before all else. `places` has the file
+    of each record and the offset in it, by index.
     """
 
-    def __init__(self, places: Mapping[int, tuple[MomentumFile, int]], names: Sequence[str]) -> None:
+    def __init__(
+        self, places: Mapping[int, tuple[MomentumFile, int]], names: Sequence[str], content: Content = MOMENTUM
+    ) -> None:
         self.files = list({id(file): file for file, _ in places.values()}.values())
         self.failure: Failure | None = None
         self._places = places
         self._names = names
+        self._content = content
         self._kept: dict[int, torch.Tensor] = {}  # records that could not be written, or not be read
         self._lost: set[int] = set()  # of these, the ones whose place on disk is not to be trusted
         self._guard = threading.Lock()
@@ -230,7 +254,10 @@ class DiskRecords:
             try:
                 file.read(offset, buffer)
             except OSError:
-                self._kept[index] = buffer.zero_().clone()
+                buffer.zero_()
+                if self._content.refill is not None:
+                    self._content.refill(index, buffer.view(torch.float32))
+                self._kept[index] = buffer.clone()
                 self._lost.add(index)
             self._fail("read", index, first)
 
@@ -252,7 +279,8 @@ class DiskRecords:
         lost = (self._names[index],) if index in self._lost else ()
         with self._guard:
             if self.failure is None or (lost and not self.failure.lost):
-                self.failure = Failure(doing, file.path, offset, error.strerror or str(error), lost)
+                reason = error.strerror or str(error)
+                self.failure = Failure(doing, file.path, offset, reason, lost, self._content)
             elif lost:
                 self.failure = replace(self.failure, lost=self.failure.lost + lost)
 

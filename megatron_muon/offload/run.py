@@ -24,9 +24,9 @@ import torch.distributed as dist
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank
 from megatron_muon.errors import UserError
-from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.codecs import Codec, codec_of
 from megatron_muon.offload.directory import RunDirectory
-from megatron_muon.offload.files import Header, MomentumFile, in_pages
+from megatron_muon.offload.files import MOMENTUM, Content, Header, MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
@@ -60,7 +60,7 @@ class OffloadRun:
         self.finished_iteration: int | None = None
         """The last one, where the training loop tells: a step that is skipped counts there, and not for the stores."""
         self._files: list[MomentumFile] = []
-        self._kinds: list[str] = []
+        self._kept: dict[str, list[str]] = {}  # kinds of parameters by what is kept of them
         self._needed = 0
         self._process = os.getpid()
         self._claimed: RunDirectory | None = None
@@ -80,25 +80,39 @@ class OffloadRun:
     def make_store(
         self, layout: Layout, rank: int, group_of: Sequence[int], *, kind: str, device: torch.device
     ) -> RecordStore:
-        """A store for what `rank` holds of a layout, for arithmetic on `device`. Collective with momentum on disk.
-
-        `group_of` is the number of each matrix's parameter group, `kind`, "dense" or "experts", is for names of files.
-        A UserError on every rank where the directory of one has too little room.
-        """
+        """A store for the momentum that `rank` holds of a layout, as `make_records`; `kind` is "dense" or "experts"."""
+        names = [matrix.name for matrix in layout.matrices]
         codec = codec_of(self.dtype)
-        names, shards = [matrix.name for matrix in layout.matrices], layout.held(rank)
+        return self.make_records(names, layout.held(rank), group_of, kind=kind, device=device, codec=codec)
+
+    def make_records(
+        self,
+        names: Sequence[str],
+        shards: Sequence[Shard],
+        group_of: Sequence[int],
+        *,
+        kind: str,
+        device: torch.device,
+        codec: Codec,
+        content: Content = MOMENTUM,
+    ) -> RecordStore:
+        """A store of records, one for each shard, for arithmetic on `device`. Collective where they are on disk.
+
+        `group_of` is the number of each one's parameter group; `kind` is for names of files. A UserError on every rank
+        where the directory of one has too little room.
+        """
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         files: dict[int, tuple[MomentumFile, int]] = {}
         if self._claimed is not None:
-            self._kinds.append(kind)
+            self._kept.setdefault(content.what, []).append(kind)
             of_group: dict[int, list[int]] = {}
             for index, place in enumerate(places):
                 if place == DISK:
                     of_group.setdefault(group_of[index], []).append(index)
             headers = [
-                (indices, self._header(f"{kind}{group}", [(names[i], shards[i], sizes[i]) for i in indices]))
-                for group, indices in sorted(of_group.items())
+                (of, self._header(f"{content.part}{kind}{group}", codec, [(names[i], shards[i], sizes[i]) for i in of]))
+                for group, of in sorted(of_group.items())
             ]
             self._needed += sum(header.room() + header.size for _, header in headers)
             error = None
@@ -121,6 +135,7 @@ class OffloadRun:
             staging_bytes=int(self.buffer_mb * 2**20),
             files=files,
             on_disk=self._claimed is not None,
+            content=content,
         )
         self.stores.append(store)
         return store
@@ -158,7 +173,7 @@ class OffloadRun:
         if self._claimed is not None:
             self._claimed.close()
 
-    def _header(self, part: str, held: Sequence[tuple[str, Shard, int]]) -> Header:
+    def _header(self, part: str, codec: Codec, held: Sequence[tuple[str, Shard, int]]) -> Header:
         """The header of a parameter group's file of `(name, shard, bytes)`: what is where in it."""
         records, end = [], 0
         for name, shard, size in held:
@@ -169,7 +184,7 @@ class OffloadRun:
             iteration=self.iteration,
             rank=dist.get_rank() if dist.is_initialized() else 0,
             part=part,
-            dtype=self.dtype,
+            dtype=codec.name,
             size=end,
             records=tuple(records),
             keep=self.keep,
@@ -189,11 +204,12 @@ class OffloadRun:
         of_all_ranks(None)  # every rank has given its room back
         free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
         all_of_host = sum(needed for _, host, needed in everyone if host == failed[1])
+        kept = " and ".join(f"{what} ({' and '.join(kinds)})" for what, kinds in self._kept.items())
+        takes, form = ("takes", f" as {self.dtype}") if len(self._kept) == 1 else ("take", "")
         raise UserError(
-            f"--muon-offload-dir {path} is too small ({failed[0]}): momentum ({' and '.join(self._kinds)}) of the "
-            f"ranks on {failed[1]} takes {all_of_host:,} bytes as {self.dtype}, {failed[2]:,} of them on the rank that "
-            f"failed; {free:,} bytes are free. Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller "
-            "--muon-offload-fraction"
+            f"--muon-offload-dir {path} is too small ({failed[0]}): {kept} of the ranks on {failed[1]} {takes} "
+            f"{all_of_host:,} bytes{form}, {failed[2]:,} of them on the rank that failed; {free:,} bytes are free. "
+            "Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
         )
 
 

@@ -25,13 +25,13 @@ from megatron_muon.core.exchange.steps import RowPhases
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.momentum import MomentumStore
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import DiskRecords, Failure, MomentumFile, in_pages, scratch
+from megatron_muon.offload.files import MOMENTUM, Content, DiskRecords, Failure, MomentumFile, in_pages, scratch
 from megatron_muon.offload.prepare_stream import PrepareStream
 from megatron_muon.offload.ring import Piece, Ring, aligned, lock, transfer_memory, unlock
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 _THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
-_PARTS = 3
+PARTS = 3
 """Parts of a ring: one is read, one is worked on, one is written back."""
 
 
@@ -65,6 +65,7 @@ class RecordStore(MomentumStore):
         staging_bytes: of each ring; it takes three times the largest record in any case.
         files: for each shard on disk its file and the offset in it.
         on_disk: momentum is in files, on this rank or on another one.
+        content: what the records hold, if not momentum.
     """
 
     def __init__(
@@ -78,12 +79,15 @@ class RecordStore(MomentumStore):
         staging_bytes: int,
         files: Mapping[int, tuple[MomentumFile, int]],
         on_disk: bool = False,
+        content: Content = MOMENTUM,
     ) -> None:
         self.on_disk = on_disk
+        self.content = content
+        self.names = names
         self.shards = shards
         self.places = places
         self.codec = codec
-        self.disk = DiskRecords(files, names)
+        self.disk = DiskRecords(files, names, content)
         self.steps = 0  # of the training; stochastic rounding depends on it
         self.begun_at = 0
         self._device = device
@@ -99,8 +103,8 @@ class RecordStore(MomentumStore):
         self._make_resident()
         moving = [in_pages(size) for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
         self.staged = bool(moving)
-        ring_bytes = max(min(in_pages(staging_bytes), sum(moving)), _PARTS * max(moving, default=0))
-        self._part_bytes = ring_bytes // _PARTS
+        ring_bytes = max(min(in_pages(staging_bytes), sum(moving)), PARTS * max(moving, default=0))
+        self._part_bytes = ring_bytes // PARTS
         self._host_ring = Ring(self._transfer_memory(ring_bytes if files else 0))
         self._device_ring = Ring(aligned(ring_bytes if self._on_gpu else 0, device=device))
         for stream in self._streams:

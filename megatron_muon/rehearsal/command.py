@@ -29,8 +29,13 @@ if TYPE_CHECKING:
     from megatron_muon.rehearsal.playback import Played
 
 GPUS = tuple(name for name, machine in HARDWARE.items() if not machine.processor)
-_NOT_REHEARSED = {"muon_exchange": "allgather", "muon_offload": "nvme", "muon_ns_device": "cpu"}
-"""What every rank does alike, what needs files, and what makes the host wait by intent."""
+_NOT_REHEARSED = {
+    "muon_exchange": "allgather",
+    "muon_offload": "nvme",
+    "muon_ns_device": "cpu",
+    "muon_offload_state": "all",
+}
+"""What every rank does alike, what needs files, what makes the host wait by intent, what needs a model's buffers."""
 LINES = 10
 """That say how far a rehearsal is, where the standard error is not a terminal."""
 SHOWN = 8

@@ -23,6 +23,7 @@ PATCHED = [
     (checkpointing, "maybe_msc"),
     (checkpointing, "_load_base_checkpoint"),
     (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
+    (checkpointing, "generate_state_dict"),
     (dcp, "save"),
     (training, "save_checkpoint"),
     (training, "load_checkpoint"),

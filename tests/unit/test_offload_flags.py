@@ -12,6 +12,7 @@ from megatron_muon.megatron.flags.arguments import check_settings, parse
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp", "--mock-data", "--micro-batch-size", "1")
 SHARDED = (*MUON, "--data-parallel-sharding-strategy", "optim")
 NVME = ("--muon-offload", "nvme", "--muon-offload-dir", ".")
+ALL = ("--muon-offload", "cpu", "--muon-offload-state", "all")
 
 
 def check(parser, *argv: str) -> None:
@@ -26,6 +27,8 @@ def check(parser, *argv: str) -> None:
         ("--muon-offload", "cpu", "--muon-offload-fraction", "0.5", "--muon-ns-device", "cpu"),
         (*NVME, "--muon-offload-keep", "--muon-offload-buffer-mb", "1", "--muon-momentum-dtype", "int8"),
         ("--muon-momentum-dtype", "bf16"),
+        (*NVME, "--muon-offload-state", "all", "--muon-offload-fraction", "0.5", "--muon-momentum-dtype", "int8"),
+        ("--muon-offload", "cpu", "--muon-offload-state", "all"),
     ],
 )
 def test_what_fits_passes_and_writes_nothing(parser, flags, tmp_path, monkeypatch):
@@ -53,6 +56,27 @@ def test_what_fits_passes_and_writes_nothing(parser, flags, tmp_path, monkeypatc
         (("--muon-offload-buffer-mb", "8"), ("--muon-offload-buffer-mb needs --muon-offload cpu or nvme",)),
         (("--muon-ns-device", "cpu"), ("--muon-ns-device needs --muon-offload cpu or nvme",)),
         ((*NVME, "--muon-ns-device", "accelerator"), ("--muon-ns-device accelerator", "this run has none")),
+        (("--muon-offload-state", "adam"), ("-state: invalid choice: 'adam'", "momentum", "all")),
+        (("--muon-offload-state", "all"), ("--muon-offload-state needs --muon-offload cpu or nvme, and it is none",)),
+        ((*ALL, "--log-params-norm"), ("--log-params-norm is not supported with", "reads the main weights")),
+        (
+            (*ALL, "--check-weight-hash-across-dp-replicas-interval", "5"),
+            ("--check-weight-hash-across-dp-replicas-interval is not supported with --muon-offload-state all",),
+        ),
+        ((*ALL, "--muon-ns-device", "cpu"), ("--muon-ns-device cpu is not supported with --muon-offload-state all",)),
+        ((*ALL, "--optimizer", "adaptive_muon"), ("--optimizer adaptive_muon is not supported", "use --muon-offload-")),
+        ((*ALL, "--fp8-format", "hybrid"), ("--fp8-format is not supported with --muon-offload-state all",)),
+        ((*ALL, "--fp4-format", "e2m1"), ("--fp4-format is not supported with --muon-offload-state all",)),
+        ((*ALL, "--qk-clip"), ("--qk-clip is not supported with --muon-offload-state all: it scales main weights",)),
+        (
+            (*ALL, "--muon-hyperball", "--weight-decay", "0"),
+            ("--muon-hyperball is not supported with --muon-offload-",),
+        ),
+        ((*ALL, "--async-save"), ("--async-save is not supported with --muon-offload-state all",)),
+        (
+            (*ALL, "--data-parallel-sharding-strategy", "no_shard", "--muon-share-replicated"),
+            ("no_shard is not supported with --muon-offload-state all: it keeps every weight on every rank",),
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(parser, flags, fragments):

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.layout import Shard
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import PAGE, Header, MomentumFile, in_pages
+from megatron_muon.offload.files import PAGE, Content, Header, MomentumFile, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 CPU = torch.device("cpu")
@@ -242,6 +242,21 @@ def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) ->
     assert bench.store.failure.lost == ("matrix1",)
     bench.expected[1].zero_()
     bench.check()
+
+
+def test_a_record_that_is_lost_is_what_its_content_has_instead(benches: Any, disk: Disk) -> None:
+    """Main weights are made from the model's, where zeros would end a training."""
+    bench = benches([8] * 4, staging_pages=6)
+    content = Content("main weights", "", "are lost", lambda index, record: record.fill_(index))
+    bench.store.disk._content = content
+    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
+    bench.store._settle()
+    disk.reads[bench.offsets[3]] = ALWAYS
+    bench.expected[3].fill_(3.0)
+    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
+    bench.check()
+    assert str(bench.store.failure).startswith("cannot read main weights in ")
+    assert "main weights of matrix3 on this rank are lost, go back to an earlier checkpoint" in str(bench.store.failure)
 
 
 def test_a_checkpoint_that_cannot_be_taken_over(benches: Any, disk: Disk) -> None:

@@ -176,6 +176,11 @@ CASES = {
         },
         "--muon-tp-mode duplicated is not supported with --muon-hyperball, no_shard and tensor parallel size 2",
     ),
+    "clipped on a sphere": (
+        ("--muon-hyperball", "--weight-decay", "0", "--qk-clip"),
+        {"muon_hyperball": True, "weight_decay": 0.0, "model": {"qk_clip": True}},
+        "--qk-clip changes the norms that --muon-hyperball keeps; leave one of the two flags out",
+    ),
     "cautious without decay": (
         ("--muon-cautious-weight-decay", "--weight-decay", "0"),
         {"muon_cautious_weight_decay": True, "weight_decay": 0.0},

@@ -49,6 +49,7 @@ def install(patches: Patches, *, adam: bool) -> None:
     save_beside_and_rename(patches)
     write_tracker_at_once(patches)
     explain_failed_saves(patches)
+    have_main_weights_at_hand(patches)
     loading.load_what_is_there(patches)
     loading.explain_load_refusals(patches)
     loading.keep_loaded_main_weights(patches)
@@ -138,6 +139,31 @@ def explain_failed_saves(patches: Patches) -> None:
             from megatron.training import get_args
 
             raise _save_error(iteration, Path(get_args().save), error) from error
+
+
+def have_main_weights_at_hand(patches: Patches) -> None:
+    """Let checkpoints have the main weights that `--muon-offload-state all` keeps out of Megatron-FSDP's buffers.
+
+    0.19 takes a model's weights from its parameters, which Megatron-FSDP makes show its main weights, and loads them in
+    place. A state dict keeps the memory that they lie in for as long as it lives.
+    """
+
+    @patches.around(checkpointing, "generate_state_dict", takes=["args", "model", "optimizer", "optim_sd_kwargs"])
+    def generate_state_dict(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = kwargs["optimizer"] if "optimizer" in kwargs else args[2]
+        is_trial = (kwargs.get("optim_sd_kwargs") or {}).get("is_loading", False)
+        with _at_hand(optimizer, values=not is_trial):
+            return generate(*args, **kwargs)
+
+    @patches.around(training, "load_checkpoint", takes=["ddp_model", "optimizer"])
+    def load_checkpoint(load: Callable[..., Any], ddp_model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        with _at_hand(optimizer, write=True):
+            return load(ddp_model, optimizer, *args, **kwargs)
+
+
+def _at_hand(optimizer: Any, **how: bool) -> contextlib.AbstractContextManager[None]:
+    ours = isinstance(optimizer, MuonChainedOptimizer)
+    return optimizer.main_weights_at_hand(**how) if ours else contextlib.nullcontext()
 
 
 def remember_signals(patches: Patches) -> None:

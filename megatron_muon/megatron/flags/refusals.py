@@ -66,11 +66,8 @@ class MuonRun:
 def check(run: MuonRun) -> None:
     """Refuse what a run asks of Muon in vain, or of this package without Muon; of independent rules each in a line."""
     with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
-    rules = (
-        (_choices, _features, _logits, _heeded, _teams, _proven, _offload, _blocks, _share, _cautious, _hyperball)
-        if with_muon
-        else (_nothing_of_muon,)
-    )
+    of_muon = (_choices, _features, _logits, _heeded, _teams, _proven, _offload, _offload_all, _blocks, _share)
+    rules = (*of_muon, _cautious, _hyperball) if with_muon else (_nothing_of_muon,)
     reasons = Reasons()
     for rule in (_precision, _layer_wise, _adaptive, *rules):
         with reasons:
@@ -250,10 +247,8 @@ def _offload(run: MuonRun) -> None:
             )
     if settings.muon_offload == "nvme" and not settings.muon_offload_dir:
         raise UserError("--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk")
-    for places, names in (
-        (("nvme",), ("muon_offload_dir", "muon_offload_keep")),
-        (("cpu", "nvme"), ("muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")),
-    ):
+    elsewhere = ("muon_offload_state", "muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
+    for places, names in ((("nvme",), ("muon_offload_dir", "muon_offload_keep")), (("cpu", "nvme"), elsewhere)):
         for flag in run.given(names) if settings.muon_offload not in places else ():
             raise UserError(
                 f"{flag} needs --muon-offload {' or '.join(places)}, and it is {settings.muon_offload}; change that, "
@@ -266,6 +261,38 @@ def _offload(run: MuonRun) -> None:
             "--muon-ns-device cpu is not supported with --optimizer adaptive_muon, whose second moment stays on the "
             "GPU; use --muon-ns-device accelerator, or leave it out"
         )
+
+
+def _offload_all(run: MuonRun) -> None:
+    """Refuse, with `--muon-offload-state all`, what needs main weights between steps, or was not tried with it."""
+    settings, model = run.settings, run.model
+    if settings.muon_offload_state != "all":
+        return
+    for flag, is_on, why in (
+        ("--optimizer adaptive_muon", settings.optimizer == "adaptive_muon", "was not tried with it"),
+        (NO_SHARD, run.replicated, "keeps every weight on every rank"),
+        ("--muon-ns-device cpu", settings.muon_ns_device == "cpu", "was not tried with it"),
+        (
+            "decoupled_weight_decay=False",
+            not getattr(settings, "decoupled_weight_decay", True),
+            "needs weights beside the gradients",
+        ),
+        ("--fp8-format", bool(model.fp8), "makes the model's weights from the main weights in a way of its own"),
+        ("--fp4-format", bool(model.fp4), "makes the model's weights from the main weights in a way of its own"),
+        ("--async-save", getattr(settings, "async_save", False), "was not tried with it"),
+        ("--qk-clip", model.qk_clip, "scales main weights behind the step"),
+        ("--muon-hyperball", settings.muon_hyperball, "needs weights behind the step"),
+        ("--log-params-norm", getattr(settings, "log_params_norm", False), "reads the main weights between steps"),
+        (
+            "--check-weight-hash-across-dp-replicas-interval",
+            getattr(settings, "check_weight_hash_across_dp_replicas_interval", None) is not None,
+            "reads the main weights between steps",
+        ),
+    ):
+        if is_on:
+            raise UserError(
+                f"{flag} is not supported with --muon-offload-state all: it {why}; use --muon-offload-state momentum"
+            )
 
 
 def _blocks(run: MuonRun) -> None:
@@ -338,6 +365,8 @@ def _hyperball(run: MuonRun) -> None:
             "--muon-cautious-weight-decay has no effect with --muon-hyperball, which takes the place of decay; leave "
             "one of the two flags out"
         )
+    if run.model.qk_clip:
+        raise UserError("--qk-clip changes the norms that --muon-hyperball keeps; leave one of the two flags out")
     for name in _decays(settings):
         raise UserError(
             f"{flag_of(name)} {getattr(settings, name):g} has no effect with --muon-hyperball, which keeps the norms "

@@ -1,0 +1,217 @@
+"""Megatron-FSDP's fp32 main weights out of its buffers between steps: `--muon-offload-state all`.
+
+Megatron-FSDP keeps the weights twice: those that the model computes with, and beside them this rank's shard of the fp32
+main weights that optimizers change. Here the main weights live as records in stores (`offload.store`), and its buffers
+hold none: what reads them there gets an error of torch about tensors without data. A step has some of them lent, and
+each is copied to the model's weights before it goes back. For checkpoints all of them lie in memory for a while.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, override
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from megatron_muon.core.momentum import Lender
+from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.files import Content
+from megatron_muon.offload.run import OffloadRun
+from megatron_muon.offload.store import RecordStore
+
+AFTER_LOSS = "are lost and were made from the model's weights, with their rounding; to have them"
+"""What becomes of main weights that are lost."""
+
+_NOTES = ("__create_chunk_list__", "__create_write_items__")
+"""What Megatron-FSDP attaches to a shard for checkpoints: which part of the whole it is."""
+
+
+class Keeper(Protocol):
+    """Keeps the main weights of some parameters."""
+
+    parameters: Sequence[torch.Tensor]
+    store: RecordStore
+
+    def read_weights(self, index: int) -> torch.Tensor:
+        """A copy of a parameter's main weights, this rank's, 1D, between steps."""
+
+    def write_weights(self, index: int, values: torch.Tensor) -> None:
+        """Replace a parameter's main weights by 1D values, between steps."""
+
+
+@dataclass(eq=False)
+class _Place:
+    """Where Megatron-FSDP has a parameter: item `item` of its buffers, and tensors that show the main weights."""
+
+    main: Any
+    model: Any
+    item: int
+    shown_by: tuple[DTensor, ...]
+
+
+class MainWeights:
+    """The main weights of a model, which are in Megatron-FSDP's buffers until `move_out`.
+
+    Every parameter that trains is to be kept by one of the keepers, which take its values when they are made.
+    """
+
+    def __init__(self, model_chunks: Sequence[Any]) -> None:
+        self._places: dict[torch.Tensor, _Place] = {}
+        for buffer in (chunk.param_and_grad_buffer for chunk in model_chunks):
+            for name, parameter in buffer.optimizer_named_parameters:
+                group = buffer.parameter_groups[buffer.param_to_param_group[parameter.orig_param]]
+                main, model = group.main_weight_buffer, group.model_weight_buffer
+                if main is not None:
+                    shown_by = (parameter, buffer.dist_main_weight[name])
+                    self._places[parameter] = _Place(main, model, main.param_idx[parameter.orig_param], shown_by)
+        self._buffers = list({id(place.main): place.main for place in self._places.values()}.values())
+        self._keepers: list[Keeper] = []
+        self._at_hand = True
+
+    @property
+    def stores(self) -> list[RecordStore]:
+        """The keepers'."""
+        return [keeper.store for keeper in self._keepers]
+
+    def shard(self, parameter: torch.Tensor) -> torch.Tensor:
+        """This rank's main weights of a parameter, 1D, in Megatron-FSDP's buffer while they are there."""
+        place = self._places[parameter]
+        shard: torch.Tensor = place.main.get_item(place.item, only_shard=True)
+        return shard
+
+    def model_shard(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The same elements of the weights that the model computes with, 1D."""
+        place = self._places[parameter]
+        shard: torch.Tensor = place.model.get_item(place.item, only_shard=True)
+        return shard.detach()
+
+    def keep(self, keeper: Keeper) -> None:
+        """Put the main weights of a keeper's parameters into its records, too."""
+        for index, parameter in enumerate(keeper.parameters):
+            if self.shard(parameter).numel():
+                keeper.write_weights(index, self.shard(parameter))
+        self._keepers.append(keeper)
+
+    def move_out(self) -> None:
+        """Give up the memory of Megatron-FSDP's buffers: from now on the keepers alone have the main weights."""
+        kept = {parameter for keeper in self._keepers for parameter in keeper.parameters}
+        assert kept == self._places.keys(), "a parameter that trains has no keeper, or one that does not has one"
+        self._show([torch.empty(buffer.data_size, device="meta") for buffer in self._buffers])
+        self._at_hand = False
+
+    @contextmanager
+    def at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
+        """Have the main weights in Megatron-FSDP's buffers, in the stores' scratch memory; not within a step.
+
+        Args:
+            values: with their values; without, the memory has any, as they will be loaded.
+            write: the keepers take the values at the end, unless an error ends it.
+        """
+        if self._at_hand:
+            yield
+            return
+        sizes = [buffer.data_size for buffer in self._buffers]
+        self._show(self._keepers[0].store.scratch(sizes) if self._keepers else [])
+        self._at_hand = True
+        try:
+            for keeper, index, shard in self._shards() if values else ():
+                shard.copy_(keeper.read_weights(index))
+            yield
+            for keeper, index, shard in self._shards() if write else ():
+                keeper.write_weights(index, shard)
+        finally:
+            self.move_out()
+
+    def _shards(self) -> Iterator[tuple[Keeper, int, torch.Tensor]]:
+        for keeper in self._keepers:
+            for index, parameter in enumerate(keeper.parameters):
+                if (shard := self.shard(parameter)).numel():
+                    yield keeper, index, shard
+
+    def _show(self, data: Sequence[torch.Tensor]) -> None:
+        """Let Megatron-FSDP's buffers be this memory, and everything that shows main weights be parts of it."""
+        for buffer, memory in zip(self._buffers, data, strict=True):
+            buffer.data = memory
+        for parameter, place in self._places.items():
+            shard = self.shard(parameter)
+            for tensor in place.shown_by:
+                before = tensor._local_tensor
+                tensor._local_tensor = shard.view(before.shape)
+                for note in _NOTES:
+                    if hasattr(before, note):
+                        setattr(tensor._local_tensor, note, getattr(before, note))
+
+
+class MatrixWeights(Lender):
+    """Lends a step of Muon the main weights of its matrices, from records, one for each."""
+
+    staged = True
+
+    def __init__(self, weights: MainWeights, parameters: Sequence[torch.Tensor], store: RecordStore) -> None:
+        super().__init__(lambda index: store.read(index))
+        self.parameters = parameters
+        self.store = store
+        self._weights = weights
+        self._lent: list[torch.Tensor] = []
+        weights.keep(self)
+
+    def read_weights(self, index: int) -> torch.Tensor:
+        """Of matrix `index`, as `Keeper` has it."""
+        return self.store.read(index).view(-1)
+
+    def write_weights(self, index: int, values: torch.Tensor) -> None:
+        """Of matrix `index`, as `Keeper` has it."""
+        shard = self.store.shards[index]
+        self.store.write(index, values.view(shard.rows, shard.cols))
+
+    @override
+    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        return self.store.parts(indices)
+
+    @override
+    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        self._lent = self.store.lend(indices)
+        return self._lent
+
+    @override
+    def take_back(self, indices: Sequence[int]) -> None:
+        for index, rows in zip(indices, self._lent, strict=True):
+            self._weights.model_shard(self.parameters[index]).copy_(rows.view(-1))
+        self._lent = []
+        self.store.take_back(indices)
+
+    @override
+    def end_step(self) -> None:
+        self.store.end_step()
+
+
+def matrix_weights(
+    weights: MainWeights,
+    offload: OffloadRun,
+    parameters: Sequence[torch.Tensor],
+    momentum: RecordStore,
+    group_of: Sequence[int],
+    *,
+    kind: str,
+) -> MatrixWeights:
+    """Records of main weights, with their values, beside those of the same shards' momentum. Collective."""
+    refill = partial(_refill, lambda index: weights.model_shard(parameters[index]))
+    store = offload.make_records(
+        momentum.names,
+        momentum.shards,
+        group_of,
+        kind=kind,
+        device=parameters[0].device,
+        codec=codec_of("fp32"),
+        content=Content("main weights", "weights-", AFTER_LOSS, refill),
+    )
+    return MatrixWeights(weights, parameters, store)
+
+
+def _refill(model_shard: Callable[[int], torch.Tensor], index: int, record: torch.Tensor) -> None:
+    shard = model_shard(index)
+    record[: shard.numel()].copy_(shard)

@@ -1,0 +1,146 @@
+"""What happens to a run whose state is all on disk when the disk fails, and in how little memory it trains."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.checkpoint import files
+from tests.functional import cli, test_offload_faults
+from tests.functional.case import Case
+from tests.functional.pool import Pool
+from tests.functional.test_checkpoints import differences, saved
+from tests.functional.test_offload_faults import FAULTY_STEP, error_of, lying_there
+from tests.functional.training import Trainings, train
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
+
+ALL = (*test_offload_faults.FLAGS, "--muon-offload-state", "all")
+WEIGHTS, SCALARS = "main weights", "scalar state"
+
+
+@pytest.fixture
+def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
+    (tmp_path / "momentum").mkdir()
+    return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *ALL))
+
+
+def train_with(rank: int, world_size: int, *, fault: str, on_rank: int, what: str, **run: Any) -> tuple[int, str]:
+    """In a worker: a training run whose store of `what` meets a fault on one rank at the start of its fourth step."""
+    from megatron_muon.megatron.chained import MuonChainedOptimizer
+
+    step = MuonChainedOptimizer.step_with_ready_grads
+    undo: list[Callable[[], None]] = []
+    done: list[int] = []
+
+    def step_with_fault(self: Any) -> bool:
+        done.append(1)
+        if rank == on_rank and len(done) == FAULTY_STEP:
+            store = next(store for store in self.stores if store.content.what == what)
+            undo.append(getattr(test_offload_faults, fault)(store))
+        updated = bool(step(self))
+        while undo:
+            undo.pop()()
+        return updated
+
+    MuonChainedOptimizer.step_with_ready_grads = step_with_fault
+    return train(rank, world_size, **run)
+
+
+def with_fault(training: Trainings, fault: str, *flags: str, what: str) -> cli.Run:
+    argv = [*training.flags, *flags]
+    answers = training.ranks(2, train_with, argv=argv, folder=str(training.folder), fault=fault, on_rank=1, what=what)
+    assert len({status for status, _ in answers}) == 1, "\n".join(text[-3000:] for _, text in answers)
+    return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0)
+
+
+@pytest.mark.parametrize("what", [WEIGHTS, SCALARS])
+def test_a_disk_that_is_full_for_other_state(training: Trainings, what: str) -> None:
+    """The step is finished, its checkpoint is whole, and the run that goes on from it is the undisturbed one."""
+    training("--save", "whole", "--bf16").checked()
+    error = error_of(with_fault(training, "full_disk", "--save", "ck", "--bf16", what=what), status=1)
+    assert "rank 1 cannot write " in error
+    assert "nothing is lost, what was to be written is kept in memory" in error
+    assert lying_there(training) == []
+    assert files.latest(training.folder / "ck") == FAULTY_STEP
+    assert differences(saved(training, "ck", 4), saved(training, "whole", 4)) == []
+    training("--load", "ck", "--save", "resumed", "--bf16").checked()
+    assert differences(saved(training, "resumed"), saved(training, "whole")) == []
+
+
+@pytest.mark.parametrize("model", [(), ("--bf16",)])
+def test_main_weights_that_cannot_be_read_are_made_from_the_models(training: Trainings, model: tuple[str, ...]) -> None:
+    """An fp32 model has them all; in bf16 the run goes on from what the model computed with, and says so."""
+    training("--save", "whole", *model).checked()
+    error = error_of(with_fault(training, "unreadable", "--save", "ck", *model, what=WEIGHTS), status=1)
+    assert "rank 1 cannot read main weights in " in error
+    assert "-rank00001-weights-dense0.bin at offset " in error
+    assert "on this rank are lost and were made from the model's weights, with their rounding; to have them, " in error
+    assert error.endswith("Iteration 4 was finished and saved in ck")
+    found, expected = saved(training, "ck", 4), saved(training, "whole", 4)
+    wrong = differences(found, expected)
+    if not model:
+        assert wrong == []
+        return
+    assert wrong
+    assert all(name.startswith("model.") for name in wrong), wrong
+    for name in wrong:  # one rounding of the weights before the step
+        assert (found[name] - expected[name]).abs().max() <= 2**-8 * expected[name].abs().max()
+
+
+def test_scalar_state_that_cannot_be_read(training: Trainings) -> None:
+    error = error_of(with_fault(training, "unreadable", "--save", "ck", what=SCALARS), status=1)
+    assert "rank 1 cannot read scalar state in " in error
+    assert "is lost and started at zero, with weights made from the model's; to have it, go back to" in error
+    run = training("--load", "ck", "--train-iters", "5", "--override-opt-param-scheduler").checked()
+    assert [iteration.number for iteration in run.iterations] == [5]
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+LARGE = Case(hidden=256, heads=4, query_groups=4, ffn=1024, layers=1, vocabulary=16384, bf16=True)
+"""0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of main weights."""
+
+LIMIT_MB = 100
+"""What a process may take beyond what it has once the model is there, with gradients and main weights."""
+
+
+def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str, Any]) -> str:
+    """In a worker: two steps of a large model in so much more memory; empty, or what torch says when that ends."""
+    from megatron_muon.offload.run import close_runs
+    from tests.functional import model
+
+    make = model._optimizer
+
+    def make_within(*args: Any) -> Any:
+        status = Path("/proc/self/status").read_text().splitlines()
+        taken = 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + limit_mb * 10**6, resource.RLIM_INFINITY))
+        return make(*args)
+
+    model._optimizer = make_within
+    threading.stack_size(1 << 19)  # which counts too
+    try:
+        trainer = model.Trainer(LARGE.but(optimizer=setting))
+        for _ in range(2):
+            trainer.step(lambda name, shape, step: torch.full(tuple(shape), 1e-3))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        close_runs()
+    return ""
+
+
+def test_a_model_whose_state_does_not_fit_trains_with_it_on_disk(ranks: Pool, tmp_path: Path) -> None:
+    nvme = {"muon_offload": "nvme", "muon_offload_dir": str(tmp_path), "muon_offload_buffer_mb": 3.0}
+    settings = {"none": {}, "momentum": nvme, "all": {**nvme, "muon_offload_state": "all"}}
+    said = {name: ranks(1, train_within, limit_mb=LIMIT_MB, setting=setting)[0] for name, setting in settings.items()}
+    assert "can't allocate memory" in said["none"]
+    assert "can't allocate memory" in said["momentum"]
+    assert said["all"] == ""

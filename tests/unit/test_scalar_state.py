@@ -1,0 +1,109 @@
+"""A scalar optimizer whose state is kept in pieces takes the steps that it takes without."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_muon.megatron.scalar_state import ScalarState
+from megatron_muon.megatron.state import initialize_scalar_state
+from megatron_muon.offload.run import OffloadRun, close_runs
+
+SHAPES = ((70, 40), (0, 8), (5000,), (3,), (0,))
+"""Of 1,024 elements to a piece: three pieces, none, five, one, none; the last two are a group of their own."""
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Counts steps of groups, as Transformer Engine's and Apex's do, and leaves out what has no gradient."""
+
+    def __init__(self, groups: Any, **settings: Any) -> None:
+        super().__init__(groups, settings)
+
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] += 1
+            for parameter in (p for p in group["params"] if p.grad is not None):
+                state = self.state[parameter]
+                state["exp_avg"].lerp_(parameter.grad, 0.1)
+                state["exp_avg_sq"] = state["exp_avg_sq"].lerp(parameter.grad.square(), 0.01)  # new memory
+                change = state["exp_avg"] / (state["exp_avg_sq"].sqrt() + 1e-8) / (1 - 0.9 ** group["step"])
+                parameter.sub_(group["lr"] * change)
+
+
+class Weights:
+    """Main weights where they are, and a model's in bf16."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.main = {parameter: parameter.clone().view(-1) for parameter in parameters}
+        self.model = {parameter: parameter.bfloat16().view(-1) for parameter in parameters}
+
+    def shard(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self.main[parameter]
+
+    def model_shard(self, parameter: torch.Tensor) -> torch.Tensor:
+        return self.model[parameter]
+
+    def keep(self, keeper: Any) -> None:
+        for index, parameter in enumerate(keeper.parameters):
+            if parameter.numel():
+                keeper.write_weights(index, self.main[parameter])
+
+
+def parameters() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def wrapped(kind: type[torch.optim.Optimizer], params: list[torch.Tensor]) -> Any:
+    """An optimizer as megatron-core gives it, with groups of other rates."""
+
+    def init_state(opt: Any, config: Any = None) -> None:
+        for parameter in (parameter for group in opt.param_groups for parameter in group["params"]):
+            if not opt.state[parameter]:
+                opt.state[parameter] |= {slot: torch.zeros_like(parameter) for slot in ("exp_avg", "exp_avg_sq")}
+
+    groups = [{"params": params[:3], "lr": 0.01}, {"params": params[3:], "lr": 0.02}]
+    return SimpleNamespace(optimizer=kind(groups, lr=0.01), config=None, init_state_fn=init_state)
+
+
+def give_gradients(params: list[torch.Tensor], step: int) -> None:
+    for number, parameter in enumerate(params):
+        generator = torch.Generator().manual_seed(100 * step + number)
+        parameter.grad = torch.randn(parameter.shape, generator=generator) if parameter.numel() else None
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, FusedAdam])
+def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optimizer]) -> None:
+    plain, pieced = parameters(), parameters()
+    reference, other = wrapped(kind, plain), wrapped(kind, pieced)
+    initialize_scalar_state(reference)
+    weights: Any = Weights(pieced)
+    names = {parameter: f"p{number}" for number, parameter in enumerate(pieced)}
+    kept = ScalarState(other, weights, OffloadRun("cpu", "fp32", buffer_mb=0.01), names, kind="dense")
+    assert [len(kept._pieces_of(index)) for index in range(len(SHAPES))] == [3, 0, 5, 1, 0]
+    for step in range(3):
+        give_gradients(plain, step)
+        give_gradients(pieced, step)
+        with torch.no_grad():
+            reference.optimizer.step()
+        kept.step()
+    slots = kept.state()
+    for index, (one, two) in enumerate(zip(plain, pieced, strict=True)):
+        if one.numel():
+            assert torch.equal(kept.read_weights(index), one.view(-1))
+            assert torch.equal(weights.model[two], one.bfloat16().view(-1))
+        for slot in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(slots[two][slot], reference.optimizer.state[one][slot])
+        assert other.optimizer.state[two].get("step") == reference.optimizer.state[one].get("step")
+        assert slots[two].keys().isdisjoint(other.optimizer.state[two])
+    assert [group.get("step") for group in other.optimizer.param_groups] == [
+        group.get("step") for group in reference.optimizer.param_groups
+    ]
+
+    kept.load({two: {slot: torch.ones(two.shape) for slot in ("exp_avg", "exp_avg_sq")} for two in pieced[:1]})
+    assert kept.state()[pieced[0]]["exp_avg"].unique().tolist() == [1.0]
+    assert torch.equal(kept.state()[pieced[2]]["exp_avg"], slots[pieced[2]]["exp_avg"]), "it stays as it was"
+    close_runs()
