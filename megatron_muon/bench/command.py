@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 METHODS = ("owner", "allgather", "allgather-tuned", "adam")
+VARIANTS = ("cautious", "hyperball")
 PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": "muon_fsdp2"}
 """The module that each imports; what they are stands in `benchmarks/peers.py` and `fsdp2.py`."""
 
@@ -50,6 +51,7 @@ class StepSpec:
     ns_dtype: str
     methods: Sequence[str]
     team_size: Sequence[str]
+    variants: Sequence[str]
     peers: Sequence[str]
     repeat: int
     warmup: int
@@ -67,6 +69,8 @@ examples:
     megatron-muon bench step --ranks 4 --hidden-size 512 --num-layers 8 --json step.json
   a matrix that is more than a rank's share, owned by a team and by one rank:
     megatron-muon bench step --ranks 2 --matrices 8192x1024 --methods owner --team-size 1
+  cautious decay and kept norms beside plain decay:
+    megatron-muon bench step --ranks 2 --hidden-size 512 --num-layers 8 --methods owner --variants cautious hyperball
   the optimizer step with momentum in host memory and on disk:
     megatron-muon bench step --ranks 2 --hidden-size 512 --num-layers 8 --offload cpu nvme --offload-dir /local/nvme
   whole training steps, Muon and Adam in turn:
@@ -131,6 +135,8 @@ def _step_arguments(add: Callable[..., object]) -> None:
         help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
     add("--team-size", nargs="+", choices=TEAM_SIZES[1:], default=[], metavar="S",
         help=f"owner again, as team-S, with teams of this size alone: {', '.join(TEAM_SIZES[1:])}")  # fmt: skip
+    add("--variants", nargs="+", choices=VARIANTS, default=[], metavar="V",
+        help=f"owner again with cautious decay or norms that are kept: {', '.join(VARIANTS)}")  # fmt: skip
     add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
         help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
     add("--buffer-mb", type=_buffer_mb, metavar="MB", help="MiB that the owner's step may take (256, or more)")
@@ -206,7 +212,7 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
 
         require_writable(Path(args.offload_dir))
     spec = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)}
-    for name in ("methods", "team_size", "peers", "offload"):
+    for name in ("methods", "team_size", "variants", "peers", "offload"):
         spec[name] = list(dict.fromkeys(spec[name]))  # once each, in the order given
     return StepSpec(**spec)
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.timeout(150)
 def test_bench_step(tmp_path):
     command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
     setting = ["--num-layers", "1", "--repeat", "2", "--ns-dtype", "fp32", "--device", "cpu", "--team-size", "1", "2"]
+    setting += ["--variants", "cautious", "hyperball"]
     (tmp_path / "momentum").mkdir()
     setting += ["--offload", "cpu", "nvme", "--offload-dir", "momentum", "--momentum-dtype", "bf16"]
     run = cli.run([*command, *setting, "--json", "figures.json"], tmp_path, seconds=120).checked()
@@ -25,7 +26,7 @@ def test_bench_step(tmp_path):
     assert floor["exchange"] > 0
     assert floor["total"] == pytest.approx(floor["ns"] + floor["exchange"])
     methods = {"owner", "allgather", "allgather-tuned", "adam", "team-1", "team-2", "owner+cpu", "owner+nvme"}
-    assert set(figures["methods"]) == methods
+    assert set(figures["methods"]) == methods | {"cautious", "hyperball"}
     for values in figures["methods"].values():
         assert 0 < values["min_ms"] <= values["median_ms"]
         assert values["phases_ms"]

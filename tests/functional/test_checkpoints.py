@@ -28,7 +28,6 @@ EXACT = ("--muon-fp32-matmul-prec", "highest")
 OF_THE_RUN = ("args",)
 """Entries that tell how the checkpoint was written; which groups are expert-parallel is left out too."""
 
-
 DIVISIBLE = ("--hidden-size", "44", "--ffn-hidden-size", "104", "--num-attention-heads", "4")
 TENSOR_PARALLEL = (
     *("--tensor-model-parallel-size", "2", "--muon-tp-mode", "blockwise"),

@@ -76,7 +76,9 @@ def test_arguments_reach_the_specification():
     assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ["adam", "owner"], 0.5, 3)
     given = ("step", "--ranks", "4", "--matrices", "8192x1024", "8x96x64", "--team-size", "4", "1", "4")
     spec = bench_command.step_spec(parsed(*given))
-    assert (spec.matrices, spec.team_size) == ([(1, 8192, 1024), (8, 96, 64)], ["4", "1"])
+    assert (spec.matrices, spec.team_size, spec.variants) == ([(1, 8192, 1024), (8, 96, 64)], ["4", "1"], [])
+    spec = bench_command.step_spec(parsed(*given, "--variants", "hyperball", "cautious"))
+    assert spec.variants == ["hyperball", "cautious"]
 
 
 @pytest.mark.parametrize(
