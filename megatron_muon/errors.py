@@ -16,7 +16,7 @@ class SaveError(RuntimeError):
 
 
 class OffloadError(RuntimeError):
-    """Momentum that could not be read or written; the message names file and offset. The last step is finished."""
+    """State that could not be read from its file or written; the message names both. The last step is finished."""
 
 
 class RunFailedError(RuntimeError):

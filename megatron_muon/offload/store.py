@@ -1,4 +1,4 @@
-"""Where momentum lives between steps, and how it gets to the arithmetic and back.
+"""Where momentum, or other state, lives between steps, and how it gets to the arithmetic and back.
 
 A `RecordStore` keeps each shard's momentum as a record in a storage format (`codecs`): on the device, in host memory,
 or in a file. Records that lie elsewhere than the arithmetic are staged through a ring of fixed size. A step asks for
