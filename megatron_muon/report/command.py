@@ -23,6 +23,7 @@ EXAMPLES = """\
 examples:
   megatron-muon report runs/compare --out runs/compare/report
   megatron-muon report runs/first runs/second --out runs/report
+  megatron-muon report runs/lr-transfer --transfer hidden_size --out runs/lr-transfer/report
 """
 
 
@@ -32,6 +33,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a sweep")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the page and pictures go")
+    parser.add_argument("--transfer", default="", metavar="KEY",
+        help="show whether a learning rate found at one value of this setting holds at others, as hidden_size; what "
+        "follows from it, such as a number of heads, need not be named")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.report.page import PAGE, Report
 
     arms, empty = read_arms(find_runs(args.runs))
-    report, file = Report(arms, empty), args.out / PAGE
+    transfer = args.transfer.lstrip("-").replace("-", "_")
+    report, file = Report(arms, empty, transfer=transfer), args.out / PAGE
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         pictures = report.draw(args.out)

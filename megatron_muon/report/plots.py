@@ -18,6 +18,7 @@ from matplotlib.ticker import EngFormatter
 
 from megatron_muon.report.arms import Arm, CurvePoint, display_name
 from megatron_muon.report.comparison import Comparison
+from megatron_muon.report.transfer import Family
 
 _COLOURS = ("#1f4e99", "#c8511b", "#2d7d46", "#7b3fa0", "#8a6d1d", "#444444")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
@@ -120,6 +121,31 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
         panel.set_xlabel("peak learning rate of the matrices (logarithmic)")
         panel.set_ylabel(f"final {final} (nats per token)")
         panel.legend(loc="best")
+    return True
+
+
+def draw_transfer(file: Path, families: Sequence[Family], *, key: str, final: str) -> bool:
+    """Final loss against learning rate: a panel for each family, a line for each value of the setting `key`."""
+    with _figure(file, columns=len(families), width=5.0 * len(families), height=4.6) as panels:
+        for panel, family in zip(panels, families, strict=True):
+            panel.set_xscale("log")
+            for line, style in zip(family.lines, itertools.cycle(_STYLES), strict=False):
+                spreads = list(line.losses.values())
+                means = [spread.mean for spread in spreads]
+                bars = [
+                    [spread.mean - spread.low for spread in spreads],
+                    [spread.high - spread.mean for spread in spreads],
+                ]
+                panel.errorbar(list(line.losses), means, yerr=bars, capsize=4, label=f"{key} {line.value}", **style)
+                star = {"marker": "*", "markersize": 15, "color": style["color"], "markeredgecolor": "black"}
+                panel.plot([line.best], [line.losses[line.best].mean], zorder=5, **star)
+            rates = sorted({rate for line in family.lines for rate in line.losses})
+            panel.set_xticks(rates, [f"{rate:g}" for rate in rates])
+            panel.minorticks_off()
+            panel.set_title(family.name.replace(", ", "\n"))
+            panel.set_xlabel("peak learning rate of the matrices (logarithmic)")
+            panel.set_ylabel(f"final {final} (nats per token)")
+            panel.legend(loc="best")
     return True
 
 
