@@ -17,6 +17,7 @@ _OTHER_NAMES = {
     "expert-model-parallel-size": ("expert-parallel-size",),
     "ffn-hidden-size": ("intermediate-size",),
     "hidden-size": ("d-model", "hidden-dim"),
+    "muon-num-ns-steps": ("muon-ns-steps", "ns-steps"),
     "num-attention-heads": ("heads", "num-heads"),
     "num-layers": ("layers", "n-layers"),
     "num-query-groups": ("num-key-value-heads", "num-kv-heads"),
