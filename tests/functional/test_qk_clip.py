@@ -113,11 +113,10 @@ def clip(reference: Reference, ranks: int, *, step: int) -> int:
 def check(seen: tuple[Seen, int], case: Case, *, atol: float = 2e-6) -> None:
     """Compare what a worker saw with the reference."""
     found, ranks = seen
-    reference = Reference(case, found.shapes, steps=found.steps)
+    reference, scaled = Reference(case, found.shapes, steps=found.steps), 0
     for step in range(1, found.steps + 1):
         reference.step()
-        scaled = clip(reference, ranks, step=step - 1)
-        assert scaled, "nothing to clip"
+        scaled += clip(reference, ranks, step=step - 1)
         if step in found.after:
             weights, momentum = found.after[step]
             assert weights.keys() == reference.weights.keys()
@@ -129,6 +128,7 @@ def check(seen: tuple[Seen, int], case: Case, *, atol: float = 2e-6) -> None:
                     torch.testing.assert_close(
                         mine[name], expected[name], rtol=0.0, atol=atol, msg=lambda t, n=name, w=what: f"{w} {n}: {t}"
                     )
+    assert scaled, "nothing to clip"
 
 
 KINDS = {
