@@ -29,6 +29,7 @@ LAYOUTS = {
     "four ranks, of which some hold no rows": (4, Case(ffn=47, bf16=True)),
     "fp32": (2, Case(strategy="optim_grads_params")),
     "frozen": (2, Case(bf16=True, frozen=("embedding",))),
+    "cautious decay": (2, Case(bf16=True, optimizer={"muon_cautious_weight_decay": True})),
     "lion": (2, Case(bf16=True, optimizer={"muon_scalar_optimizer": "lion"})),
     "TP 2 x DP 2": (4, TP.but(bf16=True)),
     "EP 2 x DP 2": (4, MOE.but(expert_parallel=2, bf16=True)),

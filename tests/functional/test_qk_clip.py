@@ -170,7 +170,7 @@ CLIPPED_LAYOUTS["tp2 dp2, latent"] = (4, TP.but(latent=True, query_latent=True))
 @pytest.mark.parametrize(
     ("name", "strategy"),
     wide_but(
-        [("hsdp tp2", OUTER)],
+        [],
         [
             (name, strategy)
             for name, (_, case) in CLIPPED_LAYOUTS.items()
@@ -211,7 +211,7 @@ STILL = {"lr": 0.0, "min_lr": 0.0, "weight_decay": 0.0}
 @pytest.mark.parametrize(
     "case",
     wide_but(
-        [Case(layers=1)],
+        [],
         [
             *(Case(layers=1, strategy=strategy, overlap=strategy == "optim") for strategy in STRATEGIES),
             Case(attention={"recompute_granularity": "selective"}),
@@ -284,6 +284,7 @@ def refusal(rank: int, world_size: int, *, case: Case) -> str:
     return str(caught.value)
 
 
+@pytest.mark.wide
 def test_weights_that_do_not_train_are_not_clipped(ranks: Pool) -> None:
     said = ranks(1, refusal, case=Case(layers=1, attention=CLIP, frozen=("linear_qkv",)))[0]
     assert "--qk-clip would scale rows of decoder.layers.0.self_attention.linear_qkv.weight, which is frozen" in said
