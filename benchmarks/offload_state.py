@@ -83,11 +83,13 @@ class Way:
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 muon_extra_scale_factor=0.2,
+                muon_fp32_matmul_prec="medium" if args.ns_dtype == "bf16" else "highest",
                 use_distributed_optimizer=True,
                 **settings,
             ),
             [self.model],
         )
+        self.model.start_param_sync = lambda *_, **__: None  # no forward pass follows that would need whole weights
         self.model.finish_grad_sync()
         generator = torch.Generator().manual_seed(dist.get_rank())
         buffer = self.model.param_and_grad_buffer
@@ -125,6 +127,7 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--offload-dir", required=True, metavar="DIR", help="a directory on the disk to be measured")
     parser.add_argument("--offload-buffer-mb", type=float, default=12.0, help="of each ring (12)")
+    parser.add_argument("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="of Newton-Schulz (bf16)")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--json", type=Path, metavar="FILE")
