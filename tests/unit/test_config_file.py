@@ -301,12 +301,12 @@ def test_the_environment_wins_over_the_file(load):
     assert environ == {"A": "/home/a", "B": "mine"}
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.name)
 def test_our_own_files_load(path):
     assert load_config(path).flags
 
 
-@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_no_shipped_config_puts_barriers_around_its_timers(path):
     """Megatron has all ranks wait for each other at every timer of level 1 unless it is told not to."""
     flags = dict(load_config(path).flags)
