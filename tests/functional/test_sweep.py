@@ -82,5 +82,6 @@ def test_rates_across_widths_as_the_example_sweeps_them(tmp_path):
     page = (tmp_path / "out" / "report" / "report.md").read_text()
     assert "## Learning rates across `hidden_size`" in page
     assert (tmp_path / "out" / "report" / "rate-transfer.png").exists()
-    dry = cli.run([*script, "--dry-run"], tmp_path, seconds=3 * cli.SECONDS, env=places).checked()
+    anew = {**places, "OUT": str(tmp_path / "anew")}
+    dry = cli.run([*script, "--dry-run"], tmp_path, seconds=3 * cli.SECONDS, env=anew).checked()
     assert dry.output.count(" seed=1: to do, ") == 45, dry.output[-2000:]
