@@ -217,4 +217,7 @@ def _difference(first: Sequence[Matrix], second: Sequence[Matrix], other: int) -
         return f"rank 0 gives {one.name} {one.shape} where rank {other} gives {two.name} {two.shape}"
     if one.split != two.split:
         return f"{one.name}: rank 0 has blocks of {one.split.parts} rows and rank {other} of {two.split.parts}"
+    if one.steps != two.steps:
+        of_one, of_two = (matrix.steps or "the usual" for matrix in (one, two))
+        return f"{one.name}: rank 0 takes {of_one} Newton-Schulz steps and rank {other} takes {of_two}"
     return f"{one.name}: rank 0 has it in {len(one.shards)} shards and rank {other} has it in {len(two.shards)}"

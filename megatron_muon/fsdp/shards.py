@@ -180,7 +180,8 @@ def layout_of(
         matrices.append(Matrix(names[p], shape, shards_of(p, shape), split, steps.get(names[p], 0)))
     layout = Layout(group.size(), tuple(matrices))
     remedy = (
-        "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split=, ns_steps_for="
+        "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split= and "
+        "ns_steps_for="
     )
     check_alike(layout, mine, group, remedy=remedy)
     return layout
