@@ -61,6 +61,10 @@ ELSEWHERE = {
         "functional/test_examples.py",
         "test_the_step_on_fsdp2_beside_others",
     ),
+    "torchrun --nproc-per-node 2 -m benchmarks.offload_state": (
+        "functional/test_examples.py",
+        "test_all_state_off_the_device_beside_others",
+    ),
     "megatron-muon plan --config configs/moe-large.yaml --world-size 128": (
         "unit/test_plan_command.py",
         "test_the_shipped_models_are_planned",

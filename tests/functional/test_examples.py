@@ -1,4 +1,4 @@
-"""The scripts of examples/, and the benchmark of any model, run as their first lines say."""
+"""The scripts of examples/, and benchmarks that torchrun starts, run as their first lines say."""
 
 from __future__ import annotations
 
@@ -56,3 +56,15 @@ def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:
     rows = dict(re.findall(r"^(\S+) +([\d,.]+) +[\d,.]+ +[\d.]+$", run.output, re.MULTILINE))
     assert {"megatron_muon", "torch.optim.Muon", "torch.optim.AdamW"} <= rows.keys()
     assert all(float(value.replace(",", "")) > 0.0 for value in rows.values())
+
+
+@pytest.mark.wide
+def test_all_state_off_the_device_beside_others(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    sizes = ["--hidden-size", "64", "--num-layers", "1", "--vocabulary", "256", "--repeat", "1", "--warmup", "1"]
+    sizes += ["--ns-dtype", "fp32", "--offload-dir", str(tmp_path)]
+    run = cli.run([*torchrun, "-m", "benchmarks.offload_state", *sizes], cli.ROOT, cold=True).checked()
+    left = dict(re.findall(r"^(none|cpu, all|nvme, all) +[\d,.]+ +[\d.]+ +([\d.]+) ", run.output, re.MULTILINE))
+    assert left["none"] != "0.00"
+    assert left["cpu, all"] == left["nvme, all"] == "0.00"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
