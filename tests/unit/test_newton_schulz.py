@@ -74,7 +74,7 @@ def test_gram_is_as_near_to_the_polar_factor_as_the_standard_iteration(
 
 
 @pytest.mark.parametrize("steps", [5, 8])
-@pytest.mark.parametrize("shape", [(48, 96), (40, 160), (192, 768)])
+@pytest.mark.parametrize("shape", [(48, 96), (40, 160), pytest.param((192, 768), marks=pytest.mark.wide)])
 def test_gram_with_polar_express_is_as_near_as_the_standard_iteration(shape: tuple[int, int], steps: int) -> None:
     """In bf16, with its first three steps apart. Where all singular values are equal, so are their errors."""
     polar_express = Iteration("polar_express", steps)
@@ -125,7 +125,9 @@ def low_rank(m: int, n: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("make", [lambda m, n, seed: torch.randn(1, m, n, generator=seeded(seed)), low_rank])
-@pytest.mark.parametrize("shape", [(72, 72), (72, 200), (40, 160), (128, 128), (400, 500)])
+@pytest.mark.parametrize(
+    "shape", [(72, 72), (72, 200), (40, 160), (128, 128), pytest.param((400, 500), marks=pytest.mark.wide)]
+)
 def test_a_matrix_rounded_on_the_wire_is_rounded_once(
     shape: tuple[int, int], make: Callable[[int, int, int], torch.Tensor]
 ) -> None:

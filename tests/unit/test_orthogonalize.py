@@ -171,17 +171,25 @@ def test_row_scales_are_those_of_blocks() -> None:
 
 
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("cols", [1024, pytest.param(2048, marks=pytest.mark.wide)])  # slow without bf16 in hardware
+@pytest.mark.parametrize(
+    ("precision", "cols"),
+    [  # bf16 takes minutes where a processor has none
+        ("highest", 1024),
+        pytest.param("medium", 1024, marks=pytest.mark.wide),
+        pytest.param("medium", 2048, marks=pytest.mark.wide),
+    ],
+)
 def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
-    monkeypatch: pytest.MonkeyPatch, method: str, cols: int
+    monkeypatch: pytest.MonkeyPatch, method: str, precision: str, cols: int
 ) -> None:
     """On a GPU a whole wave's stack was iterated at once, with 10 to 14 bytes an element where plans counted 8."""
     block = 512 * cols
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", block)
-    stack = randn(3 * 512, cols).view(3, 512, cols).bfloat16()
-    orthogonalizer = Orthogonalizer(Iteration(method=method))
+    orthogonalizer = Orthogonalizer(Iteration(method=method, precision=precision))
+    stack = randn(3 * 512, cols).view(3, 512, cols).to(orthogonalizer.dtype)
+    memory = Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration)
     extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device)
-    assert extra <= 1.25 * Memory(2, orthogonalizer.iteration).of_stack(Stack(512, cols, cols), 1)
+    assert extra <= 1.25 * memory.of_stack(Stack(512, cols, cols), 1)
     monkeypatch.setitem(orthogonalize.TOGETHER, "cpu", 3 * block)
     assert peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, 1.0), stack.device) > 2 * extra
 
