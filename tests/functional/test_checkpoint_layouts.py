@@ -67,7 +67,7 @@ def trainings(ranks: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Tr
 
 @pytest.mark.parametrize(
     ("model", "layout", "sharding", "flags"),
-    wide_but([case for case in LAYOUTS if case[:2] == ("dense", "HSDP 2 x TP 2")], LAYOUTS),
+    wide_but([], LAYOUTS),
     ids=[f"{model}, {layout}, {sharding}" for model, layout, sharding, _ in LAYOUTS],
 )
 def test_layouts_save_resume_and_reshard(

@@ -287,6 +287,7 @@ BLOCKS_OVER_LAYOUTS = {
 }
 
 
+@pytest.mark.wide
 def test_blocks_over_other_layouts(ranks: Pool) -> None:
     """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
     cases = {label: case.but(layers=1) for label, case in BLOCKS_OVER_LAYOUTS.items()}
@@ -295,7 +296,7 @@ def test_blocks_over_other_layouts(ranks: Pool) -> None:
         check(seen[label], case, atol=2e-6)
 
 
-@pytest.mark.parametrize(("world_size", "size"), wide_but([(3, "2")], [(2, "2"), (3, "2"), (4, "2"), (4, "4")]))
+@pytest.mark.parametrize(("world_size", "size"), wide_but([], [(2, "2"), (3, "2"), (4, "2"), (4, "4")]))
 def test_teams_equal_the_reference(ranks: Pool, world_size: int, size: str) -> None:
     """All matrices cut, each over `size` ranks; the sums are formed in another order, so the last bits differ."""
     labels = BLOCKS if world_size == 4 else ["gated mlp", "heads", "stacked experts, whole"]

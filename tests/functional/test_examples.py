@@ -30,7 +30,7 @@ def test_own_training_loop_learns(tmp_path: Path) -> None:
         pytest.param("fsdp2_transformers.py", 2, 5.0, 2.6, marks=pytest.mark.wide),
         pytest.param("megatron_fsdp_library.py", 2, 5.0, 2.8, marks=pytest.mark.wide),
         pytest.param("plain_pytorch.py", 2, 1.3, 0.4, marks=pytest.mark.wide),
-        ("plain_pytorch.py", 1, 1.3, 0.4),
+        pytest.param("plain_pytorch.py", 1, 1.3, 0.4, marks=pytest.mark.wide),
     ],
 )
 def test_models_that_are_not_megatrons_learn(

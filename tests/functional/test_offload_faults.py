@@ -113,6 +113,7 @@ def with_fault(training: Trainings, fault: str, *flags: str, on_rank: int) -> cl
     return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0)
 
 
+@pytest.mark.wide
 def test_a_full_disk_in_the_middle_of_a_step(training: Trainings) -> None:
     """The step is finished, its checkpoint is whole, and the run that goes on from it is the undisturbed one."""
     training("--save", "whole").checked()
@@ -293,6 +294,7 @@ def test_a_second_run_in_the_same_directory(training: Trainings, killable: Killa
     assert lying_there(training) == []
 
 
+@pytest.mark.wide
 def test_an_exception_on_one_rank(training: Trainings, killable: Killable) -> None:
     """Its files go, and those of the other rank, which torchrun ends with SIGTERM."""
     pids = killable.start(training.folder, *training.flags, *LONG)

@@ -71,6 +71,7 @@ def test_the_reduction_is_finished_exactly_once(ranks: Pool, expected: tuple[lis
     check(ranks(2, losses, cases=cases)[0], expected, cases)
 
 
+@pytest.mark.wide
 def test_bf16_trains_alike(ranks: Pool, expected: tuple[list[float], list[float]]) -> None:
     bf16 = BASE.but(bf16=True)
     cases = [(bf16.but(strategy=strategy), 1) for strategy in ("no_shard", "optim", "optim_grads_params")]

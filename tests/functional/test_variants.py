@@ -87,7 +87,7 @@ def trained(rank: int, world_size: int, *, cases: dict[str, Case]) -> Any:
 @pytest.mark.parametrize(
     ("name", "strategy"),
     wide_but(
-        [("hsdp tp2", "optim_grads_params")],
+        [],
         [(name, strategy) for name in LAYOUTS for strategy in STRATEGIES[1:]],
     ),
 )
