@@ -10,10 +10,9 @@ import pytest
 
 from tests.functional import cli
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
 
 
-@pytest.mark.wide
 def test_own_training_loop_learns(tmp_path: Path) -> None:
     """Uniform guesses among 64 tokens would stay at 4.16."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -27,10 +26,10 @@ def test_own_training_loop_learns(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "ranks", "first", "last"),
     [
-        pytest.param("fsdp2_transformers.py", 2, 5.0, 2.6, marks=pytest.mark.wide),
-        pytest.param("megatron_fsdp_library.py", 2, 5.0, 2.8, marks=pytest.mark.wide),
-        pytest.param("plain_pytorch.py", 2, 1.3, 0.4, marks=pytest.mark.wide),
-        pytest.param("plain_pytorch.py", 1, 1.3, 0.4, marks=pytest.mark.wide),
+        ("fsdp2_transformers.py", 2, 5.0, 2.6),
+        ("megatron_fsdp_library.py", 2, 5.0, 2.8),
+        ("plain_pytorch.py", 2, 1.3, 0.4),
+        ("plain_pytorch.py", 1, 1.3, 0.4),
     ],
 )
 def test_models_that_are_not_megatrons_learn(
@@ -47,7 +46,6 @@ def test_models_that_are_not_megatrons_learn(
     assert losses[0] < first
 
 
-@pytest.mark.wide
 def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:
     """muon-fsdp2 is there where it is installed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -58,7 +56,6 @@ def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:
     assert all(float(value.replace(",", "")) > 0.0 for value in rows.values())
 
 
-@pytest.mark.wide
 def test_all_state_off_the_device_beside_others(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sizes = ["--hidden-size", "64", "--num-layers", "1", "--vocabulary", "256", "--repeat", "1", "--warmup", "1"]

@@ -70,7 +70,7 @@ def test_a_sweep_goes_on_where_it_was_interrupted(tmp_path, monkeypatch, capsys)
 
 @pytest.mark.wide
 def test_rates_across_widths_as_the_example_sweeps_them(tmp_path):
-    """Two widths and two rates of one scale mode, two steps each, and the page; --dry-run lists all 15 runs of a mode."""
+    """Two widths and two rates of one scale mode, two steps each, and the page; --dry-run lists all runs of a mode."""
     data_path = cli.make_corpus(tmp_path)[1]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     places = {"CORPUS": data_path, "OUT": str(tmp_path / "out"), "PATH": path}
