@@ -19,8 +19,6 @@ from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.usefixtures("delayed_too")
-
 STEPS = 5
 CHECKED = (1, 2, STEPS)
 METHODS = ("adamuon", "normuon")
@@ -156,6 +154,7 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
                 assert torch.equal(moment, everyone[0][label][STEPS][1][name]), f"{label}, {name}: ranks differ"
 
 
+@pytest.mark.usefixtures("delayed_too")
 @pytest.mark.parametrize("method", wide_but(["normuon"], METHODS))
 def test_every_exchange_gives_the_same(ranks: Pool, method: str) -> None:
     """Owner and all-gather to the last bit; shared replicas as the reference."""

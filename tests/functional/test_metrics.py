@@ -18,8 +18,6 @@ from tests.functional.test_layouts import MOE, TP
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.usefixtures("delayed_too")
-
 QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {
     "owner": (2, Case(optimizer=QUIET)),
@@ -54,6 +52,7 @@ def measure(rank: int, world_size: int, *, case: Case) -> dict[str, Any]:
     }
 
 
+@pytest.mark.usefixtures("delayed_too")
 @pytest.mark.parametrize("name", wide_but(["no_shard", "tp2 hsdp"], CASES))
 def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
     world_size, case = CASES[name]

@@ -17,7 +17,7 @@ from tests.functional.test_offload import BUFFER_MB, differing
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
 
-pytestmark = [pytest.mark.timeout(450), pytest.mark.usefixtures("delayed_too")]
+pytestmark = pytest.mark.timeout(450)
 
 STEPS = 5
 
@@ -101,6 +101,7 @@ def offloads(folder: Path) -> list[dict[str, Any]]:
     return [{}, {**everything, "muon_offload": "cpu"}, nvme, {**nvme, "muon_offload_fraction": 0.5}]
 
 
+@pytest.mark.usefixtures("delayed_too")
 @pytest.mark.parametrize("layout", wide_but(["optim_grads_params"], LAYOUTS))
 def test_the_training_is_the_same_wherever_all_state_lives(ranks: Pool, tmp_path: Path, layout: str) -> None:
     world_size, case = LAYOUTS[layout]

@@ -29,8 +29,6 @@ from tests.functional.test_exact_updates import (
 from tests.functional.test_layouts import LAYOUTS, TP
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.usefixtures("delayed_too")
-
 CAUTIOUS = {"muon_cautious_weight_decay": True, "weight_decay": 1.0}
 HYPERBALL = {"muon_hyperball": True, "weight_decay": 0.0}
 VARIANTS = {"cautious": CAUTIOUS, "hyperball": HYPERBALL}
@@ -60,6 +58,7 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
     compare(ranks, world_size, of_all(Case(strategy=strategy, layers=1, ffn=47)))
 
 
+@pytest.mark.usefixtures("delayed_too")
 @pytest.mark.wide
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -97,6 +96,7 @@ def test_layouts_equal_the_reference(ranks: Pool, name: str, strategy: str) -> N
     compare(ranks, world_size, of_all(case.but(strategy=strategy)))
 
 
+@pytest.mark.usefixtures("delayed_too")
 @pytest.mark.wide
 @pytest.mark.parametrize("name", [name for name, (_, case) in LAYOUTS.items() if case.instances > 1])
 def test_instances_that_share_state_too(ranks: Pool, name: str) -> None:
