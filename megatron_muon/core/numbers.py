@@ -124,3 +124,12 @@ def _require_finite(flag: str, value: Any, possible: str) -> None:
 def flag_of(name: str) -> str:
     """How the setting of this name is typed."""
     return "--" + name.replace("_", "-")
+
+
+def is_number(text: str) -> bool:
+    """Whether float() reads it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

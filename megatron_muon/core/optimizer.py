@@ -289,11 +289,12 @@ class ShardedMuon(torch.optim.Optimizer):
             self.hyperball.refuse_zeros(shards, [self._names[parameter] for parameter in self._matrices])
 
     def _refuse_decay(self) -> None:
-        for parameter, number in zip(self._matrices, self._group_of, strict=True):
-            if self.hyperball is not None and (decay := self.param_groups[number]["weight_decay"]):
+        for number in sorted(set(self._group_of)) if self.hyperball is not None else ():
+            group = self.param_groups[number]
+            if group["weight_decay"]:
                 raise UserError(
-                    f"weight decay {decay:g} of {self._names[parameter]} has no effect with MuonHyperball, which keeps "
-                    "the norm that decay would shrink; use 0 for its matrices"
+                    f"weight decay {group['weight_decay']:g} of {self._names[group['params'][0]]} has no effect with "
+                    "MuonHyperball, which keeps the norm that decay would shrink; use 0 for its matrices"
                 )
 
     def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:

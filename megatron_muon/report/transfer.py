@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from megatron_muon.core.numbers import is_number
 from megatron_muon.errors import UserError
 from megatron_muon.report.arms import Arm, Spread
 from megatron_muon.report.markdown import code, table
@@ -91,15 +92,7 @@ def _lines(by_value: Mapping[str, Sequence[Arm]]) -> list[Line]:
                 losses[arm.rate] = min(final, losses.get(arm.rate, final), key=lambda spread: spread.mean)
         if losses:
             made.append(Line(value, dict(sorted(losses.items())), sorted(arm.rate for arm in arms if arm.rate)))
-    return sorted(made, key=lambda line: (0, float(line.value), "") if _is_number(line.value) else (1, 0.0, line.value))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return sorted(made, key=lambda line: (0, float(line.value), "") if is_number(line.value) else (1, 0.0, line.value))
 
 
 def transfer_table(found: Sequence[Family], key: str) -> str:

@@ -117,7 +117,7 @@ def test_validation_that_treats_muon_otherwise(patches, monkeypatch):
     with pytest.raises(RuntimeError, match=r"no longer says 'Megatron-FSDP does not support the'.*megatron-core 0\.19"):
         mcore_patches.accept_muon(patches)
     assert arguments.validate_args is validate_args
-    with pytest.raises(RuntimeError, match=r"no longer says that --qk-clip needs TE; .*megatron-core 0\.19"):
+    with pytest.raises(RuntimeError, match=r"no longer says '--qk-clip is only supported.*megatron-core 0\.19"):
         mcore_patches.accept_local_logits(patches)
     assert arguments.validate_args is validate_args
 

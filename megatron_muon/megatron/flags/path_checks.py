@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
+from megatron_muon.core.numbers import is_number
 from megatron_muon.data.vocabulary import check_vocabulary, read_head
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.layout_file import check_dump_file
@@ -45,7 +46,7 @@ def _prefixes(args: argparse.Namespace) -> list[str]:
     """The prefixes of the data, without the weights of blends."""
     given = (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path)
     tokens = dict.fromkeys(token for paths in given for token in paths or ())
-    return [token for token in tokens if not _is_number(token)]
+    return [token for token in tokens if not is_number(token)]
 
 
 def _check_split(prefix: str, split: str) -> None:
@@ -78,14 +79,6 @@ def check_load(args: argparse.Namespace) -> None:
             f"--load {args.load} holds no checkpoint: it has no {TRACKER}; give the --save directory of the run to go "
             "on from, or leave --load out to start from scratch"
         )
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def check_writable(directory: Path, flag: str) -> None:

@@ -90,13 +90,8 @@ def accept_muon(patches: Patches) -> None:
 
     Everything else that validation settles for Adam under Megatron-FSDP holds for Muon too.
     """
-    source = inspect.getsource(inspect.unwrap(arguments.validate_args))
-    for text in ("Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"):
-        if text not in source:
-            raise RuntimeError(
-                f"megatron.training.arguments.validate_args no longer says {text!r}; "
-                f"check how it treats Muon in {versions()}"
-            )
+    texts = "Megatron-FSDP does not support the", "Emerging optimizer does not support Megatron-FSDP"
+    _require_validation(*texts, check="how it treats Muon")
 
     @patches.around(arguments, "validate_args")
     def validate_args(
@@ -107,6 +102,16 @@ def accept_muon(patches: Patches) -> None:
             return validate(args, defaults or {})
         finally:
             args.optimizer = optimizer
+
+
+def _require_validation(*texts: str, check: str) -> None:
+    """Refuse a megatron-core whose validation no longer says what is patched here."""
+    source = inspect.getsource(inspect.unwrap(arguments.validate_args))
+    for text in texts:
+        if text not in source:
+            raise RuntimeError(
+                f"megatron.training.arguments.validate_args no longer says {text!r}; check {check} in {versions()}"
+            )
 
 
 def use_factory(patches: Patches) -> None:
@@ -137,13 +142,8 @@ def accept_local_logits(patches: Patches) -> None:
 
     0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.logits` checks everything else.
     """
-    source = inspect.getsource(inspect.unwrap(arguments.validate_args))
-    for flag in ("--qk-clip", "--log-max-attention-logit"):
-        if f"{flag} is only supported with TE" not in source:
-            raise RuntimeError(
-                f"megatron.training.arguments.validate_args no longer says that {flag} needs TE; check what it asks "
-                f"for in {versions()}"
-            )
+    texts = (f"{flag} is only supported with TE" for flag in ("--qk-clip", "--log-max-attention-logit"))
+    _require_validation(*texts, check="which attention it asks for")
 
     @patches.around(arguments, "validate_args")
     def validate_args(
