@@ -29,6 +29,7 @@ from benchmarks.offload import DiskProbe
 from megatron_muon import cpu
 from megatron_muon.offload.run import close_runs
 from megatron_muon.offload.store import DEVICE, DISK, HOST
+from megatron_muon.quiet import quiet_imports
 
 WAYS = (("none", "momentum"), ("cpu", "momentum"), ("cpu", "all"), ("nvme", "momentum"), ("nvme", "all"))
 
@@ -72,7 +73,7 @@ class Way:
             settings["muon_offload_buffer_mb"] = args.offload_buffer_mb
         if offload == "nvme":
             directory = Path(args.offload_dir, f"bench-{state}")
-            directory.mkdir(exist_ok=True)
+            directory.mkdir(parents=True, exist_ok=True)
             settings["muon_offload_dir"] = str(directory)
         self.optimizer = megatron_muon.get_megatron_muon_optimizer(
             megatron_muon.MuonOptimizerConfig(
@@ -133,7 +134,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     device = start()
-    ways = [Way(offload, state, args, device) for offload, state in WAYS]
+    with quiet_imports():
+        ways = [Way(offload, state, args, device) for offload, state in WAYS]
     group = dist.group.WORLD
     assert group is not None
     disk = DiskProbe(Path(args.offload_dir), group)

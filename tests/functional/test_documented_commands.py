@@ -72,6 +72,7 @@ ELSEWHERE = {
     "megatron-muon rehearse --config": ("unit/test_rehearse_command.py", "test_plan_and_rehearsal_agree"),
     "python examples/": ("functional/test_examples.py", "test_models_that_are_not_megatrons_learn"),
     "./examples/lr_transfer.sh": ("functional/test_sweep.py", "test_rates_across_widths_as_the_example_sweeps_them"),
+    "./examples/recipes.sh": ("functional/test_sweep.py", "test_recipes_as_the_example_sweeps_them"),
     "./scripts/quickstart.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
     "./scripts/test.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
     "megatron-muon train --config .../model_config.yaml": (

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import resource
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_muon import cli as command
+from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from tests.functional import cli, test_offload_faults
 from tests.functional.case import Case
+from tests.functional.killable import Killable, wait_for_iteration
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import differences, saved
-from tests.functional.test_offload_faults import FAULTY_STEP, error_of, lying_there
+from tests.functional.test_offload_faults import FAULTY_STEP, LONG, error_of, lying_there
 from tests.functional.training import Trainings, train
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
@@ -100,6 +105,25 @@ def test_scalar_state_that_cannot_be_read(training: Trainings) -> None:
     assert "is lost and started at zero, with weights made from the model's; to have it, go back to" in error
     run = training("--load", "ck", "--train-iters", "5", "--override-opt-param-scheduler").checked()
     assert [iteration.number for iteration in run.iterations] == [5]
+
+
+def test_files_of_a_killed_run_are_named_by_doctor_and_removed_by_the_next_run(
+    training: Trainings, killable: Killable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pids = killable.start(training.folder, *training.flags, *LONG)
+    wait_for_iteration(training.folder, pids, 2)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert killable.wait() == [-signal.SIGKILL] * 2
+    left = lying_there(training)
+    assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == exit_codes.OK
+    said = "".join(capsys.readouterr().out.split())
+    for rank, pid in enumerate(pids):
+        for part in ("dense0", "weights-dense0", "scalars-dense0"):
+            assert f"rank{rank},{part}asfp32,begunat0,byprocess{pid}on" in said, said
+    training("--train-iters", "1").checked()
+    assert left
+    assert lying_there(training) == []
 
 
 # ------------------------------------------------------------------------------------------------ memory

@@ -163,8 +163,7 @@ def test_clipped_rows_equal_the_reference(ranks: Pool, strategy: str, world_size
         check(seen[labels[0]], cases[labels[0]].but(attention=CLIP | {"qk_clip_alpha": 0.301}))
 
 
-CLIPPED_LAYOUTS = {name: LAYOUTS[name] for name in LAYOUTS if "expert" not in name and not name.startswith("ep")}
-CLIPPED_LAYOUTS["tp2 dp2, latent"] = (4, TP.but(latent=True, query_latent=True))
+CLIPPED_LAYOUTS = LAYOUTS | {"tp2 dp2, latent": (4, TP.but(latent=True, query_latent=True))}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ nearly zero: that moves a weight of 1e-6 by a thousandth of itself.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,10 +63,13 @@ def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int
 @pytest.mark.wide
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_how_rows_travel_and_where_momentum_lives_changes_no_bit(ranks: Pool, world_size: int, variant: str) -> None:
+def test_how_rows_travel_and_where_momentum_lives_changes_no_bit(
+    ranks: Pool, tmp_path: Path, world_size: int, variant: str
+) -> None:
     case = of_all(Case(layers=1, ffn=47))[variant]
-    others = {"plain": {}, "waves": SMALL_WAVES, "gathered": {"muon_exchange": "allgather"}}
-    others |= {"offloaded": {"muon_offload": "cpu"}}
+    others: dict[str, dict[str, Any]] = {"plain": {}, "waves": SMALL_WAVES, "gathered": {"muon_exchange": "allgather"}}
+    others |= {"on the host": {"muon_offload": "cpu"}}
+    others |= {"in files": {"muon_offload": "nvme", "muon_offload_dir": str(tmp_path)}}
     cases = {name: case.but(optimizer={**case.optimizer, **settings}) for name, settings in others.items()}
     seen = ranks(world_size, trained, cases=cases, timeout_s=300)[0]
     for name, weights in seen.items():
