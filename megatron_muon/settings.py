@@ -111,8 +111,8 @@ class MuonSettings:
     """decay only what the update brings nearer to zero: elements of one sign with their update"""
 
     muon_hyperball: bool = False
-    """MuonHyperball: every matrix keeps its Frobenius norm, and --lr is the relative size of a step; needs
-    --weight-decay 0"""
+    """MuonHyperball: every matrix keeps its Frobenius norm, and its learning rate, --muon-lr or else --lr, is the
+    relative size of a step; needs --weight-decay 0"""
 
     muon_log_params: bool = False
     """print every parameter with the optimizer that takes it"""

@@ -43,6 +43,7 @@ done
 
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=1
+export PYTHONDONTWRITEBYTECODE= # else every process compiles torch and Megatron anew, 20 s instead of 6
 at_once=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 trap 'echo "test.sh: interrupted" >&2; [[ -z ${mypy:-} ]] || kill "$mypy" 2>/dev/null; exit 130' INT TERM HUP
 

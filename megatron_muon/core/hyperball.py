@@ -26,6 +26,9 @@ from megatron_muon.core.layout import Layout
 EPS = 1e-8
 """The least norm that is divided by; the default of emerging-optimizers."""
 
+ROUNDING = 1e-6
+"""What fp32 sums leave of ||w||^2 where less than this is left is their rounding."""
+
 
 class Hyperball:
     """What keeps norms in a step: `hold` for the updates of each wave, then `apply` once. Without state.
@@ -118,7 +121,7 @@ class Hyperball:
             pace[self._starts[start] : self._starts[end]] *= rate
             start = end
         moved = sums[0] - 2.0 * pace * product + pace.square() * of_update  # the square of ||w - pace * update||
-        shrink = radius / moved.clamp_min(0.0).sqrt().clamp_min(EPS)
+        shrink = radius / moved.maximum(ROUNDING * sums[0]).sqrt().clamp_min(EPS)
         is_still = of_update == 0.0
         return shrink.masked_fill_(is_still, 1.0), pace.masked_fill_(is_still, 0.0)
 

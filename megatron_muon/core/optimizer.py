@@ -141,7 +141,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
         self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # indices that `finalize` has been given
-        self._refuse_decay()
+        self._refuse_off_sphere()
         self.initialize_state()
 
     def initialize_state(self) -> None:
@@ -166,7 +166,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     def update_matrices(self) -> None:
         """The step; `step` is for what a class that takes other parameters too does around it."""
-        self._refuse_decay()  # schedules change it
+        self._refuse_off_sphere()  # schedules change it
         self._missing = {index for index in self._held if self._matrices[index].grad is None}
         if self._missing and not self._skip_missing:
             raise RuntimeError(
@@ -288,9 +288,15 @@ class ShardedMuon(torch.optim.Optimizer):
             shards = [local_rows(parameter) for parameter in self._matrices]
             self.hyperball.refuse_zeros(shards, [self._names[parameter] for parameter in self._matrices])
 
-    def _refuse_decay(self) -> None:
+    def _refuse_off_sphere(self) -> None:
+        """Refuse decay where norms are kept, and steps that are as long as a matrix."""
         for number in sorted(set(self._group_of)) if self.hyperball is not None else ():
             group = self.param_groups[number]
+            if group["lr"] >= 1.0:
+                raise UserError(
+                    f"the learning rate {group['lr']:g} of {self._names[group['params'][0]]} is not below 1: with "
+                    "MuonHyperball it is the size of a step relative to the matrix; 0.01 to 0.04 are usual"
+                )
             if group["weight_decay"]:
                 raise UserError(
                     f"weight decay {group['weight_decay']:g} of {self._names[group['params'][0]]} has no effect with "

@@ -55,6 +55,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         self._weights, self._scalar_state = weights, scalar_state or {}
         self.facts: dict[str, Any] = {}  # for facts.json
         self.qk_clip: QKClip | None = None
+        self._has_stepped = False
         self.offload_failure: OffloadError | None = None  # noted once the step in which it happened is finished
 
     @torch.no_grad()
@@ -67,6 +68,11 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """
         if self.offload_failure is not None:
             raise self.offload_failure
+        if not self._has_stepped:  # by now a checkpoint is loaded
+            for member in self._members:
+                if isinstance(member.optimizer, ShardedMuon):
+                    member.optimizer.refuse_zero_norms()
+        self._has_stepped = True
         for chunk in self.model_chunks:
             # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
             # have. Under `optim` without overlap Megatron-FSDP reduces in place, so a second time would be wrong.

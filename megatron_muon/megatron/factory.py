@@ -24,7 +24,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
@@ -80,10 +79,7 @@ def get_megatron_muon_optimizer(
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
             builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
-            muon = builder.build(offload, weights)
-            if isinstance(muon, ShardedMuon):
-                muon.refuse_zero_norms()
-            optimizers.append(wrap(muon, config, model_chunks, pg_collection))
+            optimizers.append(wrap(builder.build(offload, weights), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
             digests += [builder.plan.digest()] if builder.plan is not None else []
             if builder.unmet is not None:

@@ -115,7 +115,8 @@ class MainWeights:
             yield
             return
         sizes = [buffer.data_size for buffer in self._buffers]
-        self._show(self._keepers[0].store.scratch(sizes) if self._keepers else [])
+        stores = sorted(self.stores, key=lambda store: not store.disk.files)  # scratch is where a store's files are
+        self._show(stores[0].scratch(sizes) if stores else [])
         self._at_hand = True
         try:
             for keeper, index, shard in self._shards() if values else ():

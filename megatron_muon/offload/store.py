@@ -202,11 +202,11 @@ class RecordStore(MomentumStore):
     def read(self, index: int) -> torch.Tensor:
         """It is zero where it cannot be read, and `failure` tells so."""
         record = self._settled(index)
-        if record is None:
-            record = transfer_memory(in_pages(self._sizes[index]))
-            self.disk.read(index, record)
-        values = self._decode(index, record)
-        return values.clone() if index in self._at_hand else values
+        if record is not None:
+            return self._decode(index, record).clone()
+        record = transfer_memory(in_pages(self._sizes[index]))
+        self.disk.read(index, record)
+        return self._decode(index, record)
 
     @override
     def write(self, index: int, values: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ _RATES = ("lr", "min_lr", "muon_lr", "muon_min_lr")
 ABOUT = (
     "For each value of `{key}`: the rate with the lowest final {final}, the loss there, and the loss at the rate that "
     "is best for {first}, the first value: what is lost by taking that rate over. A best rate that is the least or the "
-    "most of those tried may lie beyond."
+    "most of those tried may lie beyond. Where other rates were varied too, a point is the best of them."
 )
 
 

@@ -22,12 +22,19 @@ TP = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TP, "--sequence-parallel")
 HSDP = ("--num-distributed-optimizer-instances", "2")
 OUTER = ("--outer-dp-sharding-strategy", "optim")
+ETP1 = ("--expert-tensor-parallel-size", "1")
 EP2, EP4 = (("--expert-model-parallel-size", size) for size in ("2", "4"))
+EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none")
+ALL_STATE = ("--muon-offload", "cpu", "--muon-offload-state", "all")
 MODELS = {
     "dense": SWIGLU,
-    "experts": (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--moe-router-load-balancing-type", "none"),
+    "experts": EXPERTS,
     "hyperball": (*SWIGLU, *cli.HYPERBALL),
     "cautious": (*SWIGLU, *cli.CAUTIOUS),
+    "experts, hyperball": (*EXPERTS, *cli.HYPERBALL),
+    "experts, cautious": (*EXPERTS, *cli.CAUTIOUS),
+    "all state": (*SWIGLU, *ALL_STATE),
+    "experts, all state": (*EXPERTS, *ALL_STATE),
     "clipped": (*SWIGLU, "--add-qkv-bias", "--qk-clip", "--qk-clip-threshold", "0.05"),
 }
 LAYOUTS = [
@@ -40,10 +47,14 @@ LAYOUTS = [
     ("cautious", "TP 2 x DP 2", "optim_grads_params", TP),
     ("clipped", "TP 2 x DP 2", "optim_grads_params", TP),
     ("clipped", "HSDP 2 x DP 2", "optim_grads_params, outer optim", (*HSDP, *OUTER)),
+    ("experts, hyperball", "EP 2 x HSDP 2", "optim_grads", (*EP2, *HSDP)),
+    ("experts, cautious", "EP 2 x DP 2", "optim_grads_params", EP2),
+    ("all state", "HSDP 2 x TP 2", "optim_grads_params", (*HSDP, *TP)),
+    ("experts, all state", "EP 2 x TP 2, sequence parallel", "optim", (*EP2, *SEQUENCE, *ETP1)),
     ("experts", "EP 2 x DP 2", "optim_grads_params", EP2),
     ("experts", "EP 4", "optim", EP4),
     ("experts", "EP 2 x HSDP 2", "optim_grads_params", (*EP2, *HSDP)),
-    ("experts", "EP 2 x TP 2, sequence parallel", "optim", (*EP2, *SEQUENCE, "--expert-tensor-parallel-size", "1")),
+    ("experts", "EP 2 x TP 2, sequence parallel", "optim", (*EP2, *SEQUENCE, *ETP1)),
     ("experts", "expert TP 2, dense TP 2", "optim_grads", (*SEQUENCE, "--expert-tensor-parallel-size", "2")),
 ]
 

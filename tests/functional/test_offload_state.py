@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.functional import cli
+from tests.functional import cli, test_layouts
 from tests.functional.case import Case
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved, warnings
-from tests.functional.test_layouts import MOE, TP
 from tests.functional.test_offload import BUFFER_MB, differing
 from tests.functional.training import Trainings
+from tests.functional.training import train as train_run
 from tests.functional.wide import wide_but
 
 pytestmark = pytest.mark.timeout(450)
@@ -31,10 +32,8 @@ LAYOUTS = {
     "frozen": (2, Case(bf16=True, frozen=("embedding",))),
     "cautious decay": (2, Case(bf16=True, optimizer={"muon_cautious_weight_decay": True})),
     "lion": (2, Case(bf16=True, optimizer={"muon_scalar_optimizer": "lion"})),
-    "TP 2 x DP 2": (4, TP.but(bf16=True)),
-    "EP 2 x DP 2": (4, MOE.but(expert_parallel=2, bf16=True)),
-    "HSDP 2 x DP 2": (4, Case(instances=2, layers=1, bf16=True)),
     "HSDP with outer optim": (4, Case(instances=2, outer="optim", layers=1, bf16=True, overlap=True)),
+    **{name: (size, case.but(bf16=True)) for name, (size, case) in test_layouts.LAYOUTS.items()},
 }
 
 
@@ -158,6 +157,30 @@ def test_checkpoints_are_the_same_wherever_all_state_lives(training: Trainings, 
     assert differences(saved(training, "before", 2), expected), "the comparison can fail"
     assert differences(saved(training, "after", 4), expected) == []
     assert list((training.folder / "state").iterdir()) == []
+
+
+@pytest.mark.wide
+def test_gate_and_up_are_loaded_into_host_memory(training: Trainings) -> None:
+    """On a GPU megatron-core copies the halves of fc1 that lie in host memory, and loads into the copies."""
+    training(*FLAGS["none"], "--save", "before").checked()
+    line = training.line(*FLAGS["cpu"], "--load", "before", "--ckpt-step", "2", "--save", "after")
+    answers = training.ranks(2, train_with_copies, argv=line, folder=str(training.folder))
+    assert [status for status, _ in answers] == [0, 0], answers[0][1][-3000:]
+    assert differences(saved(training, "after", 4), saved(training, "before", 4)) == []
+
+
+def train_with_copies(rank: int, world_size: int, **run: Any) -> tuple[int, str]:
+    """In a worker: a training run where megatron-core copies tensors that have memory, as a GPU's does the host's."""
+    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
+
+    make = handlers.make_fsdp_dtensor
+
+    @functools.wraps(make)
+    def copying(local_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return make(local_tensor if local_tensor.is_meta else local_tensor.clone(), *args, **kwargs)
+
+    handlers.make_fsdp_dtensor = copying
+    return train_run(rank, world_size, **run)
 
 
 @pytest.mark.wide

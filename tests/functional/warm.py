@@ -180,8 +180,11 @@ def import_everything() -> None:
     cpu.install()
 
     import megatron.core.datasets.helpers
+    import megatron.core.dist_checkpointing.gpt_checkpoint_interop
+    import megatron.core.tokenizers.text.models
     import megatron.core.tokenizers.text.text_tokenizer
     import megatron.training.arguments
+    import numpy.ma  # noqa: F401 - np.unique does at its first call
     import pytest  # noqa: F401 - the modules of tasks import it
     import torch._dynamo.trace_rules
     import torch.distributed.run

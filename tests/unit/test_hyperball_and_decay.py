@@ -155,6 +155,26 @@ def test_a_zero_expert_has_no_sphere_either() -> None:
         optimizer.refuse_zero_norms()
 
 
+def test_a_step_as_long_as_a_matrix_is_refused() -> None:
+    optimizer = on_spheres(parameters())
+    optimizer.param_groups[0]["lr"] = 1.0
+    with pytest.raises(ValueError, match=r"the learning rate 1 of matrix0 is not below 1: .* 0.01 to 0.04 are usual"):
+        optimizer.step()
+
+
+def test_an_update_along_the_matrix_keeps_it_finite() -> None:
+    """Nearly all of ||w - lr * R * normalize(update)||^2 is rounding then, and dividing by it made norms of 1e6."""
+    weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))
+    norm = float(weight.detach().norm())
+    hyperball = on_spheres([weight]).hyperball
+    assert hyperball is not None
+    with torch.no_grad():
+        update = weight.detach() + 1e-5
+        hyperball.hold([0], [weight.data], [torch.empty_like(weight)], [update])
+        hyperball.apply([0.9999])
+    assert float(weight.detach().norm()) < 1.1 * norm
+
+
 def test_of_replicas_one_sends() -> None:
     """A norm over the shards of all ranks counts each shard once."""
     layout = Layout(3, (from_rectangles("w", (9, 4), [(0, 5, 0, 4), (5, 4, 0, 4), (0, 5, 0, 4)]),))

@@ -59,6 +59,7 @@ def test_what_fits_passes_and_writes_nothing(parser, flags, tmp_path, monkeypatc
         (("--muon-offload-state", "adam"), ("-state: invalid choice: 'adam'", "momentum", "all")),
         (("--muon-offload-state", "all"), ("--muon-offload-state needs --muon-offload cpu or nvme, and it is none",)),
         ((*ALL, "--log-params-norm"), ("--log-params-norm is not supported with", "reads the main weights")),
+        ((*ALL, "--save-params-interval", "5"), ("--save-params-interval is not supported with", "a skipped step")),
         (
             (*ALL, "--check-weight-hash-across-dp-replicas-interval", "5"),
             ("--check-weight-hash-across-dp-replicas-interval is not supported with --muon-offload-state all",),

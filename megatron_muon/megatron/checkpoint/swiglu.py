@@ -26,8 +26,8 @@ def split_swiglu(patches: Patches) -> None:
     NorMuon's second moment, stays whole beside the gate; a step counter belongs to both halves. The handler also looks
     parameters up by names with one `module.` too many when saving (save_checkpoint passes it the model without the
     wrapper that its names count on), so it is shown a model that finds them at any depth. It copies host memory to the
-    GPU, where offloaded momentum might not fit, and what is loaded into the copy would be lost. And it makes halves as
-    shards, under `no_shard` too, where they are to be whole.
+    GPU, where offloaded momentum and main weights might not fit, and what is loaded into the copy would be lost. And it
+    makes halves as shards, under `no_shard` too, where they are to be whole.
     """
     make = handlers.make_fsdp_dtensor
     for name in ("is_sharded_param", "run_check"):
@@ -41,14 +41,13 @@ def split_swiglu(patches: Patches) -> None:
         names = dict(model.named_parameters())
         with _whole_slices(names.values()) as replicated, Patches() as changes:
             made = partial(make, is_sharded_param=False) if replicated else make
-            changes.replace(handlers, "make_fsdp_dtensor", made)
+            changes.replace(handlers, "make_fsdp_dtensor", partial(_made_in_place, made))
             model_state, _ = handle(_AnyDepth(model, names), model_state, None)
             if optimizer_state is None:
                 return model_state, None
             if experts := getattr(get_attr_wrapped_model(model, "config"), "num_moe_experts", None):
                 names = handlers.handle_experts_in_state_dict(names, experts)  # as the optimizer's state counts them
             whole = _AnyDepth(model, names)
-            changes.replace(handlers, "make_fsdp_dtensor", partial(_made_in_place, made))
             state = _with_halves(optimizer_state["state"], whole, lambda slot: handle(whole, slot, None)[0])
         return model_state, {**optimizer_state, "state": state}
 

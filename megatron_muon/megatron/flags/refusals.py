@@ -284,6 +284,11 @@ def _offload_all(run: MuonRun) -> None:
         ("--muon-hyperball", settings.muon_hyperball, "needs weights behind the step"),
         ("--log-params-norm", getattr(settings, "log_params_norm", False), "reads the main weights between steps"),
         (
+            "--save-params-interval",
+            getattr(settings, "save_params_interval", None) is not None,
+            "reads the main weights after a skipped step",
+        ),
+        (
             "--check-weight-hash-across-dp-replicas-interval",
             getattr(settings, "check_weight_hash_across_dp_replicas_interval", None) is not None,
             "reads the main weights between steps",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import inspect
 from collections.abc import Callable
@@ -104,11 +105,14 @@ def accept_muon(patches: Patches) -> None:
             args.optimizer = optimizer
 
 
+_source = functools.cache(inspect.getsource)
+"""The source of a function, which takes a while to find where it is a thousand lines long."""
+
+
 def _require_validation(*texts: str, check: str) -> None:
     """Refuse a megatron-core whose validation no longer says what is patched here."""
-    source = inspect.getsource(inspect.unwrap(arguments.validate_args))
     for text in texts:
-        if text not in source:
+        if text not in _source(inspect.unwrap(arguments.validate_args)):
             raise RuntimeError(
                 f"megatron.training.arguments.validate_args no longer says {text!r}; check {check} in {versions()}"
             )
