@@ -155,9 +155,10 @@ class Reader:
         """A command of ours, in this process; measuring ones are parsed, trainings shortened."""
         if argv[0] == "bench":  # takes minutes; tests/functional/test_bench.py runs small ones
             parser, _ = ours._build_parser(argv)
-            parser.parse_args(argv)
+            flags = shlex.split(getattr(parser.parse_args(argv), "compare", None) or "")
+            flags += argv[argv.index("--") + 1 :] if "--" in argv else []
             if "--config" in argv:
-                self.settle([*argv[argv.index("--config") :][:2], *argv[argv.index("--") + 1 :]])
+                self.settle([*argv[argv.index("--config") :][:2], *flags])
             return "parsed"
         if argv[0] in ("submit", "sweep") and not {"--dry-run", "--list-flags"} & set(argv):
             argv.insert(1, "--dry-run")
