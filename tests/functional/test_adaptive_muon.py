@@ -19,6 +19,8 @@ from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.timeout(330)
+
 STEPS = 5
 CHECKED = (1, 2, STEPS)
 METHODS = ("adamuon", "normuon")

@@ -23,7 +23,7 @@ from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.usefixtures("delayed_too")
+pytestmark = [pytest.mark.usefixtures("delayed_too"), pytest.mark.timeout(330)]
 
 TEN = 10
 STEPS = 3

@@ -27,6 +27,8 @@ from tests.functional.test_layouts import LAYOUTS, OUTER, SHARDED, TP, TRAINED
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.timeout(330)
+
 TEN = 10
 THRESHOLD = 1.0
 CLIP = {"qk_clip": True, "qk_clip_threshold": THRESHOLD, "qk_clip_alpha": 0.3}

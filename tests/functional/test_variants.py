@@ -30,6 +30,8 @@ from tests.functional.test_exact_updates import (
 from tests.functional.test_layouts import LAYOUTS, TP
 from tests.functional.wide import wide_but
 
+pytestmark = pytest.mark.timeout(330)
+
 CAUTIOUS = {"muon_cautious_weight_decay": True, "weight_decay": 1.0}
 HYPERBALL = {"muon_hyperball": True, "weight_decay": 0.0}
 VARIANTS = {"cautious": CAUTIOUS, "hyperball": HYPERBALL}
