@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import signal
@@ -131,6 +132,8 @@ def test_files_of_a_killed_run_are_named_by_doctor_and_removed_by_the_next_run(
 LARGE = Case(hidden=256, heads=4, query_groups=4, ffn=1024, layers=1, vocabulary=16384, bf16=True)
 """0.8 million parameters of Muon, 8.4 of Adam: on one rank 3 MB of momentum, 67 of moments, 37 of main weights."""
 
+M_MMAP_THRESHOLD, M_ARENA_MAX = -3, -8  # of mallopt(3)
+
 LIMIT_MB = 100
 """What a process may take beyond what it has once the model is there, with gradients and main weights."""
 
@@ -150,6 +153,9 @@ def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str
 
     model._optimizer = make_within
     threading.stack_size(1 << 19)  # which counts too
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)  # what is freed goes back at once, however threads take turns
+    libc.mallopt(M_ARENA_MAX, 1)
     try:
         trainer = model.Trainer(LARGE.but(optimizer=setting))
         for _ in range(2):
