@@ -295,7 +295,7 @@ class ShardedMuon(torch.optim.Optimizer):
             if group["lr"] >= 1.0:
                 raise UserError(
                     f"the learning rate {group['lr']:g} of {self._names[group['params'][0]]} is not below 1: with "
-                    "MuonHyperball it is the size of a step relative to the matrix; 0.01 to 0.04 are usual"
+                    "MuonHyperball it is the size of a step relative to the matrix; begin with 0.02"
                 )
             if group["weight_decay"]:
                 raise UserError(

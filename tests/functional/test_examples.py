@@ -59,9 +59,10 @@ def test_the_step_on_fsdp2_beside_others(tmp_path: Path) -> None:
 def test_all_state_off_the_device_beside_others(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     sizes = ["--hidden-size", "64", "--num-layers", "1", "--vocabulary", "256", "--repeat", "1", "--warmup", "1"]
-    sizes += ["--ns-dtype", "fp32", "--offload-dir", str(tmp_path)]
-    run = cli.run([*torchrun, "-m", "benchmarks.offload_state", *sizes], cli.ROOT, cold=True).checked()
+    sizes += ["--ns-dtype", "fp32", "--offload-dir", str(tmp_path / "state")]
+    found = {"PYTHONPATH": str(cli.ROOT)}
+    run = cli.run([*torchrun, "-m", "benchmarks.offload_state", *sizes], tmp_path, cold=True, env=found).checked()
     left = dict(re.findall(r"^(none|cpu, all|nvme, all) +[\d,.]+ +[\d.]+ +([\d.]+) ", run.output, re.MULTILINE))
     assert left["none"] != "0.00"
     assert left["cpu, all"] == left["nvme, all"] == "0.00"
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path for path in (tmp_path / "state").rglob("*") if path.is_file()] == []

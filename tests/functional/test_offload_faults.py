@@ -249,15 +249,21 @@ def test_kept_files_hold_the_last_iteration(training: Trainings, capsys: pytest.
 # ------------------------------------------------------------------------------------------------ killed
 
 
-def test_a_killed_run_is_started_again(
-    training: Trainings, killable: Killable, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Story: its files kept every later start out until somebody had typed `doctor --remove`."""
+def kill_a_run(training: Trainings, killable: Killable) -> list[int]:
+    """Kill the ranks of a run after two steps; their process ids."""
     pids = killable.start(training.folder, *training.flags, *LONG)
     wait_for_iteration(training.folder, pids, 2)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     assert killable.wait() == [-signal.SIGKILL] * 2
+    return pids
+
+
+def test_a_killed_run_is_started_again(
+    training: Trainings, killable: Killable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Story: its files kept every later start out until somebody had typed `doctor --remove`."""
+    pids = kill_a_run(training, killable)
     *left, lock = lying_there(training)
     assert (len(left), lock) == (2, LOCK)
 

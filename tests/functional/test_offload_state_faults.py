@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import resource
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +17,10 @@ from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from tests.functional import cli, test_offload_faults
 from tests.functional.case import Case
-from tests.functional.killable import Killable, wait_for_iteration
+from tests.functional.killable import Killable
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import differences, saved
-from tests.functional.test_offload_faults import FAULTY_STEP, LONG, error_of, lying_there
+from tests.functional.test_offload_faults import FAULTY_STEP, error_of, kill_a_run, lying_there
 from tests.functional.training import Trainings, train
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
@@ -111,11 +109,7 @@ def test_scalar_state_that_cannot_be_read(training: Trainings) -> None:
 def test_files_of_a_killed_run_are_named_by_doctor_and_removed_by_the_next_run(
     training: Trainings, killable: Killable, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pids = killable.start(training.folder, *training.flags, *LONG)
-    wait_for_iteration(training.folder, pids, 2)
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert killable.wait() == [-signal.SIGKILL] * 2
+    pids = kill_a_run(training, killable)
     left = lying_there(training)
     assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == exit_codes.OK
     said = "".join(capsys.readouterr().out.split())
