@@ -22,7 +22,12 @@ from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import RunFailedError, UserError, missing_megatron
 from megatron_muon.version import __version__
 
-EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepare and check"
+EXPERIMENTS, USE, MEASURE, PREPARE = (
+    "train and compare",
+    "use what was trained",
+    "plan and measure",
+    "prepare and check",
+)
 """Groups of subcommands, in the order of `megatron-muon --help`."""
 
 
@@ -41,6 +46,10 @@ COMMANDS = {
     "report": Command("megatron_muon.report.command", "write a page with plots on one run or many"),
     "submit": Command("megatron_muon.slurm.command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.runs.summary", "sum up a finished run"),
+    "generate": Command("megatron_muon.models.generate_command", "write text with a checkpoint", USE),
+    "eval": Command("megatron_muon.models.eval_command", "loss and bits per byte of a checkpoint on any text", USE),
+    "export": Command("megatron_muon.models.export_command", "checkpoint to Hugging Face or torch_dist", USE),
+    "import": Command("megatron_muon.models.import_command", "Hugging Face model to a checkpoint, to go on with", USE),
     "plan": Command("megatron_muon.planning.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
     "rehearse": Command(
         "megatron_muon.rehearsal.command", "run every rank's real step without a GPU, and compare", MEASURE
@@ -129,7 +138,7 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
     groups = []
-    for group in (EXPERIMENTS, MEASURE, PREPARE):
+    for group in (EXPERIMENTS, USE, MEASURE, PREPARE):
         groups += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
