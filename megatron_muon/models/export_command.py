@@ -26,16 +26,16 @@ examples:
 
 def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon export`."""
-    from megatron_muon.models.source import DTYPES, add_checkpoint_arguments
+    from megatron_muon.models.arguments import DTYPES, above_zero, add_checkpoint_arguments
 
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     add_checkpoint_arguments(parser)
     parser.add_argument("--to", choices=("hf", "torch_dist"), required=True, help="the form to write")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write")
-    parser.add_argument("--dtype", choices=("auto", *DTYPES), default="auto",
+    parser.add_argument("--dtype", choices=DTYPES, default="auto",
         help="of the tensors (auto: bfloat16 for a run with --bf16, else float32)")  # fmt: skip
-    parser.add_argument("--max-file-gb", type=float, default=1.0, metavar="GB",
+    parser.add_argument("--max-file-gb", type=above_zero, default=1.0, metavar="GB",
         help="size of a safetensors file; as much memory is needed beside the largest tensor (1)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace the folder where it is there already")
 
@@ -43,10 +43,10 @@ def configure(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exports."""
     from megatron_muon.models import folder, written
-    from megatron_muon.models.source import dtype_of, tokenizer_of, verified
+    from megatron_muon.models.source import dtype_of, open_checkpoint, tokenizer_of
 
     with quiet_imports():
-        source = verified(args)
+        source = open_checkpoint(args.checkpoint, verify=not args.no_verify_checkpoint)
     dtype = dtype_of(args.dtype, source.trained_in)
     with folder.new_folder(args.out, overwrite=args.overwrite) as out:
         if args.to == "hf":

@@ -11,8 +11,8 @@ from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
 DESCRIPTION = """\
-Writes a model of Hugging Face (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a checkpoint that --load DIR
---finetune takes, tokenizer and flags with it: OUT/model.yaml is an experiment file to add data and learning rates to.
+Writes a model of Hugging Face (Llama, Mistral, Qwen 2 and 3, Mixtral, Qwen 3 MoE, GPT-2) as a checkpoint for --load DIR
+--finetune, tokenizer and flags with it: OUT/model.yaml is an experiment file to add data and learning rates to.
 Nothing is downloaded: FOLDER is a local one. What Megatron has no flag for is refused.
 """
 

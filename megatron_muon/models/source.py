@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from megatron_muon.checkpoint import files
-from megatron_muon.command_parser import CommandParser
 from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
 from megatron_muon.models import tokenizer as tokenizers
@@ -21,7 +19,6 @@ from megatron_muon.models.hf_config import to_config
 from megatron_muon.models.mapping import Rule, rules
 from megatron_muon.models.weights import Weights
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SHOWN = 4
 
 
@@ -56,16 +53,6 @@ class Source:
         """The content of config.json."""
         ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
         return to_config(self.model) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
-
-
-def add_checkpoint_arguments(parser: CommandParser, *, required: bool = True) -> None:
-    """Adds the arguments that say which checkpoint to read, and how."""
-    parser.add_argument("--checkpoint", type=Path, required=required, metavar="DIR",
-        help="a run's folder, its --save directory, or one iteration's folder")  # fmt: skip
-    parser.add_argument("--tokenizer", metavar="DIR",
-        help="a tokenizer that transformers loads, instead of the run's; none goes without")  # fmt: skip
-    parser.add_argument("--no-verify-checkpoint", action="store_true",
-        help="do not compare the files with their checksums first")  # fmt: skip
 
 
 def open_checkpoint(directory: Path, *, verify: bool = True) -> Source:
@@ -112,11 +99,7 @@ def _check(weights: Weights, table: list[Rule]) -> None:
             raise UserError(f"{weights.folder} {what}: {', '.join(names[:_SHOWN])}{more}")
 
 
-def dtype_of(asked: str, trained_in: torch.dtype) -> torch.dtype:
+def dtype_of(asked: str, auto: torch.dtype) -> torch.dtype:
     """The dtype of a `--dtype`."""
-    return trained_in if asked == "auto" else DTYPES[asked]
-
-
-def verified(args: argparse.Namespace) -> Source:
-    """The checkpoint that a command's arguments name."""
-    return open_checkpoint(args.checkpoint, verify=not args.no_verify_checkpoint)
+    named: torch.dtype = auto if asked == "auto" else getattr(torch, asked)
+    return named

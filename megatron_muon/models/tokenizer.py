@@ -50,6 +50,11 @@ def build(spec: TokenizerSpec) -> Any:
         raise UserError(f"the tokenizer {spec.model} cannot be loaded ({why}); {_REMEDY}") from error
 
 
+def is_of_bytes(tokenizer: Any) -> bool:
+    """Whether a tokenizer is the byte-level one of this module: ids below 256 are bytes."""
+    return tokenizer.eos_token == END_OF_DOCUMENT and tokenizer.convert_tokens_to_ids(["A", "z"]) == [65, 122]
+
+
 def _of_bytes(vocabulary: int) -> Any:
     """The ids of megatron-core's `ByteLevelTokenizer`: a byte is its own id, the last one ends a document.
 
