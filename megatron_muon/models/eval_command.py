@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -107,5 +108,5 @@ def _bytes(tokenizer: Any, ids: Any) -> int:
         return int((ids < 256).sum())
     end = tokenizer.eos_token_id
     bounds = [0, *((ids == end).nonzero()[0] + 1), len(ids)] if end is not None else [0, len(ids)]
-    documents = (ids[a:b].tolist() for a, b in zip(bounds, bounds[1:], strict=False))
+    documents = (ids[a:b].tolist() for a, b in itertools.pairwise(bounds))
     return sum(len(tokenizer.decode(part, skip_special_tokens=True).encode()) for part in documents)

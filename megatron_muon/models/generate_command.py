@@ -23,6 +23,8 @@ examples:
   megatron-muon generate --checkpoint runs/first --interactive
 """
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon generate`."""
@@ -84,7 +86,7 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
-    class Printed(TextStreamer):  # type: ignore[misc]  # transformers has no types
+    class Printed(TextStreamer):
         """Prints whole words, and no control character that a model may write."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -112,6 +114,4 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
 
 def shown(text: str) -> str:
     """Text without characters that a terminal would obey; line breaks and tabs stay."""
-    return "".join(
-        letter if letter.isprintable() or letter in "\n\t" else "\N{REPLACEMENT CHARACTER}" for letter in text
-    )
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else _REPLACEMENT for letter in text)

@@ -52,7 +52,7 @@ def build(spec: TokenizerSpec) -> Any:
 
 def is_of_bytes(tokenizer: Any) -> bool:
     """Whether a tokenizer is the byte-level one of this module: ids below 256 are bytes."""
-    return tokenizer.eos_token == END_OF_DOCUMENT and tokenizer.convert_tokens_to_ids(["A", "z"]) == [65, 122]
+    return bool(tokenizer.eos_token == END_OF_DOCUMENT) and tokenizer.convert_tokens_to_ids(["A", "z"]) == [65, 122]
 
 
 def _of_bytes(vocabulary: int) -> Any:
