@@ -207,6 +207,7 @@ def to_flags(model: Architecture) -> dict[str, Any]:
         "--disable-bias-linear": not model.linear_bias,
         "--add-qkv-bias": model.qkv_bias and not model.linear_bias,
         "--qk-layernorm": model.qk_norm,
+        "--no-bias-gelu-fusion": not model.gated and not model.tanh_gelu,
         "--untie-embeddings-and-output-weights": not model.tied,
     }
     return flags | {flag: True for flag, given in bare.items() if given}

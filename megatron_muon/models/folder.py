@@ -65,8 +65,11 @@ def write_tensors(
     total = 0
     for file in files:
         tensors = {name: tensor for rule in file.rules for name, tensor in converted(rule, read(rule), dtype)}
-        (folder / file.name).touch()  # with the mode of other files; save_file's own is for its user alone
-        save_file(tensors, folder / file.name, metadata={"format": "pt"})
+        there = folder / file.name
+        there.touch()
+        mode = there.stat().st_mode  # save_file's own is for its user alone
+        save_file(tensors, there, metadata={"format": "pt"})
+        there.chmod(mode)
         place |= dict.fromkeys(tensors, file.name)
         total += sum(tensor.nbytes for tensor in tensors.values())
     if len(files) > 1:

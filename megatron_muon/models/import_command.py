@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         table = rules(model)
         folder.check(tensors, table, args.folder, tied=model.tied)
         impl = args.transformer_impl or ("transformer_engine" if has_transformer_engine() else "local")
-        flags = _flags(args, model, config, impl)
+        flags = _flags(args, model, config, tokenizer, impl)
         run_args = _arguments(flags, model.rows)
     with folder.new_folder(args.out, overwrite=args.overwrite) as out:
         written.write(
@@ -103,9 +103,11 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
         raise UserError(f"the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def _flags(args: argparse.Namespace, model: Any, config: dict[str, Any], impl: str) -> dict[str, Any]:
+def _flags(args: argparse.Namespace, model: Any, config: dict[str, Any], tokenizer: Any, impl: str) -> dict[str, Any]:
     """The flags of a run that goes on from the import, as MODEL_ARGS."""
+    from megatron_muon.data.tokenizers import HUGGING_FACE, IN_TRAINING
     from megatron_muon.models.architecture import to_flags
+    from megatron_muon.models.tokenizer import is_of_bytes
     from megatron_muon.models.written import FSDP_DTENSOR
 
     flags = {"--optimizer": "muon"} | to_flags(model)
@@ -120,10 +122,10 @@ def _flags(args: argparse.Namespace, model: Any, config: dict[str, Any], impl: s
     if str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.") == "bfloat16":
         flags["--bf16"] = True
     out = args.out.resolve()
-    has_tokenizer = any(args.folder.glob("tokenizer*"))
-    flags["--tokenizer-type"] = "HuggingFaceTokenizer" if has_tokenizer else "NullTokenizer"
-    if has_tokenizer:
-        flags["--tokenizer-model"] = str(out / _TOKENIZER)
+    if tokenizer is None or is_of_bytes(tokenizer):  # data of `data prepare`, whose byte-level tokenizer it stands for
+        flags["--tokenizer-type"] = IN_TRAINING
+    else:
+        flags |= {"--tokenizer-type": HUGGING_FACE, "--tokenizer-model": str(out / _TOKENIZER)}
     return flags | {"--transformer-impl": impl, "--load": str(out), "--finetune": True}
 
 

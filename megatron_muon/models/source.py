@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_muon.checkpoint import files
-from megatron_muon.data.tokenizers import TokenizerSpec
+from megatron_muon.data.tokenizers import HUGGING_FACE, TokenizerSpec
 from megatron_muon.errors import UserError
 from megatron_muon.models import tokenizer as tokenizers
 from megatron_muon.models.architecture import Architecture, from_args
@@ -76,7 +76,7 @@ def tokenizer_of(source: Source, asked: str | None) -> Any:
     """The tokenizer that was asked for, by default the run's; None for "none"."""
     if asked == "none":
         return None
-    spec = source.tokenizer if asked is None else TokenizerSpec("HuggingFaceTokenizer", asked)
+    spec = source.tokenizer if asked is None else TokenizerSpec(HUGGING_FACE, asked)
     built = tokenizers.build(spec)
     if len(built) > source.model.rows:
         raise UserError(f"the tokenizer {asked or spec.model} has {len(built)} tokens, the model {source.model.rows}")

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.data.corpus import OutputPaths
-from megatron_muon.data.tokenizers import BYTE_LEVEL, BYTE_LEVEL_VOCAB_SIZE, IN_TRAINING, TokenizerSpec
+from megatron_muon.data.tokenizers import BYTE_LEVEL, BYTE_LEVEL_VOCAB_SIZE, HUGGING_FACE, IN_TRAINING, TokenizerSpec
 from megatron_muon.errors import UserError
 
 END_OF_DOCUMENT = "<eod>"
 
-_HUGGING_FACE = "HuggingFaceTokenizer"
 _REMEDY = "give one with the same ids, a folder or name that transformers loads: --tokenizer DIR"
 
 
@@ -41,7 +40,7 @@ def build(spec: TokenizerSpec) -> Any:
 
     if spec.tokenizer_type == BYTE_LEVEL:
         return _of_bytes(spec.vocab_size or BYTE_LEVEL_VOCAB_SIZE)
-    if spec.tokenizer_type != _HUGGING_FACE:
+    if spec.tokenizer_type != HUGGING_FACE:
         raise UserError(f"--tokenizer-type {spec.tokenizer_type} has no counterpart in transformers; {_REMEDY}")
     try:
         return transformers.AutoTokenizer.from_pretrained(spec.model)
