@@ -58,24 +58,30 @@ def write_tensors(
 
     One file is held in memory at a time, of at most `limit` bytes unless a single weight is larger.
     """
-    from safetensors.torch import save_file
-
     files = _files(rules, dtype, limit)
+    sizes: dict[str, int] = {}
     place: dict[str, str] = {}
-    total = 0
     for file in files:
-        tensors = {name: tensor for rule in file.rules for name, tensor in converted(rule, read(rule), dtype)}
-        there = folder / file.name
-        there.touch()
-        mode = there.stat().st_mode  # save_file's own is for its user alone
-        save_file(tensors, there, metadata={"format": "pt"})
-        there.chmod(mode)
-        place |= dict.fromkeys(tensors, file.name)
-        total += sum(tensor.nbytes for tensor in tensors.values())
+        written = _write_file(folder / file.name, file.rules, read, dtype)
+        sizes |= written
+        place |= dict.fromkeys(written, file.name)
+    total = sum(sizes.values())
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": place}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     return total
+
+
+def _write_file(file: Path, rules: list[Rule], read: Callable[[Rule], Tensor], dtype: torch.dtype) -> dict[str, int]:
+    """Writes one file; the bytes of each tensor in it."""
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor for rule in rules for name, tensor in converted(rule, read(rule), dtype)}
+    file.touch()
+    mode = file.stat().st_mode  # save_file's own is for its user alone
+    save_file(tensors, file, metadata={"format": "pt"})
+    file.chmod(mode)
+    return {name: tensor.nbytes for name, tensor in tensors.items()}
 
 
 def converted(rule: Rule, weight: Tensor, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

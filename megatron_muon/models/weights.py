@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron_muon.checkpoint import checksums, content, files
-from megatron_muon.checkpoint.unpickling import Planner, Reader
+from megatron_muon.checkpoint.unpickling import Reader
 from megatron_muon.errors import UserError
 
 TORCH_DIST_MARK = "metadata.json"
@@ -160,30 +161,25 @@ class Weights(Mapping[str, torch.Tensor]):
         return self._places[name].shape
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Reads a weight from the files: one tensor of its size, and one piece of the checkpoint at a time."""
+        """Reads a weight. What one rank wrote is not copied; of several ranks, one's piece is in memory beside it."""
         place = self._places[name]
         entry = self._tensors[place.entry]
         chunk = ChunkStorageMetadata(torch.Size(place.offsets), torch.Size(place.sizes))
         items = create_read_items_for_chunk_list(place.entry, entry, [chunk])
-        target = torch.empty(place.sizes, dtype=entry.properties.dtype)
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        return target.view(place.shape)
+        if [tuple(item.lengths) for item in items] == [place.sizes]:
+            return self._piece(items[0]).reshape(place.shape)
+        whole = torch.empty(place.sizes, dtype=entry.properties.dtype)
+        for item in items:
+            narrow_tensor_by_index(whole, item.dest_offsets, item.lengths).copy_(self._piece(item))
+        return whole.view(place.shape)
 
-
-class _Into(Planner):
-    """Has everything that is read put into one tensor."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        super().__init__()
-        self._target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        part = self._target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None: ...
+    def _piece(self, item: ReadItem) -> torch.Tensor:
+        """What a rank wrote, narrowed to what is wanted of it."""
+        stored = self._reader.storage_data[item.storage_index]
+        file = self._reader.fs.concat_path(self._reader.path, stored.relative_path)
+        with self._reader.fs.create_stream(file, "rb") as stream:
+            written = torch.load(self._reader._slice_file(stream, stored), map_location="cpu", weights_only=True)
+        return narrow_tensor_by_index(written, item.storage_offsets, item.lengths)
 
 
 def _local(name: str) -> str:
