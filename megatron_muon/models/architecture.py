@@ -170,7 +170,7 @@ def _unsaid(model: Architecture) -> list[str]:
             model.experts
         )
     if kind in (MIXTRAL, QWEN3_MOE, QWEN3) and (model.linear_bias or model.qkv_bias):
-        found.append("--add-bias-linear or --add-qkv-bias with --num-experts or --qk-layernorm")
+        found.append("biases (--add-qkv-bias, or no --disable-bias-linear) with --num-experts or --qk-layernorm")
     if kind in (GPT2, QWEN2) and own_heads:
         found.append(f"--kv-channels {model.head_dim} with {model.heads} heads of a hidden size of {model.hidden}")
     return found

@@ -171,10 +171,11 @@ class Reader:
                 argv.insert(1, "--dry-run")
             if "--nnodes" in argv and "--dry-run" not in argv:
                 argv.insert(1, "--dry-run")
-            if "--resume" in argv and "--config" not in argv and not self.trains:
+            imported = any(word.startswith("imported/") for word in argv)
+            if (("--resume" in argv and "--config" not in argv) or imported) and not self.trains:
                 ours._build_parser(argv)[0].parse_args(argv)
-                return "parsed"  # there is no run to go on with
-        looks = argv[0] in ("summary", "report") or "--checkpoint" in argv
+                return "parsed"  # there is no run, or no import, to go on with
+        looks = argv[0] in ("summary", "report", "import") or "--checkpoint" in argv
         if looks and (not self.trains or (argv[0] == "report" and not Path(argv[1]).exists())):  # sweeps are tried dry
             ours._build_parser(argv)[0].parse_args(argv)
             return "parsed"  # there is no run to look at

@@ -150,7 +150,7 @@ def test_a_setting_without_a_counterpart_is_refused_by_name(setting: str) -> Non
         ("gpt2", {"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
         ("gpt2", {"kv_channels": 5}, "--kv-channels 5"),
         ("qwen2", {"kv_channels": 5}, "--kv-channels 5"),
-        ("mixtral", {"add_qkv_bias": True}, "--add-qkv-bias"),
+        ("mixtral", {"add_qkv_bias": True}, "biases"),
         ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
     ],
 )
