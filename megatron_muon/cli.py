@@ -19,7 +19,7 @@ from types import ModuleType
 
 from megatron_muon import exit_codes
 from megatron_muon.command_parser import CommandParser
-from megatron_muon.errors import RunFailedError, UserError, missing_megatron
+from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.version import __version__
 
 EXPERIMENTS, USE, MEASURE, PREPARE = (
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"megatron-muon: error: {line}", file=sys.stderr)
         return exit_codes.USAGE
     except ModuleNotFoundError as error:
-        if not missing_megatron(error):
+        if not missing_extra(error):
             raise
-        print(f"megatron-muon: error: {missing_megatron(error)}", file=sys.stderr)
+        print(f"megatron-muon: error: {missing_extra(error)}", file=sys.stderr)
         return exit_codes.USAGE
     except RunFailedError as error:
         print(f"megatron-muon: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ def add_checkpoint_arguments(parser: CommandParser) -> None:
     parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR",
         help="a run's folder, its --save directory, or one iteration's folder")  # fmt: skip
     parser.add_argument("--tokenizer", metavar="DIR",
-        help="a tokenizer that transformers loads, instead of the run's; none goes without")  # fmt: skip
+        help="a tokenizer that transformers loads, instead of the run's (export: none writes none)")  # fmt: skip
     parser.add_argument("--no-verify-checkpoint", action="store_true",
         help="do not compare the files with their checksums first")  # fmt: skip
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import RunFailedError, UserError, missing_megatron
+from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
 from megatron_muon.runs.processes import ROOT, THIS_MACHINE, Nodes, python_path
 from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
@@ -147,7 +147,7 @@ def answer() -> None:
         _import_once()
         answered = [_answer_in_fork(request) for request in requests]
     except ModuleNotFoundError as error:
-        if not (reason := missing_megatron(error)):
+        if not (reason := missing_extra(error)):
             raise
         answered = [UserError(reason)] * len(requests)
     answers.write_bytes(pickle.dumps(answered))
