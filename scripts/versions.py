@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Try the package with several versions of torch and Python, and write what came of it into docs/versions.md.
+"""Try the package with several versions of torch and Python, and write what came of it into docs/questions.md.
 
 Each pair gets an environment of its own, made from the package index and removed afterwards: torch and what belongs to
 it in the newest release of that version, all else as requirements/lock.txt has it. A clone of the last commit is tested
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "versions.md"
+PAGE = ROOT / "docs" / "questions.md"
 HEADER = """\
 | torch | Python | unit tests | functional tests | commit |
 | --- | --- | --- | --- | --- |
@@ -130,7 +130,7 @@ def key(row: str) -> tuple[int, ...]:
 
 
 def write(found: dict[str, Any]) -> None:
-    """Put a row into the table of docs/versions.md, in place of what it says of that pair."""
+    """Put a row into the table of docs/questions.md, in place of what it says of that pair."""
     cells = (found["torch"], found["python"], in_words(found["unit"]), in_words(found["functional"]), found["commit"])
     row = f"| {' | '.join(cells)} |"
     page = PAGE.read_text("utf-8")

@@ -250,7 +250,7 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(ranks)
     try:
-        launch.prepare(argv, root=ROOT, writes=False)
+        launch.prepare(argv, writes=False)
     except UserError as error:
         return str(error)
     return ""
