@@ -220,5 +220,8 @@ def test_the_script_starts_the_installed_package_where_there_is_no_checkout(tmp_
     assert lines[lines.index("--rdzv-id") + 2 :][: len(module)] == module
     status, lines = starts("configs/quickstart.yaml", CONTAINER_IMAGE="image.sqsh")
     assert lines[lines.index("--container-mounts") + 1] == f"{tmp_path}:{tmp_path}"
+    status, lines = starts("configs/quickstart.yaml", CONTAINER_IMAGE="image.sif")
+    inside = [*("apptainer", "exec", "--nv", "--bind", f"{tmp_path}:{tmp_path}", "--pwd", str(tmp_path)), "image.sif"]
+    assert lines[lines.index("apptainer") :][: len(inside) + 3] == [*inside, "python3", "-m", "megatron_muon.runs.node"]
     assert starts("configs/quickstart.yaml")[0] == 2, "nobody says where the package is"
     assert starts("mine.yaml", VENV=str(tmp_path / "venv"))[0] == 2
