@@ -24,6 +24,7 @@ LOCK = ROOT / "requirements" / "lock.txt"
 SCRIPTS = [
     "scripts/quickstart.sh",
     "scripts/test.sh",
+    "scripts/containers/install.sh",
     "scripts/lib/setup.sh",
     "scripts/slurm/local_cluster.sh",
     "scripts/slurm/pretrain.sbatch",
