@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from megatron_muon import exit_codes
+from megatron_muon import exit_codes, shipped
 from megatron_muon.command_parser import CommandParser
 from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.version import __version__
@@ -41,6 +41,7 @@ class Command:
 
 
 COMMANDS = {
+    "quickstart": Command("megatron_muon.quickstart", "train a small GPT here and now, and sum it up"),
     "train": Command("megatron_muon.runs.train_command", "train what an experiment file says"),
     "sweep": Command("megatron_muon.sweep.command", "train at many settings and seeds, and compare"),
     "report": Command("megatron_muon.report.command", "write a page with plots on one run or many"),
@@ -61,6 +62,7 @@ COMMANDS = {
 
 EPILOG = """\
 examples:
+  megatron-muon quickstart
   megatron-muon data prepare --stdlib --output data/stdlib
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
   megatron-muon summary runs/first
@@ -84,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, modules = _build_parser(arguments)
         args = parser.parse_args(arguments)
+        for file in (getattr(args, "config", None), getattr(args, "hf", None)):
+            if file is not None and (note := shipped.note(Path(file))):
+                print(f"megatron-muon: {note}", file=sys.stderr)
         status: int = modules[args.command].run(args)
         return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error

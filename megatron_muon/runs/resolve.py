@@ -23,7 +23,7 @@ from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
-from megatron_muon.runs.processes import ROOT, THIS_MACHINE, Nodes, python_path
+from megatron_muon.runs.processes import THIS_MACHINE, Nodes, python_path
 from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
 from megatron_muon.suggest import did_you_mean, plain
 
@@ -207,7 +207,7 @@ def settle(request: Request) -> Resolved:
         amended = _amend(request, sets, parser._option_string_actions, config, typed)
         return amended.argv
 
-    settled = launch.prepare(argv, root=ROOT, writes=request.writes, amend=amend, overridden=overridden)
+    settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
     config, actions = settled.config, settled.parser._option_string_actions
     assert config is not None
     chosen = pairs(settled.argv[len(settled.defaults) :], actions)

@@ -88,6 +88,10 @@ NOT_HERE = {
     r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
     r"export SLURM_CONF=": "belongs to the local SLURM cluster",
     r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
+    r"docker build -f scripts/containers/": "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py",
+    r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
+    r"kubectl apply -f scripts/kubernetes/": "needs a cluster; test_installed.py runs what its pods run",
+    r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
 """Commands that are not run, by their beginning, with the reason; the files that they name must exist."""
 
@@ -251,7 +255,7 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(ranks)
     try:
-        launch.prepare(argv, root=ROOT, writes=False)
+        launch.prepare(argv, writes=False)
     except UserError as error:
         return str(error)
     return ""
