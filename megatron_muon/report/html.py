@@ -33,10 +33,11 @@ a { color: var(--accent); }
 nav { color: var(--faint); } nav a { white-space: nowrap; text-decoration: none; }
 nav a:hover { text-decoration: underline; }
 code, pre { font: 0.875em/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; }
-code { background: var(--raised); padding: 0.1em 0.3em; border-radius: 4px; } code span { white-space: nowrap; }
+code { background: var(--raised); padding: 0.1em 0.3em; border-radius: 4px; } code span { white-space: pre; }
 strong code { font-weight: bold; }
 pre { background: var(--raised); padding: 0.75rem 1rem; border-radius: 6px; white-space: pre-wrap; }
 pre code { background: none; padding: 0; font-size: 1em; }
+.line { display: inline-block; padding-left: 2ch; text-indent: -2ch; } code .line { white-space: pre-wrap; }
 .wide { overflow-x: auto; margin: 1rem 0; }
 table { border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
 th, td { padding: 0.35rem 0.75rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
@@ -85,7 +86,13 @@ _PAGE = """\
 def html_page(markdown: str, pictures: Mapping[str, bytes]) -> str:
     """The page of a report; `pictures` are PNG files by the name that the Markdown has for them."""
     parser = MarkdownIt("commonmark").enable("table")
-    for name, rule in (("image", _image), ("code_inline", _code), ("html_block", _fold), ("html_inline", _fold)):
+    for name, rule in (
+        ("image", _image),
+        ("code_inline", _code),
+        ("code_block", _lines),
+        ("html_block", _fold),
+        ("html_inline", _fold),
+    ):
         parser.add_render_rule(name, rule)
     parser.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>\n')
     parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
@@ -118,10 +125,22 @@ def _image(self: RendererHTML, tokens: Sequence[Token], at: int, _: Any, environ
 
 
 def _code(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
-    """Code within a line: its lines break after a blank, a comma or a slash, and within what is very long."""
-    parts = re.findall(r"[^ ,/]*[ ,/]?", tokens[at].content)
-    shown = (f"<span>{escape(part)}</span>" if 0 < len(part) <= _UNBROKEN else escape(part) for part in parts)
-    return f"<code>{'<wbr>'.join(shown)}</code>"
+    """Code within a line."""
+    return f"<code>{_breakable(tokens[at].content)}</code>"
+
+
+def _lines(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
+    """A block of code, such as commands: what does not fit into a line goes on indented."""
+    lines = (f'<span class="line">{_breakable(line)}</span>' for line in tokens[at].content.splitlines())
+    return f"<pre><code>{'\n'.join(lines)}</code></pre>\n"
+
+
+def _breakable(code: str) -> str:
+    """Code whose lines break after a blank, a comma or a slash, and anywhere within what is very long."""
+    parts = re.findall(r"[^ ,/]*[ ,/]?", code)
+    return "<wbr>".join(
+        f"<span>{escape(part)}</span>" if 0 < len(part) <= _UNBROKEN else escape(part) for part in parts
+    )
 
 
 def _fold(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:

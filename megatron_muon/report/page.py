@@ -49,8 +49,8 @@ _ABOUT_RATES = (
     "The final loss is the last {final}. For Muon the rate is `--muon-lr` where it is given, else `--lr`."
 )
 _ABOUT_TIMES = (
-    f"Medians after the first {WARMUP_STEPS} steps, means over the seeds. Muon's phases are measured in every K-th "
-    "step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
+    f"Medians after the first {WARMUP_STEPS} steps, of all in a shorter run, means over the seeds. Muon's phases are "
+    "measured in every K-th step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
     "--log-timers-to-tensorboard`; what is not a phase of Muon, AdamW's whole step too, is the rest of it."
 )
 _ABOUT_MEMORY = "Optimizer state of all ranks, on device, host and disk together."
@@ -317,5 +317,5 @@ def _origin_of(run: Mapping[str, Any]) -> dict[str, str | None]:
         "Versions": versions,
         "Commit": f"{run['commit']}{', with changes' if run.get('dirty') else ''}" if run.get("commit") else None,
         "Machine": f"{machine.format_map(run['machine'])}{run.get('device')}" if run.get("machine") else None,
-        "Processes": f"{run['nodes']} x {run['ranks']}" if run else None,
+        "Machines x processes": f"{run['nodes']} x {run['ranks']}" if run else None,
     }

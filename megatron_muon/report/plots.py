@@ -90,8 +90,7 @@ def draw_losses(file: Path, arms: Sequence[Curves], axis: str, compared: Sequenc
                 _mark_target(panel, compared[0], axis)
             panel.set_xlabel(label)
             panel.set_ylabel(f"{name} (nats per token)")
-            finished = [points for arm, points in zip(arms, curves, strict=True) if arm.finished and points]
-            _limit(panel, finished or [points for points in curves if points], whole=axis != "seconds")
+            _limit(panel, arms, curves, whole=axis != "seconds")
             panel.xaxis.set_major_locator(MaxNLocator(nbins=7, steps=[1, 2, 5, 10], integer=axis != "seconds"))
             panel.xaxis.set_major_formatter(EngFormatter(sep=""))
         _add_legend(panels)
@@ -265,11 +264,16 @@ def _mark_target(panel: Any, compared: Comparison, axis: str) -> None:
     panel.plot([at], [compared.target], label=words, **star)
 
 
-def _limit(panel: Any, curves: Sequence[Sequence[CurvePoint]], *, whole: bool) -> None:
-    """Cuts the beginning's height off, where all curves fall alike; a single point has room, to a `whole` number."""
+def _limit(panel: Any, arms: Sequence[Curves], curves: Sequence[Sequence[CurvePoint]], *, whole: bool) -> None:
+    """Cuts off the height of the beginning, where all fall alike, and what rises above those that finished.
+
+    A single point has room, to `whole` numbers.
+    """
     low = min(point.low for points in curves for point in points)
-    begun = _LOSS_TOP * max(points[-1].step for points in curves)
-    high = max(point.high for points in curves for point in points if point.step >= begun or point is points[-1])
+    begun = _LOSS_TOP * max(points[-1].step for points in curves if points)
+    finished = [points for arm, points in zip(arms, curves, strict=True) if arm.finished and points]
+    of = finished or [points for points in curves if points]
+    high = max(point.high for points in of for point in points if point.step >= begun or point is points[-1])
     room = 0.05 * max(high - low, _LEAST_HEIGHT)
     panel.set_ylim(low - room, high + room)
     first, last = panel.get_xlim()

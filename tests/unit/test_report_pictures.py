@@ -90,7 +90,16 @@ def test_a_run_that_goes_on_is_drawn_beside_a_finished_one(make: Make, draw: Dra
     figure = draw()["loss-steps.png"]
     names = [text.get_text() for text in figure.legends[0].get_texts()]
     assert names == ["AdamW, lr 0.001", "Muon, lr 0.01 (not finished)", "Muon, lr 0.5 (not finished)"]
-    assert figure.axes[0].get_ylim()[1] < 6
+    low, high = figure.axes[0].get_ylim()
+    assert low < 2.1
+    assert high < 6
+
+
+def test_a_longer_run_that_goes_on_is_not_cut_off_by_a_short_finished_one(make: Make, draw: Draw) -> None:
+    make(falling(0.1), lr="1e-3", steps=3)
+    make(falling(0.1), steps=90, outcome="stopped")
+    (training, _) = draw()["loss-steps.png"].axes
+    assert min(y for _, y in points(training)) < 2.1
 
 
 def test_where_no_loss_is_a_number_the_page_says_so(make: Make, draw: Draw, report: Callable[[], Report]) -> None:
