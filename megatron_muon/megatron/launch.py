@@ -106,7 +106,9 @@ def prepare(
     if args.save and writes:
         check_writable(Path(args.save), "--save")
     muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
-    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
+    patches.install(
+        Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp, profile=args.profile
+    )
     sys.argv = [sys.argv[0], *full]
     return Launch(full, args, device, tuple(notes), tuple(defaults), parser, config)
 

@@ -6,6 +6,7 @@
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
       tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
       checkpoints/    where the flags ask for them (--save)
+      torch_profile/  with --profile, a trace of each rank
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
@@ -32,6 +33,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
 from megatron_muon.megatron import FACTS
+from megatron_muon.megatron.flags.monitoring import TRACE, TRACES
 from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
@@ -190,6 +192,11 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     )
 
 
+def traces_of(folder: RunFolder) -> list[Path]:
+    """The traces that a profiled run has left."""
+    return sorted((folder.tensorboard.parent / TRACES).glob(TRACE))
+
+
 def forget_divergence(folder: RunFolder) -> None:
     """Takes from the facts of an earlier start that it diverged: a new one may end before it writes its own."""
     facts = read_json(folder.tensorboard / FACTS)
@@ -215,6 +222,8 @@ def clear(folder: RunFolder) -> None:
     for name in (EVENT_FILES, FACTS):
         for file in folder.tensorboard.glob(name):
             file.unlink()
+    for file in traces_of(folder):
+        file.unlink()
     if folder.checkpoints is not None and folder.checkpoints.exists():
         shutil.rmtree(folder.checkpoints)
 
