@@ -42,6 +42,17 @@ class Holders(Protocol):
         """How many ranks hold the same rows of a matrix as this one."""
 
 
+class Sums(Protocol):
+    """Adds up what the ranks of a team have; a `TeamGroup` does."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the team."""
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of their parts, on each of them. Collective."""
+
+
 class Probe:
     """Listens to a step; this one to nothing."""
 
@@ -55,8 +66,11 @@ class Probe:
     def updates(self, rows: Sequence[torch.Tensor]) -> None:
         """This rank's rows `(rows, cols)` of scaled updates, before the learning rate."""
 
-    def block(self, block: torch.Tensor, scale: float) -> None:
-        """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept."""
+    def block(self, block: torch.Tensor, scale: float, team: Sums | None = None) -> None:
+        """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept.
+
+        With `team`, n are this rank's columns of it, and each rank of the team is shown its own at the same time.
+        """
 
     def received(self, size: int) -> None:
         """A collective that brings this rank so many bytes from others has been started."""

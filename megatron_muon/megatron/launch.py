@@ -109,7 +109,7 @@ def prepare(
     patches.install(
         Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp, profile=args.profile
     )
-    sys.argv = [sys.argv[0], *full]
+    sys.argv = [sys.argv[0], *full, *(["--config", str(given.config)] if given.config else [])]
     return Launch(full, args, device, tuple(notes), tuple(defaults), parser, config)
 
 

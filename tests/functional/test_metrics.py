@@ -26,6 +26,7 @@ CASES = {
     "shared": (2, Case(strategy="no_shard", optimizer={**QUIET, "muon_share_replicated": True})),
     "tp2 hsdp": (4, TP.but(instances=2, optimizer={**TP.optimizer, **QUIET})),
     "experts": (2, MOE.but(expert_parallel=2, optimizer=QUIET)),
+    "teams": (2, Case(optimizer={**QUIET, "muon_team_size": "2"})),
     "adamuon": (2, Case(optimizer={**QUIET, "optimizer": "adaptive_muon"})),
 }
 

@@ -162,5 +162,9 @@ def test_the_run_says_where_its_traces_lie(tmp_path):
     assert said.startswith(f"trace: {tmp_path}/torch_profile/rank-0.json.gz and 1 more; open it at https://ui.perfetto")
     run.resolved.flags = ()
     assert traces.note(run) == ""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb.json").touch()
     clear(folder)  # --overwrite
+    assert not (tmp_path / "wandb").exists()
+    assert not (tmp_path / "wandb.json").exists()
     assert not list((tmp_path / "torch_profile").iterdir())

@@ -20,7 +20,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
-from megatron_muon.megatron.patches import profiling
+from megatron_muon.megatron.patches import monitoring, profiling
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -40,6 +40,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         stop_after_offload_failure(patches)
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
+    monitoring.log_to_both(patches)
     if profile:
         profiling.profile(patches)
     if muon_under_fsdp or megatron_fsdp:
