@@ -10,6 +10,7 @@ import pytest
 from megatron_muon.runs.events import read_events
 from megatron_muon.runs.run_folder import read_json
 from tests.functional import cli, offline_run
+from tests.functional.test_metrics import documented
 
 pytest.importorskip("wandb", reason="needs the extra `wandb`, which the lock file leaves out: it brings 20 packages")
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(450)]
@@ -45,6 +46,8 @@ def test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on(
     some = {"lm loss", "lm loss validation", "lm loss validation ppl", "learning-rate", "muon/learning-rate"}
     some |= {"tokens-per-second", "optimizer-share", "throughput", "mem-reserved-bytes", "muon/step_ms"}
     assert some < set(expected)
+    assert documented() - set(expected) == {"mfu", "skipped-iterations", "max_attention_logit"}
+    assert {name for name in set(expected) - documented() if not name.endswith("-time")} == set()
     steps = {step for _, metrics, _ in both for step in metrics["lm loss"]}
     assert [sorted(metrics["lm loss"]) for _, metrics, _ in both] == [[1, 2, 3], [4, 5, 6]]
     assert steps == set(expected["lm loss"])
