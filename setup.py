@@ -80,6 +80,7 @@ setup(
         "hf": ["transformers>=4.50"],
         "te": ["transformer-engine[pytorch]>=2.9"],
         "plots": ["markdown-it-py>=3.0", "matplotlib>=3.8"],
+        "wandb": ["wandb>=0.18"],
         "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0"],
         "dev": [
             "hypothesis>=6.100",

@@ -34,7 +34,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import SILENT
 from megatron_muon.cpu import keep_freed_memory
 from megatron_muon.patching import Patches
-from megatron_muon.runs.processes import cores
+from megatron_muon.provenance import cores
 from megatron_muon.settings import STAGES
 
 DEVICE = torch.device("cpu")

@@ -23,8 +23,8 @@ from megatron_muon.bench.train import COMPARED, OPTIMIZERS, measure
 from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.core.numbers import RANGES
 from megatron_muon.errors import UserError
+from megatron_muon.provenance import provenance
 from megatron_muon.runs.processes import ROOT, environment, run_logged, torchrun
-from megatron_muon.runs.provenance import provenance
 from megatron_muon.settings import DTYPES, OFFLOADS, TEAM_SIZES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.probe import SILENT, Holders, PhaseTimer, synchronize
+from megatron_muon.core.probe import SILENT, Holders, PhaseTimer, Sums, synchronize
 from megatron_muon.core.ranks import Alone
 
 _OF_PHASES = {
@@ -28,7 +28,7 @@ _OF_PHASES = {
     "apply_ms": ("apply",),
 }
 _BLOCKS = 4
-"""Blocks of a step whose orthogonality is measured on each rank."""
+"""Blocks of a step whose orthogonality is measured on each rank, and in each team."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class _StepProbe(PhaseTimer):
         super().__init__(device)
         self._zero = torch.zeros((), dtype=torch.float64, device=device)
         self._update, self._momentum, self._error, self._measured = (self._zero.clone() for _ in range(4))
-        self._elements = self._blocks = 0
+        self._elements = 0
+        self._blocks = Counter[tuple[int, ...]]()  # by team: its ranks count those alike
 
     @override
     def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], holders: Holders) -> None:
@@ -105,15 +106,17 @@ class _StepProbe(PhaseTimer):
             self._elements += sum(update.numel() for update in rows)
 
     @override
-    def block(self, block: torch.Tensor, scale: float) -> None:
-        if self._blocks < _BLOCKS:
+    def block(self, block: torch.Tensor, scale: float, team: Sums | None = None) -> None:
+        ranks = () if team is None else team.ranks
+        if self._blocks[ranks] < _BLOCKS:
             block = block.float() / scale
-            gram = block @ block.mT
+            gram = block @ block.mT if team is None else team.total(block @ block.mT)
             gram.diagonal().sub_(1.0)
             error = (torch.linalg.vector_norm(gram) / math.sqrt(len(block))).to(self._zero.device)
-            self._error += torch.where(error.isfinite(), error, 0.0)  # one without a gradient is not
-            self._measured += error.isfinite()
-            self._blocks += 1
+            share = 1.0 / max(len(ranks), 1)
+            self._error += torch.where(error.isfinite(), share * error, 0.0)  # one without a gradient is not
+            self._measured += share * error.isfinite()
+            self._blocks[ranks] += 1
 
     def reduced(self, elapsed: float, group: Any = None) -> dict[str, float]:
         """The metrics of all ranks for a step that took `elapsed` seconds. Collective."""

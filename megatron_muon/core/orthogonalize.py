@@ -143,7 +143,7 @@ class Orthogonalizer:
                 rank's columns.
             scale: multiplies the updates.
             cut: whole blocks and their team, where the stack has parts of them.
-            probe: is shown the first whole update.
+            probe: is shown the first update, or this rank's part of it.
             steps: of these matrices, `Matrix.steps`.
 
         Returns:
@@ -172,8 +172,8 @@ class Orthogonalizer:
                 total=total,
                 steps=steps,
             )
-            if number == 0 and cut is None:
-                probe.block(updates[0], scale)
+            if number == 0:
+                probe.block(updates[0], scale, None if cut is None else cut.team)
             finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
             _copy_where(finite[:, None, None], updates, part)
             del updates  # before the next are made

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +70,21 @@ class Plan:
     def portions(self, index: int) -> list[Portion]:
         """What ranks orthogonalise of a matrix."""
         return self.teams[index].portions(index, self.layout.matrices[index])
+
+    def figures(self) -> dict[str, Any]:
+        """What there is to know of it, under the names that `megatron-muon plan` has in its JSON file."""
+        sizes = Counter(len(team.ranks) for team in self.teams)
+        return {
+            "matrices": len(self.layout.matrices),
+            "owners": sum(load > 0 for load in self.loads),
+            "matrices_of_teams": {str(size): count for size, count in sorted(sizes.items()) if size > 1},
+            "max_over_mean": self.imbalance,
+            "exchange_bytes": max(self.exchanged_bytes(), default=0),
+            "peers": self.peers(),
+            "stages": self.path.stages,
+            "waves": len(self.waves),
+            "buffer_bytes": self.buffer_bytes,
+        }
 
     @property
     def imbalance(self) -> float:

@@ -5,6 +5,13 @@ STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 (torchrun's own is 1 for any failure), `error`, a line that says why, or null, and the `time` of that."""
 
 FACTS = "facts.json"
-"""What a training knows of itself, for tools, in --tensorboard-dir: `parameters` of the model on a model-parallel rank;
-`muon_parameters` and `plan`, its digest, of a Muon; `state_bytes` of all ranks together, by kind; `diverged_at`, the
-iteration at which Megatron ended the run for a number that is not finite."""
+"""What a training knows of itself, for tools, in --tensorboard-dir: `versions`, `commit`, `dirty`, `processor`;
+`parameters` of the model on a model-parallel rank; of a Muon `muon_parameters`, `scalar_parameters`, `plan`, its
+digest, and `plans`, the figures of each kind of group; `state_bytes` of all ranks together, by kind; `diverged_at`, the
+iteration at which Megatron ended the run for a number that is not finite. TensorBoard and Weights & Biases show all."""
+
+FACTS_PREFIX = "facts/"
+"""Of their names there."""
+
+WANDB_RUN = "wandb.json"
+"""In a run's folder: the `id` by which Weights & Biases knows it, and the `folder` when it got that."""

@@ -19,6 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
+from megatron_muon.core.probe import span
 from megatron_muon.core.ranks import of_all_ranks, say
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.main_weights import MainWeights
@@ -77,8 +78,10 @@ class MuonChainedOptimizer(ChainedOptimizer):
             # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not
             # have. Under `optim` without overlap Megatron-FSDP reduces in place, so a second time would be wrong.
             if not chunk.module.is_param_fsdp_distributed:
-                chunk.finish_grad_sync()
-        result: tuple[bool, Any, Any] = super().step()
+                with span("finish_grad_sync"):
+                    chunk.finish_grad_sync()
+        with span("optimizer"):
+            result: tuple[bool, Any, Any] = super().step()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -90,7 +93,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
     @torch.no_grad()
     def get_grad_norm(self) -> float | torch.Tensor:
         """The gradient norm over all parameters, kept for the finiteness check of the same step."""
-        self._grad_norm = super().get_grad_norm()
+        with span("grad-norm"):
+            self._grad_norm = super().get_grad_norm()
         return self._grad_norm
 
     @torch.no_grad()
@@ -104,9 +108,12 @@ class MuonChainedOptimizer(ChainedOptimizer):
             return False
         with self._timed("optimizer-inner-step"), self.metrics.step():
             for member in self._members:
-                self._scalar_state.get(member, member.optimizer).step()
+                is_muon = isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon))
+                with span("muon" if is_muon else self.config.muon_scalar_optimizer):
+                    self._scalar_state.get(member, member.optimizer).step()
             if self.qk_clip is not None:
-                self.qk_clip.clip()
+                with span("qk-clip"):
+                    self.qk_clip.clip()
         with self._timed("optimizer-copy-main-to-model-params"):
             for chunk in self.model_chunks if self._weights is None else ():  # else they are copied as they go back
                 chunk.module.install_optimized_model_weights()
@@ -118,11 +125,12 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     @contextlib.contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        """One of the timers that megatron-core's optimizers have, of level 1."""
+        """One of the timers that megatron-core's optimizers have, of level 1; a range of a trace too."""
         timers = self.config.timers
         if timers is not None:
             timers(name, log_level=1).start(barrier=self.config.barrier_with_L1_time)
-        yield
+        with span(name):
+            yield
         if timers is not None:
             timers(name).stop()
 

@@ -71,7 +71,7 @@ def get_megatron_muon_optimizer(
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    offload, optimizers, digests, unmet = offload_run(config), [], [], {}
+    offload, optimizers, plans, unmet = offload_run(config), [], {}, {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
     for is_expert in (False, True):
@@ -81,7 +81,8 @@ def get_megatron_muon_optimizer(
             builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
             optimizers.append(wrap(builder.build(offload, weights), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
-            digests += [builder.plan.digest()] if builder.plan is not None else []
+            if builder.plan is not None:
+                plans["experts" if is_expert else "dense"] = builder.plan
             if builder.unmet is not None:
                 unmet["expert" if is_expert else "dense"] = builder.unmet
         if scalar_groups := [group for group in ours if "optimizer" in group]:
@@ -95,7 +96,7 @@ def get_megatron_muon_optimizer(
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     for line in refuse_unmet(unmet):
         say(f"megatron-muon: {line}")
-    if digest := "-".join(digests):
+    if digest := "-".join(plan.digest() for plan in plans.values()):
         say(f"megatron-muon: plan {digest}")
     if part := blockwise_note(config, pg_collection):
         say(f"megatron-muon: {part}")
@@ -107,8 +108,13 @@ def get_megatron_muon_optimizer(
     )
     if asked(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
-    counted, state_bytes = selection.muon_parameters(groups), report_state(chain, of_muon=True)
-    chain.facts = {"muon_parameters": counted, "plan": digest, "state_bytes": state_bytes}
+    chain.facts = {
+        "muon_parameters": selection.count(groups, of_muon=True),
+        "scalar_parameters": selection.count(groups, of_muon=False),
+        "plan": digest,
+        "plans": {kind: plan.figures() for kind, plan in plans.items()},
+        "state_bytes": report_state(chain, of_muon=True),
+    }
     return chain
 
 

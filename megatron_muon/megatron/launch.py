@@ -110,8 +110,10 @@ def prepare(
     if args.save and writes:
         check_writable(Path(args.save), "--save")
     muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
-    patches.install(Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp)
-    sys.argv = [sys.argv[0], *full]
+    patches.install(
+        Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp, profile=args.profile
+    )
+    sys.argv = [sys.argv[0], *full, *(["--config", str(given.config)] if given.config else [])]
     return Launch(full, args, device, tuple(notes), tuple(defaults), parser, config)
 
 

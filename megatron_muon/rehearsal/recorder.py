@@ -235,7 +235,7 @@ class _Phases(Probe):
         self._recorder = recorder
 
     @override
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    def phase(self, name: str, wave: int | None = None) -> AbstractContextManager[None]:
         return self._recorder.phase(name)
 
 

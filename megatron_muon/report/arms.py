@@ -18,7 +18,10 @@ from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.runs.records import PHASES, LossPoint, Record, is_run, read_record
 
 _NAMES = {"adam": "AdamW", "muon": "Muon", "adaptive_muon": "AdaptiveMuon", "lion": "Lion", "sgd": "SGD"}
-_PLACES = ("seed", "save", "load", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path")
+_PLACES = (
+    *("seed", "save", "load", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path"),
+    *("wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir"),
+)
 
 
 def display_name(optimizer: str) -> str:

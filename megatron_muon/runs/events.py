@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import FACTS_PREFIX
 
 LOSS_TAG = "lm loss"
 
@@ -143,7 +144,7 @@ def _read_start(file: Path) -> _Start | None:
         for value in event.summary.value:
             if value.HasField("simple_value"):
                 scalars.setdefault(value.tag, []).append(Point(event.step, value.simple_value, event.wall_time))
-            elif value.tag.endswith(_TEXT_SUFFIX):
+            elif value.tag.endswith(_TEXT_SUFFIX) and not value.tag.startswith(FACTS_PREFIX):  # they come earlier
                 args[value.tag.removesuffix(_TEXT_SUFFIX)] = value.tensor.string_val[0].decode("utf-8", "replace")
                 began.append((event.wall_time, event.step))
     began = began or [(points[0].wall_time, points[0].step - 1) for points in scalars.values()]

@@ -26,6 +26,7 @@ from typing import IO, NoReturn
 import psutil
 
 from megatron_muon.errors import RunFailedError
+from megatron_muon.provenance import cores
 
 ROOT = Path(__file__).resolve().parents[2]
 """Holds the package, and pretrain_gpt.py in a checkout."""
@@ -44,11 +45,6 @@ class Ended:
 
     status: int
     signal: int | None = None
-
-
-def cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
+from megatron_muon.runs import traces
 from megatron_muon.runs.processes import THIS_MACHINE, Nodes, python_path
 from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
 from megatron_muon.suggest import did_you_mean, plain
@@ -53,6 +54,7 @@ class Request:
         keeps_places: whether `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold.
         writes: whether data and folders may be made.
         grace_s: how long ranks may take to finish their step and save, once they have been asked to end.
+        profile: whether to record some steps, or the first of them and the one after the last.
         command: what the user typed.
     """
 
@@ -68,6 +70,7 @@ class Request:
     resume: bool = False
     overwrite: bool = False
     grace_s: int = 600
+    profile: bool | tuple[int, int] = False
     command: str = ""
 
 
@@ -204,7 +207,7 @@ def settle(request: Request) -> Resolved:
     def amend(parser: argparse.ArgumentParser, config: ExperimentConfig | None, typed: list[str]) -> list[str]:
         nonlocal amended
         assert config is not None
-        amended = _amend(request, sets, parser._option_string_actions, config, typed)
+        amended = _amend(request, sets, parser._option_string_actions, config, typed, ranks)
         return amended.argv
 
     settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
@@ -248,8 +251,9 @@ def _amend(
     actions: Mapping[str, argparse.Action],
     config: ExperimentConfig,
     typed: Sequence[str],
+    ranks: int,
 ) -> _Amended:
-    """Puts `sets` before the typed flags and the run folder's behind them."""
+    """Puts `sets` before the typed flags and the run folder's behind them; what --profile stands for comes first."""
     in_file = {flag for flag, _ in config.flags} | config.overridden
     from_sets = [token for key, value in sets for token in set_flag(key, value, actions, in_file)]
     line = [*from_sets, *typed]
@@ -267,9 +271,10 @@ def _amend(
         chosen = {**values, **rebased, **chosen}
     folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
     flags |= rebased
-    sources = dict.fromkeys(given_flags(from_sets), FROM_SET)
+    profiled = traces.flags(request, folder, ranks)
+    sources = {**dict.fromkeys(given_flags(profiled), FROM_LINE), **dict.fromkeys(given_flags(from_sets), FROM_SET)}
     sources |= dict.fromkeys(given_flags(typed), FROM_LINE) | dict.fromkeys(flags, FROM_FOLDER)
-    return _Amended([*line, *(token for item in flags.items() for token in item)], sources, folder, notes)
+    return _Amended([*profiled, *line, *(token for item in flags.items() for token in item)], sources, folder, notes)
 
 
 def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:

@@ -6,6 +6,8 @@
       train.log       everything that torchrun and the ranks printed; a resumed run adds to it
       tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
       checkpoints/    where the flags ask for them (--save)
+      torch_profile/  with --profile, a trace of each rank
+      wandb/          with --wandb-project, what Weights & Biases writes; `wandb.json` has the run's id there
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
@@ -31,11 +33,12 @@ import msgspec
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
-from megatron_muon.megatron import FACTS
+from megatron_muon.megatron import FACTS, WANDB_RUN
+from megatron_muon.megatron.flags.monitoring import TRACE, TRACES
 from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
-TENSORBOARD, CHECKPOINTS = "tensorboard", "checkpoints"
+TENSORBOARD, CHECKPOINTS, WANDB = "tensorboard", "checkpoints", "wandb"
 
 PLACES = ("--tensorboard-dir", "--save", "--load")
 """Flags that say where things lie, not what is trained."""
@@ -190,6 +193,11 @@ def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
     )
 
 
+def traces_of(folder: RunFolder) -> list[Path]:
+    """The traces that a profiled run has left."""
+    return sorted((folder.tensorboard.parent / TRACES).glob(TRACE))
+
+
 def forget_divergence(folder: RunFolder) -> None:
     """Takes from the facts of an earlier start that it diverged: a new one may end before it writes its own."""
     facts = read_json(folder.tensorboard / FACTS)
@@ -209,12 +217,15 @@ def clear(folder: RunFolder) -> None:
         raise UserError(
             f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
         )
-    for name in (CONFIG, RUN, LOG, SUMMARY, "train.node-*.log", "config.node-*.yaml"):
+    for name in (CONFIG, RUN, LOG, SUMMARY, WANDB_RUN, "train.node-*.log", "config.node-*.yaml"):
         for file in root.glob(name):
             file.unlink()
     for name in (EVENT_FILES, FACTS):
         for file in folder.tensorboard.glob(name):
             file.unlink()
+    for file in traces_of(folder):
+        file.unlink()
+    shutil.rmtree(folder.root / WANDB, ignore_errors=True)
     if folder.checkpoints is not None and folder.checkpoints.exists():
         shutil.rmtree(folder.checkpoints)
 

@@ -23,10 +23,10 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import STATUS_FOLDER
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
+from megatron_muon.provenance import origin
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
 from megatron_muon.runs.processes import Ended, environment, pretrain_program, torchrun, watch
-from megatron_muon.runs.provenance import origin
 from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.runs.run_summary import error_of, summary_of

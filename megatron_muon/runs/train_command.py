@@ -29,6 +29,7 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
+  megatron-muon train --config configs/quickstart.yaml --nproc 2 --profile --train-iters 20 --out runs/profiled
   megatron-muon train --config configs/quickstart.yaml --resume
   megatron-muon train --resume --out runs/first
   on each of two machines, with R its number, 0 or 1:
@@ -71,12 +72,18 @@ def configure(parser: CommandParser) -> None:
     how.add_argument(
         "--quiet", action="store_true", help="do not show the settings; run.json and config.yaml have them"
     )
+    how.add_argument("--profile", action="store_true",
+        help="have torch's profiler write a trace of a few iterations, beside tensorboard/, with the optimizer's "
+        "phases named in it: docs/monitoring.md")  # fmt: skip
+    how.add_argument("--profile-steps", type=steps, metavar="FIRST:END",
+        help="which: from FIRST to the one before END (the 10th to the 12th of this start, 10:13)")  # fmt: skip
     how.add_argument("--grace", type=positive, default=600, metavar="SECONDS",
         help="what ranks may take to save after Ctrl-C or SIGTERM, before they are killed (600)")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
+    from megatron_muon.runs import traces
     from megatron_muon.runs.run_summary import in_words
     from megatron_muon.runs.train import execute, prepare
 
@@ -98,6 +105,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
 
     outcome = execute(experiment, on_line=functools.partial(print, flush=True))
+    if outcome.started and (note := traces.note(experiment)):
+        print(f"\n{note}")
     summary, file = outcome.summary, root / run_folder.SUMMARY
     if not outcome.started:
         print(f"finished before: {summary['iterations']} iterations; see {file}")
@@ -118,6 +127,8 @@ def request_of(args: argparse.Namespace) -> Request:
     """
     from megatron_muon.runs.resolve import Request
 
+    if args.profile_steps and not args.profile:
+        raise UserError("--profile-steps says which steps --profile records; add --profile")
     if args.resume and args.overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
     config = args.config
@@ -142,6 +153,7 @@ def request_of(args: argparse.Namespace) -> Request:
         resume=args.resume,
         overwrite=args.overwrite,
         grace_s=args.grace,
+        profile=args.profile_steps or args.profile,
         command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
 
@@ -160,6 +172,14 @@ def _nodes(args: argparse.Namespace) -> Nodes:
     if not 0 <= rank < count:
         raise UserError(f"--node-rank {rank} is out of range; choose 0 to {count - 1}")
     return Nodes(count, rank, endpoint, args.rdzv_id)
+
+
+def steps(text: str) -> tuple[int, int]:
+    """First and end of a --profile-steps, for argparse."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)):
+        raise argparse.ArgumentTypeError(f"write FIRST:END, such as 10:13 for steps 10, 11 and 12, found {text!r}")
+    return int(first), int(end)
 
 
 def assignment(text: str) -> tuple[str, str]:

@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan], out: Path) -> int:
-    from megatron_muon.runs.provenance import origin
+    from megatron_muon.provenance import origin
     from megatron_muon.runs.run_summary import in_words
     from megatron_muon.sweep.results import CSV, JSON, Results, Row
     from megatron_muon.sweep.trials import DONE, Display, Sweep

@@ -25,6 +25,7 @@ import psutil
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
+from megatron_muon.provenance import cores
 from megatron_muon.runs import processes, run_folder
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_summary import in_words
@@ -237,7 +238,7 @@ class Sweep:
             self._display.started(plan)
             request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
             slot = self._slots.get()
-            env = _share(plan.resolved, slot, self._jobs)
+            env = {**_group(plan.task), **_share(plan.resolved, slot, self._jobs)}
             try:
                 return execute(prepare(request, plan.resolved), on_line=on_line, stop=self._stop, env=env)
             finally:
@@ -261,13 +262,18 @@ def _data_of(task: Task) -> tuple[Any, ...]:
     )
 
 
+def _group(task: Task) -> dict[str, str]:
+    """What Weights & Biases calls the runs of a sweep together, unless the environment says it: the sweep's folder."""
+    return {} if "WANDB_RUN_GROUP" in os.environ else {"WANDB_RUN_GROUP": task.folder.resolve().parents[1].name}
+
+
 def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
     """The part of the machine that one of several runs gets: cores, and GPUs."""
     if jobs == 1:
         return {}
     ranks, env = resolved.ranks, {}
     if "OMP_NUM_THREADS" not in {**resolved.env, **os.environ}:
-        env["OMP_NUM_THREADS"] = str(max(1, processes.cores() // (jobs * ranks)))
+        env["OMP_NUM_THREADS"] = str(max(1, cores() // (jobs * ranks)))
     if resolved.device == "cuda":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         devices = visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]

@@ -75,6 +75,13 @@ ELSEWHERE = {
     "./examples/recipes.sh": ("functional/test_sweep.py", "test_recipes_as_the_example_sweeps_them"),
     "./scripts/quickstart.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
     "./scripts/test.sh": ("unit/test_packaging.py", "test_help_needs_no_set_up"),
+    **dict.fromkeys(
+        (
+            "megatron-muon train --config configs/quickstart.yaml --nproc 2 --wandb-project",
+            "WANDB_MODE=offline megatron-muon train --config configs/quickstart.yaml --nproc 2 --wandb-project",
+        ),
+        ("functional/test_wandb.py", "test_names_and_values_are_tensorboards_and_a_resumed_run_goes_on"),
+    ),
     "megatron-muon train --config .../model_config.yaml": (
         "functional/test_train.py",
         "test_a_file_of_megatron_lms_tests_as_it_is",

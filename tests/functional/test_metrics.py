@@ -26,6 +26,7 @@ CASES = {
     "shared": (2, Case(strategy="no_shard", optimizer={**QUIET, "muon_share_replicated": True})),
     "tp2 hsdp": (4, TP.but(instances=2, optimizer={**TP.optimizer, **QUIET})),
     "experts": (2, MOE.but(expert_parallel=2, optimizer=QUIET)),
+    "teams": (2, Case(optimizer={**QUIET, "muon_team_size": "2"})),
     "adamuon": (2, Case(optimizer={**QUIET, "optimizer": "adaptive_muon"})),
 }
 
@@ -74,6 +75,16 @@ def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
         assert 0.0 < values["orthogonality_error"] < 1.0
 
 
+def documented() -> set[str]:
+    """The metrics that docs/monitoring.md lists, and with their prefix those of docs/tuning.md."""
+    found = {"monitoring.md": set[str](), "tuning.md": set[str]()}
+    for page, names in found.items():
+        table = (cli.ROOT / "docs" / page).read_text("utf-8").partition("\n| metric | ")[2].partition("\n\n")[0]
+        for row in table.splitlines()[2:]:
+            names.update(re.findall(r"`([^`]+)`", row.split("|")[1]))
+    return found["monitoring.md"] | {f"muon/{name}" for name in found["tuning.md"]}
+
+
 def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) -> None:
     corpus = cli.make_corpus(tmp_path)
     batches = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6")
@@ -89,6 +100,8 @@ def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) 
     assert logged == pytest.approx([0.021, 0.012, 0.003])
     assert run.output.rstrip().count("0:00:00 left") >= 1
     scalars = read_events(tmp_path / "events").scalars
+    assert {name for name in scalars if not name.endswith(" vs samples")} <= documented()
+    assert {"tokens-per-second", "optimizer-share", "mem-max-allocated-bytes"} <= set(scalars)
     assert [point.value for point in scalars.pop("muon/learning-rate")] == pytest.approx(
         [0.0255, 0.021, 0.0165, 0.012, 0.0075, 0.003]
     )

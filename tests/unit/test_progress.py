@@ -52,4 +52,7 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, monkeypatch):
     alone = torch.nn.Linear(2, 2)
     progress = Progress(on_gpu=False)
     progress.watch(lambda config, model: SimpleNamespace(step=None), None, [chunk, alone])
-    assert json.loads((tmp_path / "facts.json").read_text()) == {"parameters": 3 * 8 + 2 * 2 + 2}
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["parameters"] == 3 * 8 + 2 * 2 + 2
+    assert torch.__version__.startswith(facts["versions"]["torch"])
+    assert list(tmp_path.iterdir()) == [tmp_path / "facts.json"]  # it is written aside and renamed

@@ -41,6 +41,16 @@ def test_arms_are_runs_that_differ_in_their_seed(runs):
     assert shown_arms(arms) == best_arms(arms)
 
 
+def test_a_runs_name_elsewhere_is_no_setting(tmp_path):
+    """Weights & Biases calls each seed otherwise."""
+    for seed in (1, 2):
+        args = {"wandb_exp_name": f"lr=0.01/seed={seed}", "wandb_save_dir": f"runs/seed={seed}"}
+        folder = make_run(tmp_path / f"seed={seed}", falling(0.1), seed=seed, args=args)
+        (folder / "config.yaml").unlink()  # torchrun's
+    arms, _ = read_arms([tmp_path / "seed=1", tmp_path / "seed=2"])
+    assert len(arms) == 1
+
+
 def test_the_rate_is_that_of_the_matrices(tmp_path):
     make_run(tmp_path / "a", falling(0.1), lr="0.003")
     arms, _ = read_arms([tmp_path / "a"])

@@ -199,7 +199,7 @@ def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
 
 def test_cores_are_shared_unless_omp_num_threads_is_set(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(sweep.processes, "cores", lambda: 16)
+    monkeypatch.setattr(sweep, "cores", lambda: 16)
     plan = plan_of(tmp_path / "run", ranks=2)
     assert sweep._share(plan.resolved, 0, 2) == {"OMP_NUM_THREADS": "4"}
     chosen = plan_of(tmp_path / "run", env={"OMP_NUM_THREADS": "1"})

@@ -60,6 +60,7 @@ class _Route:
     """What this rank does in one wave.
 
     Attributes:
+        wave: its number, from 0, for traces.
         batch: what this rank orthogonalises: whole matrices, then portions, each in its room.
         rooms: how many they are.
         agreements: with its teams.
@@ -77,6 +78,7 @@ class _Route:
         stages: of the two all-to-alls, where they have several each.
     """
 
+    wave: int
     batch: Batch
     rooms: int
     agreements: list[_Agreement]
@@ -140,10 +142,10 @@ class OwnerExchange(PlannedExchange):
         super().__init__(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
     def _make_routes(self, batches: BatchMaker) -> None:
-        self._routes = [self._route(wave, batches) for wave in self.plan.waves]
+        self._routes = [self._route(number, wave, batches) for number, wave in enumerate(self.plan.waves)]
         self._fillers = [(indices, batches(indices)) for indices in self.plan.fillers(self._rank)]
 
-    def _route(self, wave: Sequence[int], batches: BatchMaker) -> _Route:
+    def _route(self, number: int, wave: Sequence[int], batches: BatchMaker) -> _Route:
         """This rank's part in a wave."""
         rank, teams, own = self._rank, self.plan.teams, self.layout.held(self._rank)
         alone = [index for index in wave if teams[index].ranks == (rank,)]
@@ -179,6 +181,7 @@ class OwnerExchange(PlannedExchange):
         whole = {parcel.index for parcel in parcels["returned"].parcels if parcel.piece.numel == parcel.shard.numel}
         place = {parcel.index: number for number, parcel in enumerate(arriving)}
         return _Route(
+            number,
             batches(alone, portions) if portions else batches(alone),
             len(rooms),
             self._agreements(wave, portions, len(alone)),
@@ -263,7 +266,7 @@ class OwnerExchange(PlannedExchange):
 
     def _gather(self, route: _Route, rows: RowPhases, probe: Probe) -> InFlight:
         """Send this rank's rows of a wave to their owners, and expect the rows of the matrices that it owns."""
-        with probe.phase("gather"):
+        with probe.phase("gather", route.wave):
             flight = self._pack(route, rows)
             self._all_to_all(flight, route.sent, route.gathered, route.stages and route.stages[0], probe)
             return flight
@@ -278,11 +281,11 @@ class OwnerExchange(PlannedExchange):
 
     def _assemble(self, route: _Route, rows: RowPhases, arriving: InFlight, probe: Probe) -> None:
         """Put this rank's matrices of a wave together from what arrived and its own rows."""
-        with probe.phase("gather_wait"):
+        with probe.phase("gather_wait", route.wave):
             arrived = arriving.wait()
         if not route.rooms:
             return
-        with probe.phase("orthogonalize"):
+        with probe.phase("orthogonalize", route.wave):
             rooms = route.batch.allocate(self._nothing)
             if route.late.indices:
                 own = dict(zip(route.late.indices, rows.prepare(route.late.indices), strict=True))
@@ -296,7 +299,7 @@ class OwnerExchange(PlannedExchange):
         """The updates of this rank's matrices of a wave, in their rooms, and which are finite."""
         if not route.rooms and not route.agreements:
             return [], self._nothing.bool()
-        with probe.phase("orthogonalize"):
+        with probe.phase("orthogonalize", route.wave):
             results, finite = route.batch.orthogonalize(probe)
             return results, self._agree(route, results, finite)
 
@@ -314,7 +317,7 @@ class OwnerExchange(PlannedExchange):
 
     def _send_back(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor, probe: Probe) -> _Leaving:
         """Send the update rows of other ranks to their holders, and begin to put this rank's own together."""
-        with probe.phase("send_back"):
+        with probe.phase("send_back", route.wave):
             flight = self._pack_updates(route, results, finite)
             shards = {
                 index: self._nothing.new_empty(shard.rows, shard.cols) for index, shard in route.assembled.items()
@@ -333,7 +336,7 @@ class OwnerExchange(PlannedExchange):
     def _receive(self, leaving: _Leaving, rows: RowPhases, probe: Probe) -> None:
         """Finalize the update rows that came back."""
         route, shards = leaving.route, leaving.shards
-        with probe.phase("scatter_wait"):
+        with probe.phase("scatter_wait", route.wave):
             received = leaving.flight.wait()
             if not route.finals:
                 return

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron_muon.core.numbers import check_numbers, flag_of
 from megatron_muon.errors import Reasons, UserError
-from megatron_muon.megatron.flags import refusals
+from megatron_muon.megatron.flags import monitoring, refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
 from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
@@ -159,6 +159,10 @@ def check_settings(
         check_parallelism(args, int(environ.get("WORLD_SIZE", "1")))
     with reasons:
         refuse_hybrid(args)
+    with reasons:
+        monitoring.check_profile(args, on_cpu=on_cpu)
+    with reasons:
+        monitoring.check_wandb(args, elsewhere=elsewhere)
     with reasons:
         refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:

@@ -176,9 +176,9 @@ def parameter_table(
     return "\n".join(lines)
 
 
-def muon_parameters(groups: Sequence[Mapping[str, Any]]) -> int:
-    """How many parameters Muon takes, counted as in the table."""
-    return sum(_numel(p) for group in groups if "optimizer" not in group for p in group["params"])
+def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
+    """How many parameters Muon takes, or the scalar optimizer, counted as in the table."""
+    return sum(_numel(p) for group in groups if ("optimizer" not in group) is of_muon for p in group["params"])
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
+from megatron_muon.megatron.patches import monitoring, profiling
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -27,7 +28,7 @@ from megatron_muon.offload.run import note_iteration
 from megatron_muon.patching import Patches, versions
 
 
-def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False) -> None:
+def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = False, profile: bool = False) -> None:
     """Install what a run needs; under Megatron-FSDP that is more, with this package's Muon most."""
     use_shipped_dataset_helper(patches)
     accept_full_precision(patches)
@@ -39,6 +40,9 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
         stop_after_offload_failure(patches)
         mend_megatron_fsdp(patches)
     show_progress(patches, on_gpu=torch.cuda.is_available())
+    monitoring.log_to_both(patches)
+    if profile:
+        profiling.profile(patches)
     if muon_under_fsdp or megatron_fsdp:
         let_experts_have_biases(patches)
         saving.install(patches, adam=not muon_under_fsdp)

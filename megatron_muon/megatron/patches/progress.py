@@ -1,8 +1,8 @@
 """What a run shows beside Megatron's own log: speed, the optimizer's share, time left, and Muon's metrics.
 
 Each of Megatron's iteration lines is followed by one of this package's. Metrics go where Megatron's go, to TensorBoard
-and Weights & Biases, under `muon/`, and so does Muon's learning rate where it is not the one that Megatron logs. What
-tools want to know of the run goes into `facts.json`, beside the run's events.
+and from there (`monitoring`) to Weights & Biases: Muon's under `muon/`, speed, and Muon's learning rate where it is not
+the one that Megatron logs. What tools want to know of the run goes into `facts.json`, beside the run's events.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ import torch.distributed as dist
 from megatron.training import get_args, print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_muon.checkpoint import files
 from megatron_muon.core.ranks import is_first_rank
 from megatron_muon.megatron import FACTS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.patches.monitoring import show_facts, speed_metrics
 from megatron_muon.megatron.state import report_state
 from megatron_muon.patching import Patches
+from megatron_muon.provenance import origin
 
 _SHOWN_MATRICES = 5
 
@@ -89,6 +92,7 @@ class Progress:
         self._optimizer = optimizer = build(config, model, *args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
         self._tell(
+            **_origin(),
             # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
             parameters=sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters()),
             **(optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}),
@@ -135,7 +139,7 @@ class Progress:
             values["mem-max-allocated-bytes"] = _peak_of_all_ranks()
         self._write(values, iteration)
         if iteration % settings.log_interval == 0 and self.steps.calls:
-            self._print(settings, rate, iteration)
+            self._write(speed_metrics(self._print(settings, rate, iteration)), iteration)
         return result
 
     def _write(self, values: dict[str, float], iteration: int) -> None:
@@ -147,23 +151,34 @@ class Progress:
         if values and (writer := get_tensorboard_writer()) is not None:
             for name, value in values.items():
                 writer.add_scalar(name, value, iteration)
-        if values and (wandb := get_wandb_writer()) is not None:
-            wandb.log(values, iteration)
 
     def _tell(self, *, by_first_rank: bool = True, **facts: Any) -> None:
         """Write what is known of the run beside its events: `FACTS` has the keys."""
         self._facts |= facts
         if (folder := get_args().tensorboard_dir) is not None and (is_first_rank() or not by_first_rank):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            (Path(folder) / FACTS).write_text(json.dumps(self._facts, indent=2) + "\n", "utf-8")
+            with files.written_at_once(Path(folder) / FACTS) as stream:
+                stream.write(json.dumps(self._facts, indent=2) + "\n")
+        show_facts(facts)
 
-    def _print(self, settings: Any, rate: float | None, iteration: int) -> None:
+    def _print(self, settings: Any, rate: float | None, iteration: int) -> dict[str, float | None]:
+        """Print the line that follows Megatron's; what it says of speed."""
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
         count, seconds = self.steps.calls, self.steps.take()
         share, left = self._in_optimizer.take() / seconds, max((settings.train_iters or iteration) - iteration, 0)
         tokens_per_s = getattr(settings, "global_batch_size", 0) * settings.seq_length * count / seconds
         print_rank_last(progress_line(tokens_per_s, share, left * seconds / count, rate))
+        return {"tokens_per_s": tokens_per_s, "optimizer_share": share}
+
+
+def _origin() -> dict[str, Any]:
+    """Software and machine, on the ranks that tell of them: one asks git."""
+    if not is_first_rank() and get_tensorboard_writer() is None and get_wandb_writer() is None:
+        return {}
+    found = origin()
+    told = {name: found[name] for name in ("versions", "commit", "dirty")}
+    return {**told, "processor": found["machine"]["processor"]}
 
 
 def _peak_of_all_ranks() -> float:

@@ -14,8 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.runs.processes import ROOT, cores
 from megatron_muon.version import __version__
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 _PACKAGES = ("megatron-core", "torch", "emerging-optimizers", "transformer-engine", "deepspeed", "muon-fsdp2")
 
@@ -41,7 +42,7 @@ def origin() -> dict[str, Any]:
         "load_average_before": round(os.getloadavg()[0], 2),
         "system": f"{platform.system()} {platform.machine()}",
     }
-    folder = ROOT if (ROOT / "pretrain_gpt.py").is_file() else Path.cwd()
+    folder = _ROOT if (_ROOT / "pretrain_gpt.py").is_file() else Path.cwd()
     describe = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=10", "--exclude", "*"]
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -52,6 +53,11 @@ def origin() -> dict[str, Any]:
         "commit": commit and commit.removesuffix("-dirty"),
         "dirty": commit and commit.endswith("-dirty"),
     }
+
+
+def cores() -> int:
+    """Processor cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

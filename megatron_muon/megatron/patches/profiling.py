@@ -1,0 +1,66 @@
+"""What `--profile` needs beside megatron-core's own profiling: which steps, and the names of a step's larger parts.
+
+The optimizer names its phases itself (`core.probe`), in whatever profiler runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.training as training
+import torch
+from megatron.training import get_args
+
+from megatron_muon.core.probe import span
+from megatron_muon.patching import Patches
+
+
+def profile(patches: Patches) -> None:
+    """Install what a run of `--profile` needs."""
+    count_global_steps(patches)
+    name_parts(patches)
+
+
+def count_global_steps(patches: Patches) -> None:
+    """Let `--profile-step-start` count from the run's first step in a run that goes on from a checkpoint, too.
+
+    0.19 calls the two flags global steps and stops the profiler at that of --profile-step-end, but has torch's schedule
+    count from the step that the run goes on with. So it would record other steps, or none. Steps that were done before
+    are not recorded: their trace, if there is one, stays.
+    """
+
+    @patches.around(torch.profiler, "schedule", takes=["wait", "warmup", "active", "repeat"])
+    def schedule(make: Callable[..., Any], *, wait: int, warmup: int, active: int, repeat: int = 0) -> Any:
+        args = get_args()
+        done: int = args.iteration
+        if args.profile_step_start <= done > 0:
+            return lambda _: torch.profiler.ProfilerAction.NONE
+        return make(wait=wait - done, warmup=warmup, active=active, repeat=repeat)
+
+
+def name_parts(patches: Patches) -> None:
+    """Name iterations, forward and backward passes, and the end of the gradients' reduction, in a trace.
+
+    0.19 names none of them; the steps that torch names are counted from where the run goes on.
+    """
+
+    @patches.around(training, "train_step", takes=["iteration"])
+    def train_step(step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
+        return _named(f"iteration {iteration + 1}", step)(*args, iteration=iteration, **kwargs)
+
+    @patches.around(training, "get_forward_backward_func")
+    def get_forward_backward_func(get: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        return _named("forward_backward", get(*args, **kwargs))
+
+    @patches.around(training, "finalize_model_grads")
+    def finalize_model_grads(finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return _named("finish_grad_sync", finalize)(*args, **kwargs)
+
+
+def _named(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with span(name):
+            return call(*args, **kwargs)
+
+    return named

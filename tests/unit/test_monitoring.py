@@ -1,0 +1,226 @@
+"""What TensorBoard gets, Weights & Biases gets too; which run it is there; what is shown of it."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.training import global_vars
+
+from megatron_muon.core.metrics import _StepProbe
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.patches import monitoring
+from megatron_muon.runs.events import read_events
+from megatron_muon.sweep.trials import _group
+
+
+class Writer:
+    """TensorBoard's."""
+
+    def __init__(self):
+        self.scalars, self.texts = [], {}
+
+    def add_scalar(self, name, value, step=None):
+        self.scalars.append((name, float(value), step))
+
+    def add_text(self, name, text):
+        self.texts[name] = text
+
+
+class Wandb:
+    """Stands for the package."""
+
+    def __init__(self):
+        self.logged, self.shown = [], {}
+        self.config = SimpleNamespace(update=lambda values, allow_val_change: self.shown.update(values))
+
+    def log(self, values, step):
+        self.logged += [(name, value, step) for name, value in values.items()]
+
+
+def flags_of(folder, **flags):
+    """Megatron's, of a run of two ranks."""
+    given = {"rank": 1, "world_size": 2, "wandb_project": "mine", "wandb_exp_name": None, "wandb_save_dir": None}
+    places = {"tensorboard_dir": str(folder / "tensorboard"), "save": None, "load": None}
+    return SimpleNamespace(**{**given, **places, "finetune": False, "ckpt_step": None, **flags})
+
+
+def start(patches, monkeypatch, tmp_path, writer, *, rank=1, error=None, **flags):
+    """What Megatron does as a run starts; the stand-in."""
+    args = flags_of(tmp_path / "run", rank=rank, **flags)
+    wandb = Wandb()
+
+    def set_wandb_writer(args):
+        if error is not None:
+            raise error
+        if args.wandb_project and args.rank == 1:
+            global_vars._GLOBAL_WANDB_WRITER = wandb
+
+    monkeypatch.setattr(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
+    monkeypatch.setattr(global_vars, "_GLOBAL_WANDB_WRITER", None)
+    monkeypatch.setattr(global_vars, "_set_wandb_writer", set_wandb_writer)
+    monkeypatch.setenv("WANDB_RUN_ID", "set here, to be undone")
+    monitoring.log_to_both(patches)
+    global_vars._set_wandb_writer(args)
+    return wandb
+
+
+def test_what_goes_to_one_goes_to_the_other(patches, monkeypatch, tmp_path):
+    """Memory and validation perplexity were TensorBoard's alone."""
+    writer = Writer()
+    wandb = start(patches, monkeypatch, tmp_path, writer)
+    written = global_vars.get_tensorboard_writer()
+    written.add_scalar("lm loss", torch.tensor(2.5), 7)
+    written.add_scalar("lm loss vs samples", torch.tensor(2.5), 56)
+    assert writer.scalars == [("lm loss", 2.5, 7), ("lm loss vs samples", 2.5, 56)]
+    assert wandb.logged == [("lm loss", 2.5, 7)]
+
+
+def test_weights_and_biases_alone_gets_all(patches, monkeypatch, tmp_path):
+    """Without --tensorboard-dir Megatron logged neither losses nor validation."""
+    wandb = start(patches, monkeypatch, tmp_path, None, tensorboard_dir=None, save=str(tmp_path))
+    written = global_vars.get_tensorboard_writer()
+    assert written
+    written.add_text("lr", "0.1")
+    written.add_scalar("lm loss", 2.5, 7)
+    written.flush()
+    assert wandb.logged == [("lm loss", 2.5, 7)]
+    patches.undo()
+    assert global_vars.get_tensorboard_writer() is None
+
+
+@pytest.mark.parametrize("flags", [{"rank": 0}, {"wandb_project": ""}])
+def test_other_ranks_and_runs_are_left_alone(patches, monkeypatch, tmp_path, flags):
+    writer = Writer()
+    start(patches, monkeypatch, tmp_path, writer, **flags)
+    assert "add_scalar" not in vars(writer)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refusal_of_weights_and_biases_says_what_to_type(patches, monkeypatch, tmp_path):
+    no_key = type("UsageError", (Exception,), {"__module__": "wandb.errors.errors"})("No API key configured")
+    with pytest.raises(UserError, match=r"--wandb-project mine: No API key configured; type wandb login, or"):
+        start(patches, monkeypatch, tmp_path, Writer(), error=no_key)
+    with pytest.raises(OSError, match="disk"):
+        start(patches, monkeypatch, tmp_path, Writer(), error=OSError("disk"))
+
+
+def test_another_megatron_is_not_patched(patches, monkeypatch):
+    monkeypatch.setattr(global_vars, "_set_wandb_writer", lambda: None)
+    with pytest.raises(RuntimeError, match=r"cannot patch .*_set_wandb_writer: it accepts , without args"):
+        monitoring.log_to_both(patches)
+
+
+# Which run it is
+
+
+def settle(folder, *, environ=None, **flags):
+    args, environ = flags_of(folder, **{"load": str(folder / "saves"), **flags}), {} if environ is None else environ
+    monitoring.settle_run(args, environ)
+    return args, environ
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A run's, with a checkpoint."""
+    (tmp_path / "run" / "saves").mkdir(parents=True)
+    (tmp_path / "run" / "saves" / "latest_checkpointed_iteration.txt").write_text("4")
+    return tmp_path / "run"
+
+
+def test_a_run_that_goes_on_is_the_same_run(folder):
+    args, first = settle(folder, load=None)
+    assert (args.wandb_exp_name, args.wandb_save_dir) == ("run", str(folder))
+    assert "WANDB_RESUME" not in first
+    _, second = settle(folder)
+    assert second == {"WANDB_RUN_ID": first["WANDB_RUN_ID"], "WANDB_RESUME": "allow"}
+
+
+def test_what_starts_anew_is_another_run(folder):
+    """Its first steps would be dropped, since the run there has had later ones."""
+    ids = [settle(folder, load=None)[1]["WANDB_RUN_ID"], settle(folder, ckpt_step=2)[1]["WANDB_RUN_ID"]]
+    (folder / "saves" / "latest_checkpointed_iteration.txt").unlink()
+    ids.append(settle(folder)[1]["WANDB_RUN_ID"])
+    assert len(set(ids)) == 3
+    assert json.loads((folder / "wandb.json").read_text())["id"] == ids[-1]
+
+
+def test_a_copy_of_a_run_is_another_and_a_renamed_one_is_the_same(folder):
+    """Both would write to one run there."""
+    _, first = settle(folder, load=None)
+    shutil.copytree(folder, folder.with_name("copy"))
+    assert settle(folder.with_name("copy"))[1]["WANDB_RUN_ID"] != first["WANDB_RUN_ID"]
+    folder.rename(folder.with_name("renamed"))
+    assert settle(folder.with_name("renamed"))[1]["WANDB_RUN_ID"] == first["WANDB_RUN_ID"]
+
+
+def test_what_somebody_has_said_holds(folder):
+    given = {"WANDB_RUN_ID": "theirs"}
+    _, environ = settle(folder, environ=given)
+    assert environ == {"WANDB_RUN_ID": "theirs"}
+    assert not (folder / "wandb.json").exists()
+    args, _ = settle(folder, environ=given, wandb_exp_name="my name", wandb_save_dir="there")
+    assert (args.wandb_exp_name, args.wandb_save_dir) == ("my name", "there")
+
+
+def test_a_run_of_a_sweep_has_its_points_name(tmp_path):
+    trial = tmp_path / "compare" / "lr=8e-3" / "seed=1"
+    args, _ = settle(trial, load=None, environ={"WANDB_RUN_GROUP": "compare"})
+    assert args.wandb_exp_name == "lr=8e-3/seed=1"
+
+
+# What is shown
+
+
+def test_facts_have_one_name_in_both(patches, monkeypatch, tmp_path):
+    writer = Writer()
+    wandb = start(patches, monkeypatch, tmp_path, writer)
+    monitoring.show_facts({"plan": "abc", "plans": {"dense": {"waves": 3}}, "commit": None})
+    assert wandb.shown == {"facts/plan": "abc", "facts/plans/dense/waves": 3, "facts/commit": None}
+    assert writer.texts == {name: str(value) for name, value in wandb.shown.items()}
+
+
+def test_what_is_shown_of_a_resumed_run_takes_nothing_from_the_first(tmp_path):
+    """Readers take the step of a start from texts that Megatron writes then; these come before it is known."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    for start, (begins, steps) in enumerate([(0, (1, 2, 3)), (3, (4, 5))]):
+        with SummaryWriter(log_dir=str(tmp_path), filename_suffix=str(start)) as writer:
+            writer.add_text("facts/plan", "abc", walltime=10.0 * start)
+            writer.add_text("lr", "0.1", begins, walltime=10.0 * start + 1)
+            for step in steps:
+                writer.add_scalar("lm loss", 1.0, step, walltime=10.0 * start + step)
+    events = read_events(tmp_path)
+    assert [point.step for point in events.points("lm loss")] == [1, 2, 3, 4, 5]
+    assert events.args == {"lr": "0.1"}
+    assert [began for began, _ in events.starts] == [1.0, 11.0]
+
+
+def test_a_sweep_names_the_group_of_its_runs(monkeypatch, tmp_path):
+    task = SimpleNamespace(folder=tmp_path / "compare" / "lr=8e-3" / "seed=1")
+    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
+    assert _group(task) == {"WANDB_RUN_GROUP": "compare"}
+    monkeypatch.setenv("WANDB_RUN_GROUP", "mine")
+    assert _group(task) == {}
+
+
+def test_speed_that_is_not_known_is_not_logged():
+    assert monitoring.speed_metrics({"tokens_per_s": 9.0, "optimizer_share": 0.1, "mfu": None, "step_s": 1.0}) == {
+        "tokens-per-second": 9.0,
+        "optimizer-share": 0.1,
+    }
+
+
+def test_the_error_of_a_teams_block_is_the_blocks():
+    """Where teams owned every matrix there was no such metric."""
+    block = torch.randn(6, 10, generator=torch.Generator().manual_seed(0))
+    whole = _StepProbe(torch.device("cpu"))
+    whole.block(block, 0.5)
+    parts = [_StepProbe(torch.device("cpu")) for _ in range(2)]
+    team = SimpleNamespace(ranks=(0, 1), total=lambda part: (block / 0.5) @ (block / 0.5).mT)
+    for probe, part in zip(parts, block.split([4, 6], dim=1), strict=True):
+        probe.block(part, 0.5, team)
+    error, measured = (sum(getattr(probe, name).item() for probe in parts) for name in ("_error", "_measured"))
+    assert measured == whole._measured.item() == 1.0
+    assert error == pytest.approx(whole._error.item(), rel=1e-6)

@@ -1,0 +1,170 @@
+"""Which steps `--profile` records, what a trace names, and what is refused."""
+
+from types import SimpleNamespace
+
+import megatron.training.training as training
+import pytest
+import torch
+from torch.profiler import ProfilerAction
+
+from megatron_muon.cli import main
+from megatron_muon.core.probe import SILENT, PhaseTimer, span
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags import arguments, monitoring
+from megatron_muon.megatron.patches import profiling
+from megatron_muon.runs import traces
+from megatron_muon.runs.processes import Nodes
+from megatron_muon.runs.resolve import Flag, Request
+from megatron_muon.runs.run_folder import RunFolder, clear
+
+
+def names_in(profiler: torch.profiler.profile) -> set[str]:
+    return {event.name for event in profiler.events()}
+
+
+def test_a_phase_is_a_range_of_a_trace_and_otherwise_nothing_is_made():
+    assert span("a") is span("b") is SILENT.phase("gather", 3)
+    timer = PhaseTimer(torch.device("cpu"))
+    with torch.profiler.profile() as profiler, SILENT.phase("gather", 3), timer.phase("momentum"), span("optimizer"):
+        torch.ones(2).add_(1)
+    assert {"muon/gather wave 3", "muon/momentum", "optimizer"} <= names_in(profiler)
+    assert timer.seconds["momentum"] > 0
+
+
+@pytest.mark.parametrize(
+    ("done", "steps", "recorded"),
+    [(0, (3, 5), [3, 4]), (0, (1, 3), [1, 2]), (20, (22, 24), [22, 23]), (20, (21, 22), [21]), (20, (10, 13), [])],
+)
+def test_steps_are_counted_from_the_runs_first(patches, monkeypatch, done, steps, recorded):
+    """A run that went on at 20 and was to record from 22 began at 42, and was stopped at 24: it wrote no trace."""
+    args = SimpleNamespace(iteration=done, profile_step_start=steps[0])
+    monkeypatch.setattr(profiling, "get_args", lambda: args)
+    asked = {"wait": max(steps[0] - 1, 0), "warmup": 1, "active": steps[1] - steps[0], "repeat": 1}
+    plain = torch.profiler.schedule(**asked)
+    profiling.count_global_steps(patches)
+    mended = torch.profiler.schedule(**asked)
+
+    def records(schedule):
+        """The iterations, of which the first after `done` is the schedule's step 1."""
+        actions = {done + step: schedule(step) for step in range(1, 60)}
+        return [i for i, action in actions.items() if action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)]
+
+    assert records(mended) == recorded
+    assert (records(plain) == recorded) is (done == 0)
+
+
+@pytest.mark.parametrize(
+    ("patch", "owner", "name"),
+    [(profiling.count_global_steps, torch.profiler, "schedule"), (profiling.name_parts, training, "train_step")],
+)
+def test_what_has_another_shape_is_not_profiled(patches, monkeypatch, patch, owner, name):
+    monkeypatch.setattr(owner, name, lambda *_: None)
+    with pytest.raises(RuntimeError, match=f"cannot patch .*{name}: it accepts _, without"):
+        patch(patches)
+
+
+def test_parts_of_an_iteration_are_named(patches, monkeypatch):
+    monkeypatch.setattr(training, "get_forward_backward_func", lambda: lambda: "losses")
+    monkeypatch.setattr(training, "finalize_model_grads", lambda *_: None)
+
+    def train_step(iteration):
+        training.finalize_model_grads("model")
+        return training.get_forward_backward_func()()
+
+    monkeypatch.setattr(training, "train_step", train_step)
+    profiling.name_parts(patches)
+    with torch.profiler.profile() as profiler:
+        assert training.train_step(iteration=4) == "losses"
+    assert {"iteration 5", "forward_backward", "finish_grad_sync"} <= names_in(profiler)
+
+
+STEPS = ("--profile", "--use-pytorch-profiler", "--tensorboard-dir", "events", "--profile-step-start")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (("--use-pytorch-profiler",), "--use-pytorch-profiler does nothing without --profile"),
+        (("--profile",), "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU"),
+        ((*STEPS[:2],), "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too"),
+        ((*STEPS, "5", "--profile-step-end", "5"), "--profile-step-start 5 --profile-step-end 5: no step lies between"),
+        ((*STEPS, "5", "--profile-step-end", "31"), "when step 31 begins, and --train-iters 30 ends before"),
+        ((*STEPS, "5", "--profile-step-end", "30"), None),
+    ],
+)
+def test_a_profile_that_would_not_be_written_is_refused(parser, flags, why):
+    args = arguments.parse(parser, ["--mock-data", "--train-iters", "30", *flags])
+    if why is None:
+        monitoring.check_profile(args, on_cpu=True)
+        return
+    with pytest.raises(UserError) as refused:
+        arguments.check_settings(args, device="cpu", environ={})
+    assert why in str(refused.value)
+
+
+def test_wandb_that_is_not_installed_is_refused_on_every_rank(parser, monkeypatch):
+    args = arguments.parse(parser, ["--mock-data", "--wandb-project", "mine"])
+    monkeypatch.setattr(monitoring.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--wandb-project mine: wandb is not installed; type pip install"):
+        arguments.check_settings(args, device="cpu", environ={})
+    monitoring.check_wandb(args, elsewhere=True)
+
+
+# `train --profile`
+
+
+def flags_of(folder, **asked) -> list[str]:
+    return traces.flags(
+        Request("x.yaml", **asked), RunFolder(folder, folder / "tensorboard", folder / "saves"), ranks=2
+    )
+
+
+def test_train_records_three_iterations_after_the_first_nine(tmp_path):
+    assert flags_of(tmp_path) == []
+    asked = flags_of(tmp_path, profile=True, resume=True)
+    assert asked == ["--profile", "--use-pytorch-profiler", "--profile-step-start", "10", "--profile-step-end", "13"]
+    assert flags_of(tmp_path, profile=(4, 6))[3::2] == ["4", "6"]
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "saves" / "latest_checkpointed_iteration.txt").write_text("200")
+    assert flags_of(tmp_path, profile=True, resume=True)[3::2] == ["210", "213"]
+    assert flags_of(tmp_path, profile=(4, 6), resume=True)[3::2] == ["4", "6"]
+    several = flags_of(tmp_path, profile=True, nodes=Nodes(2, 0, "node0:29500"))
+    assert several[-3:] == ["--profile-ranks", "0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--profile-steps", "4:6"], "--profile-steps says which steps --profile records; add --profile"),
+        (["--profile", "--profile-steps", "6:6"], "write FIRST:END, such as 10:13"),
+        (["--profile", "--profile-steps", "0:6"], "write FIRST:END, such as 10:13"),
+        (["--profile", "--profile-steps", "6"], "write FIRST:END, such as 10:13"),
+    ],
+)
+def test_steps_that_cannot_be_recorded(capsys, flags, why):
+    try:
+        status = main(["train", "--config", "x.yaml", *flags])
+    except SystemExit as end:
+        status = end.code
+    assert status == 2
+    assert why in capsys.readouterr().err
+
+
+def test_the_run_says_where_its_traces_lie(tmp_path):
+    folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
+    asked = (Flag("--use-pytorch-profiler", (), "command line"),)
+    run = SimpleNamespace(folder=folder, resolved=SimpleNamespace(flags=asked))
+    assert traces.note(run).startswith(f"no trace in {tmp_path}/torch_profile: the run ended before")
+    (tmp_path / "torch_profile").mkdir()
+    for rank in (0, 1):
+        (tmp_path / "torch_profile" / f"rank-{rank}.json.gz").touch()
+    said = traces.note(run)
+    assert said.startswith(f"trace: {tmp_path}/torch_profile/rank-0.json.gz and 1 more; open it at https://ui.perfetto")
+    run.resolved.flags = ()
+    assert traces.note(run) == ""
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb.json").touch()
+    clear(folder)  # --overwrite
+    assert not (tmp_path / "wandb").exists()
+    assert not (tmp_path / "wandb.json").exists()
+    assert not list((tmp_path / "torch_profile").iterdir())
