@@ -6,9 +6,7 @@
 Every flag of megatron.training is accepted; --help lists them, this package's own last.
 """
 
-from pathlib import Path
-
 from megatron_muon.megatron.launch import run
 
 if __name__ == "__main__":
-    run(root=Path(__file__).parent)
+    run()

@@ -1,11 +1,15 @@
 """Package metadata: the ranges the package works with. requirements/lock.txt has what it is tested with."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+SHIPPED = ["configs", "scripts/slurm/pretrain.sbatch"]
+"""What a wheel holds of the repository's root, in megatron_muon/shipped: megatron_muon/shipped.py finds it there."""
 
 
 def read_version() -> str:
@@ -15,6 +19,23 @@ def read_version() -> str:
     if match is None:
         raise ValueError('megatron_muon/version.py has no line of the form __version__ = "1.2.3"')
     return match.group(1)
+
+
+class BuildPy(build_py):
+    """Puts copies of `SHIPPED` into the wheel; what an earlier build has left in build/ does not get in."""
+
+    def run(self) -> None:
+        """Build, then copy."""
+        package = Path(self.build_lib, "megatron_muon")
+        if not self.editable_mode:  # pip install -e finds the files at the root
+            shutil.rmtree(package, ignore_errors=True)
+        super().run()
+        if not self.editable_mode:
+            for name in SHIPPED:
+                for file in sorted(path for path in (HERE / name, *(HERE / name).rglob("*")) if path.is_file()):
+                    target = package / "shipped" / file.relative_to(HERE)
+                    self.mkpath(str(target.parent))
+                    self.copy_file(str(file), str(target))
 
 
 setup(
@@ -58,7 +79,7 @@ setup(
         ],
         "hf": ["transformers>=4.50"],
         "te": ["transformer-engine[pytorch]>=2.9"],
-        "plots": ["matplotlib>=3.8"],
+        "plots": ["markdown-it-py>=3.0", "matplotlib>=3.8"],
         "wandb": ["wandb>=0.18"],
         "bench": ["deepspeed==0.19.8", "muon-fsdp2==0.3.0"],
         "dev": [
@@ -74,5 +95,6 @@ setup(
             "types-PyYAML>=6.0",
         ],
     },
+    cmdclass={"build_py": BuildPy},
     entry_points={"console_scripts": ["megatron-muon = megatron_muon.cli:main"]},
 )

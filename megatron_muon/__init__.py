@@ -41,9 +41,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    from megatron_muon.errors import missing_megatron
+    from megatron_muon.errors import missing_extra
 
     try:
         return getattr(importlib.import_module(_PLACES[name]), name)
     except ModuleNotFoundError as error:
-        raise ImportError(missing_megatron(error) or str(error)) from error
+        raise ImportError(missing_extra(error) or str(error)) from error

@@ -17,12 +17,17 @@ from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from megatron_muon import exit_codes
+from megatron_muon import exit_codes, shipped
 from megatron_muon.command_parser import CommandParser
-from megatron_muon.errors import RunFailedError, UserError, missing_megatron
+from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.version import __version__
 
-EXPERIMENTS, MEASURE, PREPARE = "train and compare", "plan and measure", "prepare and check"
+EXPERIMENTS, USE, MEASURE, PREPARE = (
+    "train and compare",
+    "use what was trained",
+    "plan and measure",
+    "prepare and check",
+)
 """Groups of subcommands, in the order of `megatron-muon --help`."""
 
 
@@ -36,11 +41,16 @@ class Command:
 
 
 COMMANDS = {
+    "quickstart": Command("megatron_muon.quickstart", "train a small GPT here and now, and sum it up"),
     "train": Command("megatron_muon.runs.train_command", "train what an experiment file says"),
     "sweep": Command("megatron_muon.sweep.command", "train at many settings and seeds, and compare"),
     "report": Command("megatron_muon.report.command", "write a page with plots on one run or many"),
     "submit": Command("megatron_muon.slurm.command", "put a training into SLURM's queue"),
     "summary": Command("megatron_muon.runs.summary", "sum up a finished run"),
+    "generate": Command("megatron_muon.models.generate_command", "write text with a checkpoint", USE),
+    "eval": Command("megatron_muon.models.eval_command", "loss and bits per byte of a checkpoint on any text", USE),
+    "export": Command("megatron_muon.models.export_command", "checkpoint to Hugging Face or torch_dist", USE),
+    "import": Command("megatron_muon.models.import_command", "Hugging Face model to a checkpoint, to go on with", USE),
     "plan": Command("megatron_muon.planning.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
     "rehearse": Command(
         "megatron_muon.rehearsal.command", "run every rank's real step without a GPU, and compare", MEASURE
@@ -52,6 +62,7 @@ COMMANDS = {
 
 EPILOG = """\
 examples:
+  megatron-muon quickstart
   megatron-muon data prepare --stdlib --output data/stdlib
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
   megatron-muon summary runs/first
@@ -75,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser, modules = _build_parser(arguments)
         args = parser.parse_args(arguments)
+        for file in (getattr(args, "config", None), getattr(args, "hf", None)):
+            if file is not None and (note := shipped.note(Path(file))):
+                print(f"megatron-muon: {note}", file=sys.stderr)
         status: int = modules[args.command].run(args)
         return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
@@ -84,9 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"megatron-muon: error: {line}", file=sys.stderr)
         return exit_codes.USAGE
     except ModuleNotFoundError as error:
-        if not missing_megatron(error):
+        if not missing_extra(error):
             raise
-        print(f"megatron-muon: error: {missing_megatron(error)}", file=sys.stderr)
+        print(f"megatron-muon: error: {missing_extra(error)}", file=sys.stderr)
         return exit_codes.USAGE
     except RunFailedError as error:
         print(f"megatron-muon: {error}", file=sys.stderr)
@@ -129,7 +143,7 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
     groups = []
-    for group in (EXPERIMENTS, MEASURE, PREPARE):
+    for group in (EXPERIMENTS, USE, MEASURE, PREPARE):
         groups += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",

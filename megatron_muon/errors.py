@@ -2,13 +2,20 @@
 
 from megatron_muon.core.errors import UserError as UserError
 
+_EXTRAS = {
+    **dict.fromkeys(("megatron", "einops", "tensorboard"), ("megatron", "Megatron's part")),
+    **dict.fromkeys(("transformers", "safetensors", "tokenizers"), ("hf", "a model of Hugging Face")),
+}
+"""Packages that are not needed everywhere: the extra that installs each, and what needs it."""
 
-def missing_megatron(error: ModuleNotFoundError) -> str:
-    """What to say where megatron-core, or one of its own packages, is not installed; empty where another is missing."""
+
+def missing_extra(error: ModuleNotFoundError) -> str:
+    """What to say where a package of an extra is not installed; empty where another is missing."""
     package = (error.name or "").split(".")[0]
-    if package not in ("megatron", "einops", "tensorboard"):
+    if package not in _EXTRAS:
         return ""
-    return f"{package} is not installed, which Megatron's part needs: pip install 'megatron-muon[megatron]'"
+    extra, part = _EXTRAS[package]
+    return f"{package} is not installed, which {part} needs: pip install 'megatron-muon[{extra}]'"
 
 
 class SaveError(RuntimeError):

@@ -2,12 +2,10 @@
 
     torchrun --nproc-per-node 2 -m megatron_muon.pretrain_gpt --config FILE.yaml
 
-A run that names no model takes configs/quickstart.yaml of the current folder.
+A run that names no model takes configs/quickstart.yaml, of the current folder or of those that come with the package.
 """
-
-from pathlib import Path
 
 from megatron_muon.megatron.launch import run
 
 if __name__ == "__main__":
-    run(root=Path.cwd())
+    run()

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# From a fresh clone to a trained GPT: set-up, data, training with Muon under Megatron-FSDP, summary.
+# From a fresh clone to a trained GPT: set-up, then megatron-muon quickstart.
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -8,16 +8,13 @@ help() {
     cat <<'TEXT'
 Usage: scripts/quickstart.sh [FLAG...]
 
-Trains a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on two ranks.
-It needs no GPU, nothing is downloaded but packages, and two CPU cores do it in about three minutes:
+Makes .venv with the exact versions of requirements/lock.txt (once; a few minutes, 5 GB), and runs there
 
-  1. .venv with the exact versions of requirements/lock.txt            (once; a few minutes, 5 GB)
-  2. data/stdlib.bin and .idx, made from the standard library          (once; seconds)
-  3. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart [-- FLAG...]
-  4. megatron-muon summary runs/quickstart
+  megatron-muon quickstart --nproc 2 -- FLAG...
 
-Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is written over.
-FLAGs are those of pretrain_gpt.py and win over what is chosen here. For example:
+which trains a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP. It needs no GPU, nothing
+is downloaded but packages, and two CPU cores do it in about three minutes. Where runs/quickstart holds a run, the next one
+goes to runs/quickstart-2, and so on. FLAGs are those of pretrain_gpt.py and win over what is chosen here. For example:
 
   scripts/quickstart.sh --muon-lr 0.01
   scripts/quickstart.sh --data-parallel-sharding-strategy optim
@@ -37,40 +34,4 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
 fi
 
 scripts/lib/setup.sh
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-
-# Hands a signal on to a command, which ends its own processes, and waits for its end.
-stop() {
-    trap '' INT TERM HUP
-    printf '\nstopping ...\n' >&2
-    kill -TERM "$1" 2>/dev/null || true
-    wait "$1" || true
-    exit 130
-}
-
-# Runs a command and returns its exit code. It does not read the terminal; a signal to this script ends it.
-run() {
-    local child code=0
-    "$@" </dev/null &
-    child=$!
-    # shellcheck disable=SC2064 # the id of now is meant
-    trap "stop $child" INT TERM HUP
-    wait "$child" || code=$?
-    trap - INT TERM HUP
-    return "$code"
-}
-
-# The manifest is written last.
-if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib.idx ]]; then
-    run .venv/bin/megatron-muon data prepare --stdlib --output data/stdlib
-fi
-
-out=runs/quickstart
-for ((number = 2; ; number++)); do
-    [[ -e $out/tensorboard ]] || break # nothing there, or a start that came to nothing
-    out=runs/quickstart-$number
-done
-
-run .venv/bin/megatron-muon train --config configs/quickstart.yaml --nproc "${NPROC:-2}" --out "$out" -- "$@"
-
-.venv/bin/megatron-muon summary "$out"
+exec .venv/bin/megatron-muon quickstart --nproc "${NPROC:-2}" -- "$@" </dev/null

@@ -85,6 +85,20 @@ def latest(save_dir: Path) -> int | str | None:
     return int(text)
 
 
+def find(directory: Path) -> Path:
+    """The folder of the checkpoint that `directory` is, or that its tracker, or that of a run's folder, names."""
+    if not directory.is_dir():
+        raise UserError(f"{directory} is not a directory; give a run's --save directory, or one of its iter_ folders")
+    if (directory / ".metadata").exists() or iteration_of(directory) is not None:
+        return directory
+    named = latest(directory)
+    if named is None and (directory / "checkpoints").is_dir():  # a run's folder
+        return find(directory / "checkpoints")
+    if named is None:
+        raise UserError(f"{directory} has no {TRACKER}; {resume_hint(directory)}")
+    return iteration_folder(directory, named)
+
+
 def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path | None = None) -> str:
     """What to type to go on from the newest complete checkpoint, or to mend the tracker file, which is always read."""
     found = newest_complete(save_dir, but=but)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from dataclasses import is_dataclass
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, cast
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -93,15 +93,36 @@ def load_entry(name: str, stream: IO[bytes]) -> Any:
         raise UserError(f"entry {name!r} cannot be read ({type(cause).__name__}: {cause})") from error
 
 
+class _Unreadable:
+    """In place of an index that cannot be read: whoever asks it for something gets the reason.
+
+    torch's load asks for a rank's own part where the whole index could not be read; 2.11 forgets why.
+    """
+
+    def __init__(self, reason: Exception) -> None:
+        self._reason = reason
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._reason
+
+
 class Reader(FileSystemReader):
     """torch's reader of a checkpoint's folder, which takes from an index what torch's writer puts there and no more."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the checkpoint, or of one rank's part of it; raises as `load_entry` does."""
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
-            metadata = _IndexUnpickler(stream).load()
-        if not isinstance(metadata, Metadata):
-            raise UserError(f".metadata holds a {type(metadata).__name__} in place of an index")
+        if "rank" in kwargs and (reason := getattr(self, "_unread", None)):
+            return cast(Metadata, _Unreadable(reason))
+        try:
+            with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
+                metadata = _IndexUnpickler(stream).load()
+            if not isinstance(metadata, Metadata):
+                raise UserError(f".metadata holds a {type(metadata).__name__} in place of an index")
+        except FileNotFoundError:
+            raise  # a rank's own part may be there
+        except Exception as error:
+            self._unread = error
+            raise
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

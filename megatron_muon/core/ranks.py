@@ -100,13 +100,13 @@ def new_group_of(label: int, *, backend: str | None = None, timeout: timedelta |
 def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group of some ranks of `group`, in this order, with its backend. Collective over them alone.
 
-    torch 2.13 names such a group by its ranks and by how many groups a rank is in already: ranks that are in unequal
-    numbers of them would wait for each other for ever. Here the name has the number of groups of these very ranks,
-    which all of them know. And a default group that is bound to a device would have its communicator split, which takes
-    all ranks of the world; without it, torch connects the group in its first collective.
+    torch, 2.11 to 2.13 at least, names such a group by its ranks and by how many groups a rank is in already: ranks
+    that are in unequal numbers of them would wait for each other for ever. Here the name has the number of groups of
+    these very ranks, which all of them know. And a default group that is bound to a device would have its communicator
+    split, which takes all ranks of the world; without it, torch connects the group in its first collective.
 
     Raises:
-        RuntimeError: torch names groups in another way than 2.13.
+        RuntimeError: torch names groups in another way, or, before it had `sort_ranks`, has no such order.
     """
     of_world = dist.get_process_group_ranks(group)
     members = [of_world[rank] for rank in ranks]
@@ -117,10 +117,15 @@ def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
     default = c10d._get_default_group()
     hashed, device = c10d._hash_ranks_to_str, default.bound_device_id
     c10d._hash_ranks_to_str, default.bound_device_id = lambda ranks: name, None
+    order: dict[str, Any] = (
+        {} if members == sorted(members) else {"sort_ranks": False}
+    )  # which torch 2.11 does not have
     try:
         made: dist.ProcessGroup = dist.new_group(
-            members, backend=dist.get_backend(group), use_local_synchronization=True, sort_ranks=False
+            members, backend=dist.get_backend(group), use_local_synchronization=True, **order
         )
+    except TypeError as error:
+        raise RuntimeError(f"torch {torch.__version__} makes no group of the ranks {members} in this order") from error
     finally:
         c10d._hash_ranks_to_str, default.bound_device_id = hashed, device
     if (found := c10d._world.pg_names[made]) != name:

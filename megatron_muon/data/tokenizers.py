@@ -25,17 +25,17 @@ import numpy.typing as npt
 from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
-BYTE_LEVEL, IN_TRAINING = "ByteLevelTokenizer", "NullTokenizer"
+BYTE_LEVEL, IN_TRAINING, HUGGING_FACE = "ByteLevelTokenizer", "NullTokenizer", "HuggingFaceTokenizer"
 BYTE_LEVEL_VOCAB_SIZE = 257
 """256 byte values and one end-of-document id."""
 
 SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
 """Names of one tokenizer."""
 
-TOKENIZER_TYPES = (BYTE_LEVEL, IN_TRAINING, "HuggingFaceTokenizer", *SENTENCEPIECE, "TikTokenizer")
+TOKENIZER_TYPES = (BYTE_LEVEL, IN_TRAINING, HUGGING_FACE, *SENTENCEPIECE, "TikTokenizer")
 """The byte-level one, and those of megatron-core's `build_tokenizer` that need at most a model."""
 
-_HF = ("HuggingFaceTokenizer", "SFTTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
+_HF = (HUGGING_FACE, "SFTTokenizer", "GPT2BPETokenizer", "BertWordPieceLowerCase", "BertWordPieceCase")
 _PACKAGES = {
     **dict.fromkeys(_HF, "transformers"),
     **dict.fromkeys(SENTENCEPIECE, "sentencepiece"),

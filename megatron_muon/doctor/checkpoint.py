@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.doctor import NOTE, OK, WRONG, Finding
-from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
 with quiet_imports():
@@ -29,7 +28,7 @@ _LAYOUT = {
 
 def checkpoint(directory: Path) -> Iterator[Finding]:
     """What a checkpoint's files tell; why it cannot be loaded, and which one to take instead."""
-    folder = _find(directory)
+    folder = files.find(directory)
     wrong = files.problems(folder)
     sums = None if wrong else checksums.read(folder)
     if sums:
@@ -54,20 +53,6 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         yield Finding("beside it", NOTE, checksums.absent(folder))
     for left in files.unfinished(folder.parent):
         yield Finding("beside it", NOTE, f"{left} is a save that did not finish; it may be deleted")
-
-
-def _find(directory: Path) -> Path:
-    """The folder of the checkpoint that `directory` is, or that its tracker, or that of a run's folder, names."""
-    if not directory.is_dir():
-        raise UserError(f"{directory} is not a directory; give a run's --save directory, or one of its iter_ folders")
-    if (directory / ".metadata").exists() or files.iteration_of(directory) is not None:
-        return directory
-    named = files.latest(directory)
-    if named is None and (directory / "checkpoints").is_dir():  # a run's folder
-        return _find(directory / "checkpoints")
-    if named is None:
-        raise UserError(f"{directory} has no {files.TRACKER}; {files.resume_hint(directory)}")
-    return files.iteration_folder(directory, named)
 
 
 def _state(entries: dict[str, Any]) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon import exit_codes
+from megatron_muon import exit_codes, shipped
 from megatron_muon.checkpoint import files
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
@@ -33,8 +33,10 @@ from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.quiet import quiet_imports
 
-QUICKSTART = Path("configs/quickstart.yaml")
+QUICKSTART = Path(shipped.CONFIGS, "quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
+UNNAMED = Path("runs/pretrain_gpt")
+"""Where a run that names no model leaves what it writes, unless it says so itself."""
 
 _SECONDS_FOR_FIRST_RANK = 30.0
 
@@ -55,16 +57,16 @@ class Launch:
 def prepare(
     argv: Sequence[str],
     *,
-    root: Path,
     writes: bool = True,
     amend: Callable[[Parser, config_file.ExperimentConfig | None, list[str]], list[str]] | None = None,
     overridden: Iterable[str] = (),
 ) -> Launch:
     """Settle a command line and make this process ready for it: environment, CPU backend, patches, sys.argv.
 
-    `root` is the folder of `configs/`, for a run that names no model; without `writes` neither the quickstart's corpus
-    nor the folder of --save is made. `amend`, given the parser, the config and the rest of the command line, returns
-    what to take instead of that rest; flags that it gives are `overridden`, so that the config's values do not matter.
+    A run that names no model takes `QUICKSTART` and writes to `UNNAMED`. Without `writes` neither the quickstart's
+    corpus nor the folder of --save is made. `amend`, given the parser, the config and the rest of the command line,
+    returns what to take instead of that rest; flags that it gives are `overridden`, so that the config's values do not
+    matter.
 
     Raises:
         UserError: anything that a user got wrong.
@@ -76,9 +78,11 @@ def prepare(
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
     if given.config is None and not {token.split("=")[0] for token in rest} & {*MODEL_FLAGS}:
-        path, here = (root / QUICKSTART).resolve(), Path.cwd()
-        given.config = path.relative_to(here) if path.is_relative_to(here) else path
-        notes.append(f"no model flags and no --config: taking {given.config}")
+        given.config = QUICKSTART
+        notes.append(f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}")
+        places = {"--save": UNNAMED / "checkpoints", "--tensorboard-dir": UNNAMED / "tensorboard"}
+        chosen = config_file.given_flags(rest)
+        rest = [*(token for flag in sorted(places.keys() - chosen) for token in (flag, str(places[flag]))), *rest]
     config, device = None, given.device
     if given.config is not None:
         config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
@@ -173,10 +177,10 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
     return "cuda" if wanted == "cuda" else "cpu"
 
 
-def run(*, root: Path) -> NoReturn:
+def run() -> NoReturn:
     """`main` and the end of the process; of one that failed while other ranks may wait for it at once."""
     try:
-        status = main(root=root)
+        status = main()
     except SystemExit:
         raise
     except BaseException:
@@ -188,7 +192,7 @@ def run(*, root: Path) -> NoReturn:
     sys.exit(status)
 
 
-def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Train a GPT as the command line says; the exit status.
 
     A user's mistake is one line on the first rank of each node and status 2, a checkpoint that cannot be written one
@@ -201,11 +205,12 @@ def main(argv: Sequence[str] | None = None, *, root: Path) -> int:
         if {"--help", "-h"} & set(argv):
             _help(is_first)
         else:
-            launch = prepare(argv, root=root)
+            launch = prepare(argv)
             alone = None if _has_group() else settle_one_process(os.environ)
             with contextlib.ExitStack() as held:
                 if is_first:
-                    for note in (*launch.notes, *([alone] if alone else [])):
+                    config = shipped.note(launch.config.path) if launch.config else ""
+                    for note in filter(None, (config, *launch.notes, alone)):
                         print(f"megatron-muon: {note}", flush=True)
                 if is_first and launch.args.save is not None:  # keeps a second training away, on behalf of all ranks
                     lock = files.lock_of(Path(launch.args.save))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor.placement_types import Shard
 
+from megatron_muon import shipped
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.cuts import placed_shards
@@ -25,6 +26,7 @@ def read_model(path: Path, world_size: int) -> Group:
         UserError: transformers is not installed, or has no such model.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    path = shipped.find(path)
     try:
         import transformers
     except ImportError as error:

@@ -140,17 +140,22 @@ class Arm(Seeds[Record]):
         """The most that a rank's memory held in any run."""
         return max((run.peak_bytes or 0 for run in self.runs), default=0) or None
 
+    @property
+    def drawn(self) -> tuple[Record, ...]:
+        """Its sound runs; where it has none, all of them, for what they have come to."""
+        return self.sound or self.runs
+
     def train(self, window: int) -> list[CurvePoint]:
         """Training losses over the seeds; each loss of a seed is the mean of the last `window` that were logged."""
-        return _curve([_smooth(run.train, window) for run in self.sound])
+        return _curve([_smooth(run.train, window) for run in self.drawn])
 
     def validation(self) -> list[CurvePoint]:
         """Validation losses over the seeds."""
-        return _curve([run.validation for run in self.sound])
+        return _curve([run.validation for run in self.drawn])
 
     def step_parts(self) -> dict[str, float]:
         """Milliseconds of a training step by part: Muon's phases, the rest of the optimizer's step, all else."""
-        runs = self.sound or self.runs
+        runs = self.drawn
         step, optimizer = Spread.of(run.step_ms for run in runs), Spread.of(run.optimizer_ms for run in runs)
         if step is None:
             return {}

@@ -12,11 +12,12 @@ from megatron_muon.errors import UserError
 from megatron_muon.runs.run_folder import write_json
 
 DESCRIPTION = """\
-Reads runs of `megatron-muon train` and whole folders of `megatron-muon sweep`, and writes DIR/report.md with PNG plots
-beside it: losses against steps, tokens and seconds with seeds as bands, final loss against learning rate, time and
-memory, Muon and AdamW side by side, and the commands, versions, commits and machines behind them. report.json has the
-figures. Runs that differ in their seed alone are taken together; the best settings of each optimizer stand for it.
-Runs whose data, split or sequence length differ are shown and not compared.
+Reads runs of `megatron-muon train` and whole folders of `megatron-muon sweep`, and writes DIR/report.html, one file
+that any browser shows, and the same page as DIR/report.md with PNG pictures beside it: losses against steps, tokens and
+seconds with seeds as bands, final loss against learning rate, time and memory, Muon and AdamW side by side, and the
+commands, versions, commits and machines behind them. report.json has the figures. Runs that differ in their seed alone
+are taken together; the best settings of each optimizer stand for it. Runs whose data, split or sequence length differ
+are shown and not compared.
 """
 
 EXAMPLES = """\
@@ -43,21 +44,25 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("matplotlib") is None:
         raise UserError("reports need matplotlib; install it with: pip install matplotlib")
     from megatron_muon.report.arms import find_runs, read_arms
-    from megatron_muon.report.page import PAGE, Report
+    from megatron_muon.report.html import html_page
+    from megatron_muon.report.page import FIGURES, HTML, PAGE, Report, count
 
     arms, empty = read_arms(find_runs(args.runs))
     transfer = args.transfer.lstrip("-").replace("-", "_")
-    report, file = Report(arms, empty, transfer=transfer), args.out / PAGE
+    report = Report(arms, empty, transfer=transfer)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         pictures = report.draw(args.out)
         command = shlex.join(("megatron-muon", *sys.argv[1:]))
-        file.write_text(report.page(pictures, places=args.runs, command=command), "utf-8")
-        write_json(args.out / "report.json", report.figures())
+        page = report.page(pictures, places=args.runs, command=command)
+        (args.out / PAGE).write_text(page, "utf-8")
+        inside = {name: (args.out / name).read_bytes() for name in pictures}
+        (args.out / HTML).write_text(html_page(page, inside), "utf-8")
+        write_json(args.out / FIGURES, report.figures())
     except OSError as error:
         raise UserError(f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR") from None
-    print(f"{file}: {len(report.runs)} runs of {len(arms)} settings")
-    print(f"pictures: {', '.join(pictures)}")
+    print(f"{args.out / HTML}: {count(len(report.runs), 'run')} of {count(len(arms), 'setting')}")
+    print(f"the same as Markdown, its pictures and figures beside it: {', '.join((PAGE, *pictures, FIGURES))}")
     for record in empty:
         print(f"left out, no step was logged: {record.folder}")
     return 0

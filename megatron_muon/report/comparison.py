@@ -86,9 +86,10 @@ def best_arms(arms: Sequence[Arm]) -> list[Arm]:
 
 
 def shown_arms(arms: Sequence[Arm]) -> list[Arm]:
-    """The arms whose curves are drawn: the best of each optimizer, or of one optimizer the best few."""
+    """The arms whose curves are drawn: the best of each optimizer; else the best few, then those without final loss."""
     best = best_arms(arms)
-    return best if len(best) > 1 else (ranked(arms) or list(arms))[:_MOST_CURVES]
+    finished = ranked(arms)
+    return best if len(best) > 1 else [*finished, *(arm for arm in arms if arm not in finished)][:_MOST_CURVES]
 
 
 def rates_tried(arms: Sequence[Arm], optimizer: str) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_muon.report.arms import Arm, display_name
 from megatron_muon.report.comparison import Comparison, not_comparable, rates_tried
-from megatron_muon.report.markdown import code, table
+from megatron_muon.report.markdown import code, plain, table
 
 HOW_STEPS_ARE_COUNTED = """\
 Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The other's validation
@@ -24,12 +24,16 @@ def headline(arms: Sequence[Arm], best: Sequence[Arm], compared: Sequence[Compar
     parts = []
     for one in compared:
         if one.differing:
-            names = f"{display_name(one.arm.optimizer)} and {display_name(one.baseline.optimizer)}"
+            names = f"{_name(one.arm)} and {_name(one.baseline)}"
             words = f"{names} are not compared: their steps are not of the same size"
             parts += _not_compared(words, [one.arm, one.baseline], one.differing)
         else:
             parts.append(_conclusion(one))
     return parts + (_limits(arms, best) if len(best) > 1 else [])
+
+
+def _name(arm: Arm) -> str:
+    return plain(display_name(arm.optimizer))
 
 
 def at_most(bound: bool | None) -> str:
@@ -38,7 +42,7 @@ def at_most(bound: bool | None) -> str:
 
 
 def _conclusion(one: Comparison) -> str:
-    name, base = display_name(one.arm.optimizer), display_name(one.baseline.optimizer)
+    name, base = _name(one.arm), _name(one.baseline)
     goal = f"{base}'s final validation loss of {one.target:.4f}"
     if one.steps is None or one.steps_ratio is None:
         return f"**{name} did not come to {goal} in {one.arm.runs[0].iterations:,} steps.**"
@@ -70,17 +74,17 @@ def _limits(arms: Sequence[Arm], best: Sequence[Arm]) -> list[str]:
     """What a reader must know of how fair the comparison is: rates that were not searched, seeds that differ."""
     found = []
     for arm in best:
-        rates, name = rates_tried(arms, arm.optimizer), display_name(arm.optimizer)
+        rates, name = rates_tried(arms, arm.optimizer), _name(arm)
         if len(rates) < 2:
             found.append(f"{name} has one learning rate here; others may do better")
         elif arm.rate in (rates[0], rates[-1]):
             edge, further = ("least", "smaller") if arm.rate == rates[0] else ("most", "larger")
             found.append(f"{name}'s learning rate is the {edge} of those tried; a {further} one may do better")
-    lengths = {display_name(arm.optimizer): str(arm.runs[0].args.get("train_iters")) for arm in best}
+    lengths = {_name(arm): str(arm.runs[0].args.get("train_iters")) for arm in best}
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{name} {steps}" for name, steps in lengths.items())
         found.append(f"Learning rates decay over different numbers of steps ({shown})")
-    seeds = {display_name(arm.optimizer): ", ".join(str(run.seed) for run in arm.sound) for arm in best}
+    seeds = {_name(arm): ", ".join(str(run.seed) for run in arm.sound) for arm in best}
     if len(set(seeds.values())) > 1:
         shown = "; ".join(f"{name} {numbers}" for name, numbers in seeds.items())
         found.append(f"The seeds differ ({shown}), and with them the samples of training and validation")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+FOLD, FOLD_END = "<details><summary>Every run</summary>", "</details>"
+"""The only HTML of a page: around the table of runs."""
+
 
 def printable(text: str) -> str:
     """The text with control characters, and bytes that are no text, as Python writes them."""

@@ -22,16 +22,19 @@ from megatron_muon.report.comparison import (
     shown_arms,
 )
 from megatron_muon.report.headline import HOW_STEPS_ARE_COUNTED, at_most, headline
-from megatron_muon.report.markdown import code, indented, plain, printable, table
+from megatron_muon.report.markdown import FOLD, FOLD_END, code, indented, plain, printable, table
 from megatron_muon.report.transfer import ABOUT, families, transfer_table
 from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import LAST_STEPS, Record
 
-PAGE = "report.md"
+PAGE, HTML, FIGURES = "report.md", "report.html", "report.json"
 
 LOSSES = {f"loss-{axis}.png": axis for axis in plots.AXES}
 RATES, STEP_TIMES, MEMORY = "final-loss-by-rate.png", "step-time.png", "memory.png"
 TRANSFER = "rate-transfer.png"
+
+_MOST_LETTERS = 32
+"""Of a setting's value in a picture."""
 
 _SMOOTHED_PART = 50
 """Training losses are averaged over a window of this part of the logged steps."""
@@ -40,13 +43,14 @@ _ABOUT_CURVES = (
     "Lines are means over the seeds, bands reach from the least to the most. {smoothed}The height of the first "
     "twentieth of the run is cut off. Seconds are those in the training loop, with validation and without start-up."
 )
+_NO_CURVES = "No loss that was logged is a finite number."
 _ABOUT_RATES = (
     "Mean over the seeds, bars from the least to the most; the line goes through the best setting of each rate. "
     "The final loss is the last {final}. For Muon the rate is `--muon-lr` where it is given, else `--lr`."
 )
 _ABOUT_TIMES = (
-    f"Medians after the first {WARMUP_STEPS} steps, means over the seeds. Muon's phases are measured in every K-th "
-    "step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
+    f"Medians after the first {WARMUP_STEPS} steps, of all in a shorter run, means over the seeds. Muon's phases are "
+    "measured in every K-th step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
     "--log-timers-to-tensorboard`; what is not a phase of Muon, AdamW's whole step too, is the rest of it."
 )
 _ABOUT_MEMORY = "Optimizer state of all ranks, on device, host and disk together."
@@ -68,36 +72,36 @@ class Report:
         self.final = "validation loss" if any(run.validation for run in self.runs) else "training loss"
         logged = max((len(run.train) for arm in self.shown for run in arm.runs), default=1)
         self.window = max(1, logged // _SMOOTHED_PART)  # logged steps that training losses are averaged over
-        rates = {arm.name: (display_name(arm.optimizer), arm.rate) for arm in self.shown}
-        self.labels = {
-            name: f"{optimizer}, lr {rate:g}" for name, (optimizer, rate) in rates.items() if rate is not None
-        }
-        if len(set(self.labels.values())) < len(self.shown):
-            self.labels = {arm.name: printable(arm.name).replace(",", "\n") for arm in self.shown}
+        self.labels = _labels(self.shown)
 
     def draw(self, out: Path) -> list[str]:
         """Draws all pictures that the runs have figures for; their names."""
-        named = {self.labels[arm.name]: arm for arm in self.shown}
-        curves = [plots.Curves(name, arm.train(self.window), arm.validation()) for name, arm in named.items()]
+        named = dict(zip(self.labels, self.shown, strict=True))
+        curves = [
+            plots.Curves(name, arm.train(self.window), arm.validation(), bool(arm.sound)) for name, arm in named.items()
+        ]
         drawn = {name: plots.draw_losses(out / name, curves, axis, self.concluded) for name, axis in LOSSES.items()}
         drawn[RATES] = not not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms, final=self.final)
         drawn[TRANSFER] = bool(self.families) and plots.draw_transfer(
             out / TRANSFER, self.families, key=self.transfer, final=self.final
         )
         times = {"milliseconds of a training step (median)": {name: arm.step_parts() for name, arm in named.items()}}
-        drawn[STEP_TIMES] = plots.draw_bars(out / STEP_TIMES, times, width=10.0, above=2.0)
+        drawn[STEP_TIMES] = plots.draw_bars(out / STEP_TIMES, times, width=10.0)
         states = {name: arm.runs[0].state_bytes for name, arm in named.items()}
         peaks = {name: {"peak": arm.peak_bytes} if arm.peak_bytes else {} for name, arm in named.items()}
         memory = {"optimizer state, all ranks (MB)": states, "peak memory of the fullest rank (MB)": peaks}
-        drawn[MEMORY] = plots.draw_bars(out / MEMORY, memory, width=6.0, above=1.6, unit=1e6)
+        drawn[MEMORY] = plots.draw_bars(out / MEMORY, memory, width=6.0, unit=1e6)
         return [name for name, is_drawn in drawn.items() if is_drawn]
 
     def page(self, pictures: Collection[str], *, places: Sequence[Path], command: str) -> str:
         """The whole page; `pictures` are what `draw` returned, the others what was typed."""
-        optimizers = dict.fromkeys(arm.optimizer for arm in self.best or self.arms)
+        optimizers = dict.fromkeys(arm.optimizer for arm in self.shown)
         folders = ", ".join(code(str(place)) for place in places)
         parts = [f"# {' and '.join(plain(display_name(optimizer)) for optimizer in optimizers)}"]
-        parts += [f"{len(self.runs)} runs of {len(self.arms)} settings, from {folders}."]
+        parts += [f"{count(len(self.runs), 'run')} of {count(len(self.arms), 'setting')}, from {folders}."]
+        if unfinished := sum(map(_unfinished, self.arms)):
+            runs = count(len(self.runs), "run")
+            parts += [f"**Not finished: {unfinished} of {runs}.** Nothing is concluded from unfinished runs."]
         parts += headline(self.arms, self.best, self.compared)
         if len(self.best) > 1:
             searched = all(len(rates_tried(self.arms, arm.optimizer)) > 1 for arm in self.best)
@@ -105,15 +109,16 @@ class Report:
             parts += ["Mean ± sample standard deviation of the seeds."]
             parts += [HOW_STEPS_ARE_COUNTED] if self.compared else []
         smoothed = f"Training losses are means of the last {self.window} logged steps. " if self.window > 1 else ""
-        parts += ["## Loss", _ABOUT_CURVES.format(smoothed=smoothed)]
-        parts += [f"![loss against {plots.AXES[axis][0]}]({name})" for name, axis in LOSSES.items() if name in pictures]
+        losses = {name: axis for name, axis in LOSSES.items() if name in pictures}
+        parts += ["## Loss", _ABOUT_CURVES.format(smoothed=smoothed) if losses else _NO_CURVES]
+        parts += [f"![loss against {plots.AXES[axis][0]}]({name})" for name, axis in losses.items()]
         if RATES in pictures:
             parts += ["## Final loss against learning rate", _ABOUT_RATES.format(final=self.final)]
             parts += [f"![final loss against learning rate]({RATES})"]
         if self.families:
             parts += [f"## Learning rates across {code(self.transfer)}", transfer_table(self.families, self.transfer)]
             first = code(self.families[0].lines[0].value)
-            parts += [ABOUT.format(key=self.transfer, final=self.final, first=first)]
+            parts += [ABOUT.format(key=code(self.transfer), final=self.final, first=first)]
             parts += [f"![final loss against learning rate, by {plain(self.transfer)}]({TRANSFER})"]
         parts += ["## All settings", self._all_arms()]
         if STEP_TIMES in pictures:
@@ -176,7 +181,7 @@ class Report:
             (f"training loss, last {LAST_STEPS} logged steps", _mean("loss_last", ".4f")),
         ]
         if self.concluded:
-            target, baseline = self.concluded[0].target, display_name(self.concluded[0].baseline.optimizer)
+            target, baseline = self.concluded[0].target, plain(display_name(self.concluded[0].baseline.optimizer))
             found = {one.arm: one for one in self.concluded}
             rows += [
                 (f"steps to {baseline}'s final validation loss", lambda arm: _steps(arm, target)),
@@ -199,17 +204,18 @@ class Report:
 
     def _all_arms(self) -> str:
         def remark(arm: Arm) -> str:
-            unfinished = sum(run.outcome != "finished" and not run.diverged for run in arm.runs)
-            counts = {"diverged": arm.diverged, "not finished": unfinished}
-            words = [f"{name}: {count} of {len(arm.runs)}" for name, count in counts.items() if count]
+            counts = {"diverged": arm.diverged, "not finished": _unfinished(arm)}
+            words = [f"{name}: {some} of {len(arm.runs)}" for name, some in counts.items() if some]
+            if _unfinished(arm) and not arm.sound:
+                words.append(f"step {max(run.iterations for run in arm.runs):,}")
             return ", ".join([*words, *(["best"] if arm in self.best else [])])
 
         columns: list[tuple[str, _Cell]] = [
             ("settings", lambda arm: f"**{code(arm.name)}**" if arm in self.best else code(arm.name)),
             ("runs", lambda arm: f"{arm.finished}/{len(arm.runs)}"),
             (f"final {self.final}", lambda arm: _shown(arm.final, ".4f")),
-            ("training loss", _mean("loss_last", ".4f")),
-            ("ms per step", _mean("step_ms", ",.1f")),
+            ("training loss", lambda arm: _shown(Spread.of(run.loss_last for run in arm.drawn), ".4f")),
+            ("ms per step", lambda arm: _shown(Spread.of(run.step_ms for run in arm.drawn), ",.1f")),
             ("state MB", lambda arm: _shown(arm.runs[0].all_state_bytes and arm.runs[0].all_state_bytes / 1e6, ",.2f")),
         ]
         rows = [[*(cell(arm) or "-" for _, cell in columns), remark(arm)] for arm in self.arms]
@@ -218,7 +224,7 @@ class Report:
     def _times(self) -> str:
         parts = [arm.step_parts() for arm in self.shown]
         kinds = dict.fromkeys(kind for part in (max(parts, key=len), *parts) for kind in part)
-        head = ["milliseconds", *(plain(self.labels[arm.name].replace("\n", " ")) for arm in self.shown)]
+        head = ["milliseconds", *(map(plain, self.labels))]
         rows = [[kind, *(_shown(part.get(kind), ",.2f") or "-" for part in parts)] for kind in kinds]
         return table(head, rows, numbers=range(1, len(head)))
 
@@ -240,7 +246,42 @@ class Report:
             rows.append([code(str(run.folder)), plain(words), plain(started), code(torchrun) if torchrun else "-"])
         every = table(["folder", "outcome", "started (UTC)", "torchrun"], rows)
         parts = ["Commands:", "\n".join(map(indented, commands)), "\n".join(lines)]
-        return [*parts, "<details><summary>Every run</summary>", every, "</details>"]
+        return [*parts, FOLD, every, FOLD_END]
+
+
+def count(number: int, noun: str) -> str:
+    """Things and how many there are."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _unfinished(arm: Arm) -> int:
+    """How many of its runs did not finish, those that diverged aside."""
+    return sum(run.outcome != "finished" and not run.diverged for run in arm.runs)
+
+
+def _labels(arms: Sequence[Arm]) -> list[str]:
+    """What pictures call arms: optimizer and rate where these tell them apart, else settings that do."""
+    names = [f"{display_name(arm.optimizer)}, lr {arm.rate:g}" if arm.rate is not None else arm.name for arm in arms]
+    if len(set(names)) < len(arms):
+        settings = [dict(arm.settings) for arm in arms]
+        telling: list[str] = []
+
+        def groups(keys: Sequence[str]) -> int:
+            return len({tuple(map(each.get, keys)) for each in settings})
+
+        for key in dict.fromkeys(key for each in settings for key in each):
+            if groups([*telling, key]) > groups(telling):
+                telling.append(key)
+        names = [", ".join(f"{key}={_end(each[key])}" for key in telling if key in each) for each in settings]
+    if len(set(names)) < len(arms):
+        names = [f"{number}: {name}" for number, name in enumerate(names, start=1)]
+    states = ["" if arm.sound else " (diverged)" if arm.diverged else " (not finished)" for arm in arms]
+    return [printable(name + state) for name, state in zip(names, states, strict=True)]
+
+
+def _end(text: str) -> str:
+    """A setting's value for pictures: of a long one the end, which tells paths apart."""
+    return text if len(text) <= _MOST_LETTERS else f"…{text[1 - _MOST_LETTERS :]}"
 
 
 def _shown(value: Spread | float | None, form: str) -> str | None:
@@ -276,5 +317,5 @@ def _origin_of(run: Mapping[str, Any]) -> dict[str, str | None]:
         "Versions": versions,
         "Commit": f"{run['commit']}{', with changes' if run.get('dirty') else ''}" if run.get("commit") else None,
         "Machine": f"{machine.format_map(run['machine'])}{run.get('device')}" if run.get("machine") else None,
-        "Processes": f"{run['nodes']} x {run['ranks']}" if run else None,
+        "Machines x processes": f"{run['nodes']} x {run['ranks']}" if run else None,
     }

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from megatron_muon.core.numbers import is_number
 from megatron_muon.errors import UserError
 from megatron_muon.report.arms import Arm, Spread
-from megatron_muon.report.markdown import code, table
+from megatron_muon.report.markdown import code, plain, table
 
 _RATES = ("lr", "min_lr", "muon_lr", "muon_min_lr")
 
 ABOUT = (
-    "For each value of `{key}`: the rate with the lowest final {final}, the loss there, and the loss at the rate that "
+    "For each value of {key}: the rate with the lowest final {final}, the loss there, and the loss at the rate that "
     "is best for {first}, the first value: what is lost by taking that rate over. A best rate that is the least or the "
     "most of those tried may lie beyond. Where other rates were varied too, a point is the best of them."
 )
@@ -105,12 +105,12 @@ def transfer_table(found: Sequence[Family], key: str) -> str:
             rows.append(
                 [
                     code(family.name) if family.name else "all",
-                    line.value,
+                    plain(line.value),
                     f"{line.best:g}{', at the edge' if line.at_edge else ''}",
                     line.losses[line.best].shown(),
                     line.losses[first].shown() if lost is not None else "-",
                     f"{lost:+.4f}" if lost is not None else "-",
                 ]
             )
-    head = ["settings", key, "best rate", "loss there", "loss at the first's best rate", "more by"]
+    head = ["settings", plain(key), "best rate", "loss there", "loss at the first's best rate", "more by"]
     return table(head, rows, numbers=range(1, 6))

@@ -117,6 +117,12 @@ class Record:
 
     def _read_times(self) -> None:
         points = self.events.points
+        # Megatron divides timers by the log interval, even where they are of one step: the first of a start.
+        every = self.whole_number("log_interval") or 1
+        timers = [
+            Point(point.step, point.value * (every if point.step % every else 1), point.wall_time)
+            for point in points("optimizer-time")
+        ]
         self.train_seconds = self.events.train_seconds
         iterations = points("iteration-time") or [
             Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
@@ -125,7 +131,7 @@ class Record:
         ]
         steps, optimizer, batches = (
             {point.step: point.value for point in found}
-            for found in (after_warmup(iterations), points("optimizer-time"), points("batch-size"))
+            for found in (after_warmup(iterations), timers, points("batch-size"))
         )
         timed = {step: seconds for step, seconds in steps.items() if seconds > 0}
         length = self.whole_number("seq_length") or 0
@@ -133,7 +139,7 @@ class Record:
         self.tokens_per_second = _median(
             batches[step] * length / seconds for step, seconds in timed.items() if length and step in batches
         )
-        self.optimizer_ms = _median(point.value * 1e3 for point in after_warmup(points("optimizer-time")))
+        self.optimizer_ms = _median(point.value * 1e3 for point in after_warmup(timers))
         self.optimizer_share = _median(optimizer[step] / timed[step] for step in timed.keys() & optimizer.keys())
         if self.optimizer_share is None and optimizer and steps:  # at other steps: a run shorter than its log interval
             self.optimizer_share = statistics.median(optimizer.values()) / statistics.median(steps.values())

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import RunFailedError, UserError, missing_megatron
+from megatron_muon.errors import RunFailedError, UserError, missing_extra
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
 from megatron_muon.runs import traces
-from megatron_muon.runs.processes import ROOT, THIS_MACHINE, Nodes, python_path
+from megatron_muon.runs.processes import THIS_MACHINE, Nodes, python_path
 from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
 from megatron_muon.suggest import did_you_mean, plain
 
@@ -150,7 +150,7 @@ def answer() -> None:
         _import_once()
         answered = [_answer_in_fork(request) for request in requests]
     except ModuleNotFoundError as error:
-        if not (reason := missing_megatron(error)):
+        if not (reason := missing_extra(error)):
             raise
         answered = [UserError(reason)] * len(requests)
     answers.write_bytes(pickle.dumps(answered))
@@ -210,7 +210,7 @@ def settle(request: Request) -> Resolved:
         amended = _amend(request, sets, parser._option_string_actions, config, typed, ranks)
         return amended.argv
 
-    settled = launch.prepare(argv, root=ROOT, writes=request.writes, amend=amend, overridden=overridden)
+    settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
     config, actions = settled.config, settled.parser._option_string_actions
     assert config is not None
     chosen = pairs(settled.argv[len(settled.defaults) :], actions)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,12 +18,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_muon import shipped
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.runs.processes import ROOT, Nodes
 
-SCRIPT = Path("scripts/slurm/pretrain.sbatch")
+SCRIPT = shipped.FOLDER / "scripts/slurm/pretrain.sbatch"
 LOGS = Path("logs")
+
+_NO_CLUSTER = re.compile("configuration (source|file)|contact slurm controller", re.IGNORECASE)
+"""What sbatch says where it knows of no cluster, or reaches none."""
+_WHERE = (
+    "type this on a login node of a SLURM cluster, or see the command alone with --dry-run; a checkout's "
+    "scripts/slurm/local_cluster.sh starts a cluster of your own to try it on"
+)
 
 EXAMPLES = """\
 examples:
@@ -36,7 +45,7 @@ examples:
 """
 
 DESCRIPTION = """\
-Submit a training to SLURM with scripts/slurm/pretrain.sbatch, which resumes after preemption and time limits.
+Submit a training to SLURM, with a script that resumes after preemption and time limits.
 
 Needs --save among the configuration's flags or after --, on a disk that all nodes share. See docs/clusters.md.
 """
@@ -70,11 +79,6 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Checks, shows and submits; 0 when the job is queued, or would be."""
-    script = ROOT / SCRIPT
-    if not script.is_file():
-        raise UserError(
-            f"{script} does not exist: submit needs a checkout of megatron_muon, installed with pip install -e"
-        )
     if args.at_once is not None and args.array is None:
         raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
     args.ranks = args.gpus_per_node or args.nproc_per_node  # on each node; None leaves them to what the job finds
@@ -88,15 +92,15 @@ def run(args: argparse.Namespace) -> int:
     typed = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
     print(*typed, shlex.join(command), flush=True)
     if args.dry_run:
-        print(f"\n{'-' * 20} {script} {'-' * 20}\n{script.read_text('utf-8')}", end="")
+        print(f"\n{'-' * 20} {SCRIPT} {'-' * 20}\n{SCRIPT.read_text('utf-8')}", end="")
         return 0
     if shutil.which("sbatch") is None:
-        raise UserError(
-            "sbatch is not installed here: type this on a login node of a SLURM cluster, see the command alone with "
-            "--dry-run, or try it on a cluster of your own with scripts/slurm/local_cluster.sh start"
-        )
+        raise UserError(f"sbatch is not installed here: {_WHERE}")
     LOGS.mkdir(exist_ok=True)  # SLURM does not, and a job that cannot open its log ends without a word
     done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    if done.returncode and _NO_CLUSTER.search(done.stderr):
+        said = done.stderr.strip().splitlines()[-1].removeprefix("sbatch: ")
+        raise UserError(f"sbatch finds no SLURM cluster from here ({said}): {_WHERE}")
     if done.returncode:
         raise RunFailedError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
     print(done.stdout, end="")
@@ -111,10 +115,10 @@ def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, s
         "--array": args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else ""),
     }
     command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
-    command += [*args.sbatch, str(ROOT / SCRIPT), str(args.config), *args.flags]
+    command += [*args.sbatch, str(SCRIPT), str(args.config), *args.flags]
     has_python = os.environ.get("VENV") or os.environ.get("CONTAINER_IMAGE")
     env = {
-        "MUON_ROOT": str(ROOT),
+        "MUON_ROOT": str(ROOT) if (ROOT / "pretrain_gpt.py").is_file() else None,
         "VENV": None if has_python else sys.prefix,
         "NPROC_PER_NODE": args.ranks,
         "ARRAY_FLAGS": args.array,

@@ -62,8 +62,8 @@ def test_the_bare_line(tmp_path, capsys):
     assert run.losses[-1] < run.losses[0]
     assert len(run.validation_losses) >= 1
 
-    (taking,) = notes(run, "no model flags and no --config: taking ")
-    assert taking.endswith("configs/quickstart.yaml")
+    assert notes(run, "no model flags and no --config: taking configs/quickstart.yaml, writing to runs/pretrain_gpt")
+    assert notes(run, "configs/quickstart.yaml is not in this folder: taking the one that comes along")
     (defaults,) = notes(run, "defaults filled in: ")
     for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer", "--transformer-impl local"):
         assert flag in defaults
@@ -75,7 +75,7 @@ def test_the_bare_line(tmp_path, capsys):
     assert rows["muon"] == (16, 4 * 256 * (512 + 256 + 1536 + 768), pytest.approx(95.7))
     assert rows["muon"][2] + rows["adam"][2] == pytest.approx(100, abs=0.11)
 
-    folder = tmp_path / "runs/quickstart"
+    folder = tmp_path / "runs/pretrain_gpt"
     scalars = read_events(folder / "tensorboard").scalars
     assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
     assert "optimizer-time" in scalars

@@ -95,6 +95,10 @@ NOT_HERE = {
     r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
     r"export SLURM_CONF=": "belongs to the local SLURM cluster",
     r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
+    r"docker build -f scripts/containers/": "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py",
+    r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
+    r"kubectl apply -f scripts/kubernetes/": "needs a cluster; test_installed.py runs what its pods run",
+    r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
 """Commands that are not run, by their beginning, with the reason; the files that they name must exist."""
 
@@ -178,10 +182,11 @@ class Reader:
                 argv.insert(1, "--dry-run")
             if "--nnodes" in argv and "--dry-run" not in argv:
                 argv.insert(1, "--dry-run")
-            if "--resume" in argv and "--config" not in argv and not self.trains:
+            imported = any(word.startswith("imported/") for word in argv)
+            if (("--resume" in argv and "--config" not in argv) or imported) and not self.trains:
                 ours._build_parser(argv)[0].parse_args(argv)
-                return "parsed"  # there is no run to go on with
-        looks = argv[0] in ("summary", "report") or "--checkpoint" in argv
+                return "parsed"  # there is no run, or no import, to go on with
+        looks = argv[0] in ("summary", "report", "import") or "--checkpoint" in argv
         if looks and (not self.trains or (argv[0] == "report" and not Path(argv[1]).exists())):  # sweeps are tried dry
             ours._build_parser(argv)[0].parse_args(argv)
             return "parsed"  # there is no run to look at
@@ -257,7 +262,7 @@ def settle_flags(rank: int, world_size: int, *, argv: list[str], ranks: int, fol
     os.chdir(folder)
     os.environ["WORLD_SIZE"] = str(ranks)
     try:
-        launch.prepare(argv, root=ROOT, writes=False)
+        launch.prepare(argv, writes=False)
     except UserError as error:
         return str(error)
     return ""

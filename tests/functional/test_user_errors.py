@@ -24,7 +24,7 @@ import contextlib, io, json, os, sys, traceback
 from pathlib import Path
 from megatron_muon.megatron.launch import main
 
-root, given, got = map(Path, sys.argv[1:])  # a run replaces sys.argv
+given, got = map(Path, sys.argv[1:])  # a run replaces sys.argv
 environ, results = dict(os.environ), {}
 for name, (argv, env) in json.loads(given.read_text()).items():
     os.environ.clear()
@@ -32,7 +32,7 @@ for name, (argv, env) in json.loads(given.read_text()).items():
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            status = main(argv, root=root)
+            status = main(argv)
         except BaseException:
             status, _ = "exception", traceback.print_exc()
     results[name] = [status, out.getvalue(), err.getvalue()]
@@ -182,7 +182,7 @@ def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[in
     given.write_text(json.dumps({name: (argv, env) for name, (argv, env, _) in cases.items()}))
     env = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
     env |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # nothing gets as far as to connect
-    command = [sys.executable, "-c", ONE_PROCESS, str(cli.ROOT), str(given), str(got)]
+    command = [sys.executable, "-c", ONE_PROCESS, str(given), str(got)]
     cli.run(command, directory, env=env).checked()
     assert not (directory / "made-by-the-pickle").exists()
     return {name: tuple(result) for name, result in json.loads(got.read_text()).items()}

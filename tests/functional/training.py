@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.functional.cli import ROOT, Run
+from tests.functional.cli import Run
 from tests.functional.pool import Pool
 
 
@@ -59,7 +59,7 @@ def train(rank: int, world_size: int, *, argv: list[str], folder: str) -> tuple[
         for descriptor in (1, 2):
             os.dup2(stream.fileno(), descriptor)
     try:
-        status = launch.main(argv, root=ROOT)
+        status = launch.main(argv)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

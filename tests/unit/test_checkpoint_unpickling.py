@@ -117,10 +117,10 @@ def text(value: str) -> bytes:
 
 PATH = b"cpathlib\nPosixPath\n"
 CHANGES = {
-    "every parent is /etc": (b"(N}" + text("parent") + PATH + text("/etc") + b"\x85Rstb", "pathlib.PosixPath"),
+    "every parent is /etc": (b"(N}" + text("parent") + PATH + text("/etc") + b"\x85Rstb", "PosixPath"),
     "a save deletes another folder": (
         b"(N}(" + text("with_name") + PATH + text("name") + text("/home/thesis") + b"utb",
-        "pathlib.PosixPath",
+        "PosixPath",
     ),
 }
 CHANGES = {name: (PATH + state, kind) for name, (state, kind) in CHANGES.items()}

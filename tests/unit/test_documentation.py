@@ -28,6 +28,7 @@ OTHERS = {
         "--qos",
     ),  # SLURM
     *("--pid", "--repeats"),  # py-spy, a test by hand
+    *("--model", "--model_args", "--include_path", "--tasks"),  # lm-evaluation-harness
 }
 
 

@@ -14,6 +14,7 @@ FLOORS = (
     {"offload", "checkpoint", "cpu", "data"},
     {"fsdp"},
     {"megatron"},
+    {"models"},
     {"runs"},
     {"report"},
     {"sweep", "slurm", "planning", "bench", "doctor"},

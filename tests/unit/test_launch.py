@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import megatron.training
@@ -24,7 +23,7 @@ PREPARED = launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, No
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--config", "absent.yaml", "--help"]])
 def test_help_is_the_flags_and_nothing_else(capsys, tmp_path, argv):
     """It ended in two tracebacks and status 1, because its SystemExit read as the end of a training."""
-    assert launch.main(argv, root=tmp_path) == 0
+    assert launch.main(argv) == 0
     out, err = capsys.readouterr()
     assert out.startswith("usage: pretrain_gpt.py ")
     assert "--muon-exchange" in out
@@ -33,7 +32,7 @@ def test_help_is_the_flags_and_nothing_else(capsys, tmp_path, argv):
 
 def test_only_the_first_rank_prints_help(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    assert launch.main(["--help"], root=tmp_path) == 0
+    assert launch.main(["--help"]) == 0
     assert capsys.readouterr().out == ""
 
 
@@ -98,7 +97,7 @@ def ended(tmp_path, monkeypatch):
             patched.setattr(dist, "destroy_process_group", destroy)
             for name, value in {**TORCHRUN, STATUS_FOLDER: str(tmp_path)}.items():
                 patched.setenv(name, value)
-            rank = multiprocessing.get_context("fork").Process(target=launch.run, kwargs={"root": tmp_path})
+            rank = multiprocessing.get_context("fork").Process(target=launch.run)
             patched.setattr(launch, "_SECONDS_FOR_FIRST_RANK", 0)
             rank.start()
         rank.join(timeout=30)
@@ -142,4 +141,4 @@ def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
     monkeypatch.setattr(launch, "_has_group", lambda: True)
     monkeypatch.setattr(launch, "_train", lambda: None)
     monkeypatch.setenv("RANK", "0")
-    assert launch.main([], root=Path()) == 0
+    assert launch.main([]) == 0

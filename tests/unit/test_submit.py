@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli, exit_codes
+from megatron_muon import cli, exit_codes, shipped
 from megatron_muon.checkpoint import files
 from megatron_muon.runs import resolve
 from megatron_muon.runs.processes import ROOT
+from megatron_muon.slurm import command as command_module
 
 CONFIG = """\
 MODEL_ARGS:
@@ -171,3 +173,55 @@ def test_without_slurm_it_says_where_to_go(submit):
     assert status == exit_codes.USAGE
     assert "sbatch is not installed here" in errors
     assert "scripts/slurm/local_cluster.sh start" in errors
+
+
+def test_where_sbatch_knows_no_cluster_it_is_one_line(submit, tmp_path):
+    """Four lines of sbatch's own, about DNS, stood there as one."""
+    sbatch = tmp_path / "sbatch"
+    said = ("error: fetch_config: DNS SRV lookup failed", "fatal: Could not establish a configuration source")
+    sbatch.write_text("#!/bin/sh\n" + "".join(f"echo 'sbatch: {line}' >&2\n" for line in said) + "exit 1\n")
+    sbatch.chmod(0o755)
+    status, _, errors = submit(dry=False)
+    assert status == exit_codes.USAGE
+    (line,) = errors.splitlines()
+    assert f"sbatch finds no SLURM cluster from here ({said[1]}): type this on a login node" in line
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2\nexit 1\n")
+    status, _, errors = submit(dry=False)
+    assert (status, errors.count("sbatch refused the job: sbatch: error: Invalid qos")) == (exit_codes.FAILURE, 1)
+
+
+def test_an_installed_package_needs_no_checkout(submit, tmp_path, monkeypatch):
+    monkeypatch.setattr(command_module, "ROOT", tmp_path)
+    status, output, _ = submit("--config", "configs/quickstart.yaml", "--", "--save", "ck", "--save-interval", "10")
+    assert status == 0
+    (line,) = [line for line in output.splitlines() if " sbatch " in line and line.startswith("VENV=")]
+    words = shlex.split(line)
+    script, config = words[words.index("--job-name=quickstart") + 1 :][:2]
+    assert Path(script) == shipped.FOLDER / "scripts/slurm/pretrain.sbatch"
+    assert config == "configs/quickstart.yaml", "nodes may have the package elsewhere, in an image"
+
+
+def test_the_script_starts_the_installed_package_where_there_is_no_checkout(tmp_path):
+    for name, code in (("scontrol", "echo node0"), ("srun", 'printf "%s\\n" "$@"'), ("venv/bin/python", "exit 1")):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "it"}
+    env = {**job, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+
+    def starts(config: str, **more: str) -> tuple[int, list[str]]:
+        line = ["bash", str(shipped.FOLDER / "scripts/slurm/pretrain.sbatch"), config, "--lr", "1e-3"]
+        done = subprocess.run(line, cwd=tmp_path, env={**env, **more}, capture_output=True, text=True, check=False)
+        return done.returncode, done.stdout.splitlines()
+
+    status, lines = starts("configs/quickstart.yaml", VENV=str(tmp_path / "venv"))
+    assert status == 0
+    module = ["-m", "megatron_muon.pretrain_gpt", "--config", "configs/quickstart.yaml", "--lr", "1e-3"]
+    assert lines[lines.index("--rdzv-id") + 2 :][: len(module)] == module
+    status, lines = starts("configs/quickstart.yaml", CONTAINER_IMAGE="image.sqsh")
+    assert lines[lines.index("--container-mounts") + 1] == f"{tmp_path}:{tmp_path}"
+    status, lines = starts("configs/quickstart.yaml", CONTAINER_IMAGE="image.sif")
+    inside = [*("apptainer", "exec", "--nv", "--bind", f"{tmp_path}:{tmp_path}", "--pwd", str(tmp_path)), "image.sif"]
+    assert lines[lines.index("apptainer") :][: len(inside) + 3] == [*inside, "python3", "-m", "megatron_muon.runs.node"]
+    assert starts("configs/quickstart.yaml")[0] == 2, "nobody says where the package is"
+    assert starts("mine.yaml", VENV=str(tmp_path / "venv"))[0] == 2

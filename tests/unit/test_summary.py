@@ -151,6 +151,21 @@ def test_timers_that_are_logged_at_other_steps_than_losses_count_too(tmp_path, w
     assert loaded(tmp_path).optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
 
 
+@pytest.mark.parametrize(("steps", "timed_at"), [(3, [1]), (25, [1, 10, 20])])
+def test_the_first_step_is_timed_alone_and_divided_by_the_log_interval(tmp_path, writer_class, steps, timed_at):
+    """Megatron does so: the optimizer of a run shorter than its log interval seemed ten times as fast as it is."""
+    with writer_class(log_dir=str(tmp_path / "tensorboard")) as writer:
+        writer.add_text("log_interval", "10", global_step=0)
+        for step in range(1, steps + 1):
+            writer.add_scalar("lm loss", 6.0, step, walltime=1000.0 + step * STEP_SECONDS)
+        for step in timed_at:
+            writer.add_scalar("optimizer-time", OPTIMIZER_SECONDS / (10 if step == 1 else 1), step)
+    summary = loaded(tmp_path)
+    assert summary.optimizer_share == pytest.approx(OPTIMIZER_SECONDS / STEP_SECONDS)
+    assert summary.optimizer_ms == pytest.approx(OPTIMIZER_SECONDS * 1e3)
+    assert dict(rows(summary))["optimizer"].endswith(", slow first steps included") is (steps == 3)
+
+
 def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_class):
     """Megatron writes the test set's loss under the validation set's tag, after it, at the same iteration."""
     tag = "lm loss validation"

@@ -12,9 +12,7 @@ import os
 import shutil
 import time
 import traceback
-import zlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,14 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import unwrap_model
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint.summed_files import SummedFiles
 from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
 from megatron_muon.errors import SaveError, reason_of
 from megatron_muon.megatron.chained import MuonChainedOptimizer
@@ -199,51 +198,6 @@ def keep_adam_state_alike(patches: Patches) -> None:
     def init_optimizer_states_with_dummy_values(initialize: Callable[..., None], self: Any) -> None:
         if not all(p in self.optimizer.state for group in self.optimizer.param_groups for p in group["params"]):
             initialize(self)
-
-
-_SMALL = 1 << 16
-"""Bytes up to which a piece is summed faster than it is handed to a thread."""
-
-
-class SummedFiles(FileSystem):
-    """The file system, with the CRC-32 in `sums` of each file that was written through it, by its name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file to be written from its beginning to its end."""
-        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as pool:
-            summed = _SummedStream(stream, pool)
-            yield summed
-        self.sums[Path(path).name] = summed.crc
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Give a file another name."""
-        super().rename(path, new_path)
-        self.sums[Path(new_path).name] = self.sums.pop(Path(path).name)
-
-
-class _SummedStream:
-    """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
-
-    def __init__(self, stream: Any, pool: ThreadPoolExecutor) -> None:
-        self.crc = 0
-        self._write, self._pool = stream.write, pool
-        self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
-
-    def write(self, data: Any) -> int:
-        piece = memoryview(data).cast("B")
-        if len(piece) <= _SMALL:
-            self.crc = zlib.crc32(piece, self.crc)
-            return int(self._write(piece))
-        summing = self._pool.submit(zlib.crc32, piece, self.crc)
-        try:
-            return int(self._write(piece))
-        finally:
-            self.crc = summing.result()
 
 
 class _Discarding(StorageWriter):

@@ -114,8 +114,9 @@ def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, de
     if device == "cpu" or not has_transformer_engine():
         wanted.append(["--transformer-impl", "local"])
         if device == "cpu" or importlib.util.find_spec("apex") is None:
-            # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same.
-            fused = ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion", "bias-gelu-fusion")
+            # Fused kernels of Transformer Engine and Apex; megatron-core's plain implementations compute the same. The
+            # fusion of bias and GELU needs neither, and computes GELU's tanh approximation, as without it nothing does.
+            fused = ("persist-layer-norm", "masked-softmax-fusion", "rope-fusion")
             wanted += [[f"--no-{kernel}"] for kernel in fused]
     return [token for flag in wanted if actions[flag[0]].dest not in chosen for token in flag]
 

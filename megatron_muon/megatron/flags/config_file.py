@@ -33,6 +33,7 @@ from pathlib import Path
 
 import yaml
 
+from megatron_muon import shipped
 from megatron_muon.errors import UserError
 from megatron_muon.suggest import did_you_mean
 
@@ -80,11 +81,12 @@ def load_config(
 ) -> ExperimentConfig:
     """Read an experiment file and the files that it rests on; a mistake is named with file and line.
 
+    One of configs/ that is not here is taken from those that come with the package (`shipped.find`).
     Placeholders are looked up in `environ`, by default `os.environ`. Flags that are `overridden` by the user are left
     out, and their placeholders may stay unset.
     """
     path = Path(path)
-    layers = list(_layers(path, ()))
+    layers = list(_layers(shipped.find(path), ()))
     if not any(ARGS_KEY in sections for _, sections in layers):
         raise UserError(f"{path}: has no {ARGS_KEY}; the flags of the run belong there, such as '--num-layers: 12'")
     variables: dict[str, tuple[Path, yaml.Node]] = {}

@@ -1,0 +1,112 @@
+"""`megatron-muon eval`: how well a checkpoint predicts a text."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.command_parser import CommandParser, positive, write_json
+from megatron_muon.errors import UserError
+from megatron_muon.quiet import quiet_imports
+
+DESCRIPTION = """\
+Loss, perplexity and bits per byte of a checkpoint, or of a folder that export has written, on a text that
+megatron-muon data prepare has made into tokens. Documents are taken one after the other and cut into samples as in
+training; every token is predicted once. Bits per byte compare models with different tokenizers.
+"""
+
+EXAMPLES = """\
+examples:
+  megatron-muon data prepare --input docs --output data/docs
+  megatron-muon eval --checkpoint runs/first --data data/docs
+  megatron-muon eval --checkpoint exported/first --data data/docs --max-tokens 100000 --json docs.json
+"""
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon eval`."""
+    from megatron_muon.models.arguments import add_checkpoint_arguments, add_model_arguments
+
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_checkpoint_arguments(parser)
+    parser.add_argument("--data", required=True, metavar="PREFIX", help="PREFIX.bin and PREFIX.idx")
+    parser.add_argument("--max-tokens", type=positive, metavar="N", help="stop after so many tokens (all)")
+    parser.add_argument("--sequence-length", type=positive, metavar="N", help="tokens of a sample (as in training)")
+    parser.add_argument("--batch-size", type=positive, default=8, metavar="N", help="samples at a time (8)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluates."""
+    with quiet_imports():
+        import numpy as np
+
+        from megatron_muon.data.vocabulary import read_head
+        from megatron_muon.models.in_memory import load, quiet_transformers
+
+        quiet_transformers()
+        dtype = read_head(args.data)[0]
+        loaded = load(args)
+    ids = np.memmap(args.data + ".bin", dtype, "r")[: args.max_tokens]
+    if not ids.size:
+        raise UserError(f"{args.data} holds no token")
+    rows = loaded.model.config.vocab_size
+    if ids.max() >= rows:
+        raise UserError(f"{args.data} holds token id {ids.max()}, the model has {rows}; prepare it with its tokenizer")
+    length = args.sequence_length or loaded.sequence_length
+    if length > loaded.model.config.max_position_embeddings:
+        raise UserError(f"--sequence-length {length}: the model takes {loaded.model.config.max_position_embeddings}")
+    nats = sum(_losses(loaded, ids, length=length, batch=args.batch_size))
+    figures = {
+        "checkpoint": str(loaded.where),
+        "data": args.data,
+        "tokens": int(ids.size),
+        "bytes": (size := _bytes(loaded.tokenizer, ids)),
+        "sequence_length": length,
+        "loss": nats / ids.size,
+        "perplexity": math.exp(nats / ids.size),
+        "bits_per_byte": nats / math.log(2) / size if size else None,
+    }
+    write_json(args.json, figures)
+    print(f"{loaded.where} on {args.data}: {figures['tokens']:,} tokens, {size:,} bytes")
+    print(f"loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}", end="")
+    print(f", bits per byte {figures['bits_per_byte']:.4f}" if size else "")
+    return 0
+
+
+def _losses(loaded: Any, ids: Any, *, length: int, batch: int) -> Iterator[float]:
+    """Sums of the losses of all tokens, in nats, batch by batch; the end of a document stands before the first."""
+    import numpy as np
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    first = loaded.tokenizer.eos_token_id
+    for start in range(0, ids.size, batch * length):
+        targets = torch.from_numpy(ids[start : start + batch * length].astype(np.int64))
+        before = ids[start - 1 : start] if start else [ids.dtype.type(ids[0] if first is None else first)]
+        inputs = torch.cat([torch.tensor([int(before[0])]), targets[:-1]])
+        whole = len(targets) // length * length
+        for part in (slice(0, whole), slice(whole, None)):
+            if (rows := targets[part]).numel():
+                shape = (-1, length) if part.start == 0 else (1, -1)
+                with torch.inference_mode():
+                    logits = loaded.model(inputs[part].view(shape).to(loaded.device)).logits
+                yield float(cross_entropy(logits.flatten(0, 1).float(), rows.to(loaded.device), reduction="sum"))
+
+
+def _bytes(tokenizer: Any, ids: Any) -> int:
+    """Bytes of the text that these ids stand for; the end of a document is none."""
+    from megatron_muon.models.tokenizer import is_of_bytes
+
+    if is_of_bytes(tokenizer):
+        return int((ids < 256).sum())
+    end = tokenizer.eos_token_id
+    bounds = [0, *((ids == end).nonzero()[0] + 1), len(ids)] if end is not None else [0, len(ids)]
+    documents = (ids[a:b].tolist() for a, b in itertools.pairwise(bounds))
+    return sum(len(tokenizer.decode(part, skip_special_tokens=True).encode()) for part in documents)

@@ -1,0 +1,117 @@
+"""`megatron-muon generate`: text from a checkpoint, as it is written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.errors import UserError
+from megatron_muon.quiet import quiet_imports
+
+DESCRIPTION = """\
+Has a checkpoint, or a folder that export has written, continue a prompt. The model is that of export, in memory, and
+generation is that of transformers; it needs no GPU. These are models that continue text: they have learned no dialogue.
+"""
+
+EXAMPLES = """\
+examples:
+  megatron-muon generate --checkpoint runs/first --prompt 'def main('
+  megatron-muon generate --checkpoint runs/first --prompt 'import ' --temperature 0
+  megatron-muon generate --checkpoint runs/first --interactive
+"""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon generate`."""
+    from megatron_muon.models.arguments import add_checkpoint_arguments, add_model_arguments, fraction, not_negative
+
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add_checkpoint_arguments(parser)
+    parser.add_argument("--prompt", metavar="TEXT", help="what to continue; '' begins a document")
+    parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, a line each")
+    how = parser.add_argument_group("how")
+    how.add_argument("--max-new-tokens", type=positive, default=200, metavar="N", help="how much to write (200)")
+    how.add_argument("--temperature", type=not_negative, default=0.8, metavar="T",
+        help="0 takes the likeliest token each time (0.8)")  # fmt: skip
+    how.add_argument("--top-p", type=fraction, default=0.95, metavar="P",
+        help="draw from the likeliest tokens that make up this part (0.95)")  # fmt: skip
+    how.add_argument("--seed", type=int, default=0, help="of the draws: the same text again on the same machine (0)")
+    how.add_argument("--untrained", action="store_true",
+        help="show first what the same model writes with random weights, as before training")  # fmt: skip
+    add_model_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generates."""
+    if args.interactive == (args.prompt is not None):
+        raise UserError("give --prompt TEXT, or --interactive to be asked for prompts")
+    with quiet_imports():
+        from megatron_muon.models.in_memory import load, quiet_transformers
+
+        quiet_transformers()
+        before = load(args, untrained=True) if args.untrained else None
+        after = load(args)
+    for prompt in _asked(f"{after.where}; an empty line or Ctrl-D ends") if args.interactive else [args.prompt]:
+        if before is not None:
+            print("before training:")
+            _write(before, prompt, args)
+            print("\nafter training:")
+        _write(after, prompt, args)
+    return 0
+
+
+def _asked(greeting: str) -> Iterator[str]:
+    """Prompts as they are typed."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print(greeting)
+    while True:
+        try:
+            prompt = input("> " if is_terminal else "")
+        except EOFError:
+            return
+        if not prompt:
+            return
+        yield prompt
+
+
+def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
+    """Prints the prompt and what follows it, as it comes."""
+    import torch
+    from transformers import TextStreamer
+
+    class Printed(TextStreamer):
+        """Prints whole words, and no control character that a model may write."""
+
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            print(shown(text), end="\n" if stream_end else "", flush=True)
+
+    tokenizer, model = loaded.tokenizer, loaded.model
+    ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    room = model.config.max_position_embeddings - len(ids)
+    if room < 1:
+        raise UserError(f"the prompt has {len(ids)} tokens, the model takes {model.config.max_position_embeddings}")
+    torch.manual_seed(args.seed)
+    draws = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
+    print(shown(prompt), end="", flush=True)
+    inputs = torch.tensor([ids], device=loaded.device)
+    model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=min(args.max_new_tokens, room),
+        streamer=Printed(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        pad_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        **(draws if args.temperature else {"do_sample": False}),
+    )
+
+
+def shown(text: str) -> str:
+    """Text without characters that a terminal would obey; line breaks and tabs stay."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else _REPLACEMENT for letter in text)

@@ -1,0 +1,105 @@
+"""A checkpoint of Megatron as a model of Hugging Face: its architecture, its weights by rule, its tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_muon.checkpoint import files
+from megatron_muon.data.tokenizers import HUGGING_FACE, TokenizerSpec
+from megatron_muon.errors import UserError
+from megatron_muon.models import tokenizer as tokenizers
+from megatron_muon.models.architecture import Architecture, from_args
+from megatron_muon.models.folder import converted
+from megatron_muon.models.hf_config import to_config
+from megatron_muon.models.mapping import Rule, rules
+from megatron_muon.models.weights import Weights
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that has a counterpart.
+
+    Attributes:
+        tokenizer: which one; see `models.tokenizer`.
+    """
+
+    weights: Weights
+    model: Architecture
+    rules: list[Rule]
+    tokenizer: TokenizerSpec
+
+    @property
+    def trained_in(self) -> torch.dtype:
+        """The dtype of the run's matrix products."""
+        args = self.weights.args
+        return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+    def read(self, rule: Rule) -> Tensor:
+        """The weight of a rule; zeros where Megatron has none."""
+        return self.weights[rule.megatron] if rule.megatron else torch.zeros(rule.shape)
+
+    def state_dict(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """All tensors, by the names of Hugging Face."""
+        return {name: part for rule in self.rules for name, part in converted(rule, self.read(rule), dtype)}
+
+    def config(self, dtype: torch.dtype, tokenizer: Any = None) -> dict[str, Any]:
+        """The content of config.json."""
+        ids = {f"{kind}_token_id": getattr(tokenizer, f"{kind}_token_id", None) for kind in ("bos", "eos", "pad")}
+        return to_config(self.model) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
+
+
+def open_checkpoint(directory: Path, *, verify: bool = True) -> Source:
+    """Opens a checkpoint; no tensor is read.
+
+    Raises:
+        UserError: it cannot be read, or something of the model has no counterpart.
+    """
+    import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
+
+    weights = Weights(files.find(directory), verify=verify)
+    args = weights.args
+    spec = tokenizers.spec_of(args)
+    model = from_args(args)
+    table = rules(model)
+    _check(weights, table)
+    return Source(weights, model, table, spec)
+
+
+def tokenizer_of(source: Source, asked: str | None) -> Any:
+    """The tokenizer that was asked for, by default the run's; None for "none"."""
+    if asked == "none":
+        return None
+    spec = source.tokenizer if asked is None else TokenizerSpec(HUGGING_FACE, asked)
+    built = tokenizers.build(spec)
+    if len(built) > source.model.rows:
+        raise UserError(f"the tokenizer {asked or spec.model} has {len(built)} tokens, the model {source.model.rows}")
+    return built
+
+
+def _check(weights: Weights, table: list[Rule]) -> None:
+    """Refuses weights that no rule takes, that a rule misses, or of another shape."""
+    wanted = {rule.megatron: rule.shape for rule in table if rule.megatron}
+    found = {
+        "has weights without a counterpart": sorted(weights.keys() - wanted.keys()),
+        "lacks weights": sorted(wanted.keys() - weights.keys()),
+        "has weights of another shape than its arguments say": sorted(
+            name for name, shape in wanted.items() if name in weights and weights.shape(name) != shape
+        ),
+    }
+    for what, names in found.items():
+        if names:
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            raise UserError(f"{weights.folder} {what}: {', '.join(names[:_SHOWN])}{more}")
+
+
+def dtype_of(asked: str, auto: torch.dtype) -> torch.dtype:
+    """The dtype of a `--dtype`."""
+    named: torch.dtype = auto if asked == "auto" else getattr(torch, asked)
+    return named

@@ -1,0 +1,173 @@
+"""Writes checkpoints that Megatron loads, a weight at a time: fsdp_dtensor for Megatron-FSDP, torch_dist for the rest.
+
+A weight is asked for when it is written, so memory stays near the largest one. Names and other entries are those of
+megatron-core 0.19's own saves, without optimizer state: `--finetune` starts it anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint.summed_files import SummedFiles
+from megatron_muon.models.architecture import Architecture
+from megatron_muon.models.mapping import Rule
+from megatron_muon.models.weights import COMMON_STATE, EXPERTS, STACKED, TORCH_DIST_MARK
+
+FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+
+_LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj")
+_MLP = ("linear_fc1", "linear_fc2")
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a weight goes: in which entry, from which offsets on, of which sizes; `of` is the entry's whole shape."""
+
+    weight: str
+    entry: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    of: tuple[int, ...]
+
+
+def write(
+    save_dir: Path,
+    model: Architecture,
+    rules: list[Rule],
+    read: Callable[[Rule], Tensor],
+    *,
+    layout: str,
+    args: argparse.Namespace,
+    iteration: int | None,
+    dtype: torch.dtype,
+    transformer_engine: bool,
+) -> Path:
+    """Writes a checkpoint and names it in the tracker file; its folder.
+
+    Args:
+        read: the weight of a rule, in any dtype.
+        layout: `FSDP_DTENSOR` or `TORCH_DIST`.
+        args: of the run that is to load it.
+        iteration: None for what no run of Megatron has trained, a "release".
+        transformer_engine: whether the model that loads it has Transformer Engine's layers, whose names differ.
+    """
+    kept = [rule for rule in rules if rule.megatron]
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration or 0}
+    if layout == FSDP_DTENSOR:
+        places = [_of_layer(rule, transformer_engine, args) for rule in kept]
+        objects: dict[str, Any] = state
+    else:
+        places = [_stacked(rule, model, transformer_engine) for rule in kept]
+        content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
+        objects = {COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(model)}
+    by_name = {rule.megatron: rule for rule in kept}
+    planner = _Planner(places, objects, lambda name: read(by_name[name]).to(dtype), dtype)
+    named = "release" if iteration is None else iteration
+    folder = files.iteration_folder(save_dir, named)
+    writer = FileSystemWriter(files.begin(folder))
+    writer.fs = written = SummedFiles()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
+        save({}, storage_writer=writer, planner=planner, no_dist=True)
+    if layout == TORCH_DIST:
+        mark = {"sharded_backend": TORCH_DIST, "sharded_backend_version": 1}
+        (Path(writer.path) / TORCH_DIST_MARK).write_text(json.dumps(mark), "utf-8")
+    files.finish(folder, written.sums)
+    with files.written_at_once(save_dir / files.TRACKER) as stream:
+        stream.write(str(named))
+    return folder
+
+
+def _of_layer(rule: Rule, transformer_engine: bool, args: argparse.Namespace) -> _Place:
+    """The entry of fsdp_dtensor."""
+    name = rule.megatron
+    if transformer_engine:
+        grouped = getattr(args, "moe_grouped_gemm", False)
+        name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        if not args.num_experts:
+            name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
+        elif grouped:
+            name = re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r"\2.\3\1", name)
+    zeros = (0,) * len(rule.shape)
+    return _Place(rule.megatron, f"model.module.{name}", zeros, rule.shape, rule.shape)
+
+
+def _stacked(rule: Rule, model: Architecture, transformer_engine: bool) -> _Place:
+    """The part of an entry of torch_dist."""
+    name, sizes = rule.megatron, rule.shape
+    offsets, of = (0,) * len(sizes), sizes
+    if half := re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name):
+        name, of = half[1], (2 * sizes[0], *sizes[1:])
+        offsets = (sizes[0] * "wv".index(half[2]), *offsets[1:])
+    if layer := re.fullmatch(rf"{re.escape(STACKED)}(\d+)\.(.*)", name):
+        lead: tuple[int, ...] = (int(layer[1]),)
+        lengths: tuple[int, ...] = (model.layers,)
+        part = layer[2]
+        if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", part):
+            lead, lengths, part = (*lead, int(expert[1])), (*lengths, model.experts), EXPERTS + expert[2]
+        part = part.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
+        if not (transformer_engine and model.experts):
+            part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        name, offsets, of = STACKED + part, (*lead, *offsets), (*lengths, *of)
+        sizes = (*(1 for _ in lead), *sizes)
+    return _Place(rule.megatron, name, offsets, sizes, of)
+
+
+def _extra_states(model: Architecture) -> Iterator[str]:
+    """Entries that hold nothing and that megatron-core's linear layers ask for all the same."""
+    mlp = (f"{EXPERTS}{part}" for part in _MLP) if model.experts else (f"mlp.{part}" for part in _MLP)
+    for part in (*_LINEAR, *mlp):
+        for layer in range(model.layers):
+            if not part.startswith(EXPERTS):
+                yield f"{STACKED}{part}._extra_state/shard_{layer}_{model.layers}"
+                continue
+            for expert in range(model.experts):
+                yield f"{STACKED}{part}._extra_state/shard_{layer}.{expert}_{model.layers}.{model.experts}"
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans a save of weights that are not there yet, and has each read when it is its turn."""
+
+    def __init__(
+        self, places: list[_Place], objects: dict[str, Any], read: Callable[[str], Tensor], dtype: torch.dtype
+    ) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._at = {(place.entry, torch.Size(place.offsets)): place for place in places}
+        self._objects, self._read = objects, read
+        self._properties = TensorProperties(dtype=dtype)
+
+    def create_local_plan(self) -> SavePlan:
+        items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
+        for (entry, offsets), place in self._at.items():
+            chunk = ChunkStorageMetadata(offsets, torch.Size(place.sizes))
+            data = TensorWriteData(chunk, self._properties, torch.Size(place.of))
+            items.append(WriteItem(MetadataIndex(entry, offsets), WriteItemType.SHARD, tensor_data=data))
+        self.plan = SavePlan(items)
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        index = write_item.index
+        if write_item.type == WriteItemType.BYTE_IO:
+            stream = io.BytesIO()
+            torch.save(self._objects[index.fqn], stream)
+            return stream
+        assert index.offset is not None
+        place = self._at[index.fqn, index.offset]
+        return self._read(place.weight).contiguous().view(place.sizes)

@@ -1,0 +1,27 @@
+"""Files of the repository that come with the package: the experiment files of configs/, and SLURM's script.
+
+A wheel holds copies of them (`setup.py: BuildPy`), a checkout has them at its root.
+"""
+
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent
+_COPIES = _PACKAGE / "shipped"
+
+FOLDER = _COPIES if _COPIES.is_dir() else _PACKAGE.parent
+"""Where they lie, under the names that they have in the repository."""
+
+CONFIGS = "configs"
+
+
+def find(file: Path) -> Path:
+    """The file itself; where it does not exist and has a name like configs/NAME.yaml, the one that comes along."""
+    theirs = FOLDER / file
+    is_config = file.parts[:1] == (CONFIGS,) and ".." not in file.parts
+    return theirs if is_config and not file.exists() and theirs.is_file() else file
+
+
+def note(file: Path) -> str:
+    """What to tell a user whose file is taken from the package; empty where it is not."""
+    found = find(file)
+    return "" if found == file else f"{file} is not in this folder: taking the one that comes along, {found}"

@@ -1,0 +1,137 @@
+"""The files for Kubernetes and for container images: what can be checked of them without either."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_muon import cli, exit_codes
+from megatron_muon.command_parser import CommandParser
+from megatron_muon.runs import train_command
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTAINERS = ROOT / "scripts/containers"
+CLAIM, JOB = yaml.safe_load_all((ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
+REPLICAS = JOB["spec"]["pytorchReplicaSpecs"]
+POD = REPLICAS["Master"]["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+(SCRIPT,) = CONTAINER["args"]
+RETRIED = 138
+"""The one status that every version of the operator starts again; from 1 to 127 the job has failed."""
+
+
+def test_the_job_has_what_the_operator_requires():
+    assert (JOB["apiVersion"], JOB["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    assert set(REPLICAS) == {"Master", "Worker"}
+    assert all(of["restartPolicy"] == "ExitCode" and of["template"]["spec"] == POD for of in REPLICAS.values())
+    assert CONTAINER["name"] == "pytorch"
+    assert [port["name"] for port in CONTAINER["ports"]] == ["pytorchjob-port"]
+    nodes = {each["name"]: each["value"] for each in CONTAINER["env"]}
+    assert sum(of["replicas"] for of in REPLICAS.values()) == int(nodes["NODES"])
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == int(nodes["GPUS"])
+
+
+def test_every_mount_has_its_volume_and_the_claim_is_there():
+    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+    assert {mount["name"] for mount in CONTAINER["volumeMounts"]} == set(volumes)
+    assert volumes["storage"]["persistentVolumeClaim"]["claimName"] == CLAIM["metadata"]["name"]
+    assert CLAIM["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
+
+
+def test_a_pod_types_a_command_that_exists(monkeypatch):
+    line = SCRIPT.replace("\\\n", " ")
+    (command,) = re.findall(r"^megatron-muon train (.*) &$", line, re.MULTILINE)
+    values = {"GPUS": "8", "NODES": "2", "RANK": "1", "MASTER_ADDR": "llama3-8b-master-0", "MASTER_PORT": "23456"}
+    for name, value in values.items():
+        command = command.replace(f"${name}", value)
+    assert "$" not in command
+    parser = CommandParser()
+    train_command.configure(parser)
+    args = parser.parse_args(shlex.split(command))
+    request = train_command.request_of(args)
+    assert (request.nodes.count, request.nodes.rank, request.ranks) == (2, 1, 8)
+    assert request.nodes.endpoint == "llama3-8b-master-0:23456"
+    assert request.resume
+    assert args.grace < POD["terminationGracePeriodSeconds"], "the ranks would be killed while they save"
+    assert (ROOT / args.config).is_file()
+
+
+@pytest.fixture
+def pod(tmp_path):
+    """Starts the pod's script with a `megatron-muon` of the code that is given."""
+
+    def start(code: str, rank: int = 0, port: int = 1) -> subprocess.Popen[bytes]:
+        command = tmp_path / "megatron-muon"
+        command.write_text(f"#!/bin/bash\n{code}\n")
+        command.chmod(0o755)
+        env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "2", "GPUS": "8", "RANK": str(rank)}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return subprocess.Popen([*CONTAINER["command"], SCRIPT], cwd=tmp_path, env=env)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("status", "pods"),
+    [(0, 0), (exit_codes.FAILURE, 1), (exit_codes.USAGE, 2), (exit_codes.TEMPFAIL, RETRIED), (143, RETRIED)],
+)
+def test_what_is_to_be_started_again_ends_with_a_status_that_the_operator_retries(pod, status, pods):
+    assert pod(f"exit {status}").wait(30) == pods
+
+
+def test_sigterm_reaches_the_training_and_is_waited_for(pod, tmp_path):
+    """The script is process 1 of its container: Kubernetes signals it alone, and what it leaves behind is killed."""
+    process = pod("trap 'sleep 0.3; touch saved; exit 75' TERM; touch began; while :; do sleep 0.05; done")
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == RETRIED
+    assert (tmp_path / "saved").exists()
+
+
+def test_other_pods_wait_for_the_first(pod, tmp_path):
+    """A pod that came a minute earlier gave up, and the whole job had failed."""
+    with socket.socket() as first:
+        first.bind(("127.0.0.1", 0))
+        process = pod("touch began", rank=1, port=first.getsockname()[1])
+        time.sleep(0.3)
+        assert process.poll() is None
+        first.listen()
+        assert process.wait(30) == 0
+    assert (tmp_path / "began").exists()
+
+
+def test_both_recipes_copy_what_the_installation_reads():
+    docker, apptainer = ((CONTAINERS / name).read_text("utf-8") for name in ("Dockerfile", "Apptainer.def"))
+    copied = {word for line in re.findall(r"^COPY (.*) \S+$", docker, re.MULTILINE) for word in line.split()}
+    assert copied == set(re.findall(r"^    (\S+) /opt/megatron-muon/\1$", apptainer, re.MULTILINE))
+    assert all((ROOT / name).exists() for name in copied)
+    assert copied == {
+        "setup.py",
+        "pyproject.toml",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "configs",
+        "scripts",
+        "megatron_muon",
+    }
+    (image,) = re.findall(r"^ARG IMAGE=(\S+)$", docker, re.MULTILINE)
+    assert f"From: {image}\n" in apptainer
+    for recipe in (docker, apptainer):
+        assert "scripts/containers/install.sh" in recipe
+
+
+def test_commands_of_the_recipes_exist():
+    text = "".join(file.read_text("utf-8") for file in CONTAINERS.iterdir())
+    assert set(re.findall(r"megatron-muon ([a-z]+)$", text, re.MULTILINE)) <= set(cli.COMMANDS)

@@ -1,0 +1,230 @@
+"""Checkpoints that are written here are read here, whatever names they have; folders and tokenizers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_muon import cli
+from megatron_muon.checkpoint import files
+from megatron_muon.data.tokenizers import TokenizerSpec
+from megatron_muon.errors import UserError
+from megatron_muon.models import folder, tokenizer, written
+from megatron_muon.models.architecture import Architecture
+from megatron_muon.models.generate_command import shown
+from megatron_muon.models.mapping import Rule, rules
+from megatron_muon.models.source import open_checkpoint
+from megatron_muon.models.weights import Weights
+from tests.unit.test_models_mapping import MODELS, args_of
+
+
+def values(model: Architecture) -> Callable[[Rule], Tensor]:
+    """Other numbers for every weight, the same at every call; rows that pad are zeros."""
+    chance = torch.Generator().manual_seed(3)
+    made = {rule.megatron: torch.randn(rule.shape, generator=chance) for rule in rules(model)}
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        if name in made:
+            made[name][model.vocab :] = 0
+    return lambda rule: made[rule.megatron]
+
+
+def saved(place: Path, model: Architecture, layout: str, *, te: bool = False, grouped: bool = False) -> Path:
+    """A checkpoint in `place`."""
+    args = args_of(model, bf16=False, fp16=False, moe_grouped_gemm=grouped)
+    return written.write(
+        place, model, rules(model), values(model), layout=layout, args=args, iteration=7, dtype=torch.float32,
+        transformer_engine=te,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["llama", "llama tied, with biases", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("layout", [written.FSDP_DTENSOR, written.TORCH_DIST])
+@pytest.mark.parametrize("layers", ["local", "transformer_engine", "grouped"])
+def test_weights_are_those_that_were_written_under_any_names(
+    tmp_path: Path, name: str, layout: str, layers: str
+) -> None:
+    model = MODELS[name]
+    read = values(model)
+    found = saved(tmp_path, model, layout, te=layers != "local", grouped=layers == "grouped")
+    weights = Weights(found)
+    table = {rule.megatron: rule for rule in rules(model)}
+    assert weights.keys() == table.keys()
+    for weight, rule in table.items():
+        assert weights.shape(weight) == rule.shape
+        assert torch.equal(weights[weight], read(rule))
+    assert weights.iteration == 7
+    assert files.problems(found) == []
+    assert files.find(tmp_path) == found
+
+
+def test_layers_of_transformer_engine_have_other_names_in_the_files(tmp_path: Path) -> None:
+    """The negative control of the test above: what it reads alike is not alike."""
+    names = []
+    for te in (False, True):
+        index = Weights(saved(tmp_path / str(te), MODELS["llama"], written.FSDP_DTENSOR, te=te))._tensors
+        names.append({name for name in index if "norm" in name})
+    assert not {name for name in names[0] & names[1] if "layers" in name}
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+def test_an_export_in_several_files_is_loaded_as_a_whole(tmp_path: Path, name: str) -> None:
+    model = MODELS[name]
+    read = values(model)
+    total = folder.write_tensors(tmp_path, rules(model), read, dtype=torch.float32, limit=2000)
+    index = json.loads((tmp_path / folder.INDEX).read_text())
+    assert index["metadata"]["total_size"] == total
+    assert len(set(index["weight_map"].values())) > 2
+    sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
+    largest = max(torch.Size(rule.shape).numel() * 4 for rule in rules(model))
+    assert max(sizes) < max(2000, largest) + 4000  # and a header
+    tensors = folder.Tensors(tmp_path)
+    folder.check(tensors, rules(model), tmp_path, tied=model.tied)
+    for rule in rules(model):
+        assert torch.equal(rule.join([tensors[part] for part in rule.hf]), read(rule))
+    assert stat.S_IMODE(next(tmp_path.glob("*.safetensors")).stat().st_mode) & 0o044  # not for one user alone
+
+
+def test_a_folder_that_lacks_tensors_or_has_others_is_refused(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    table = rules(model)
+    folder.write_tensors(tmp_path, table[1:], values(model), dtype=torch.float32, limit=10**9)
+    with pytest.raises(UserError, match=r"lacks model.embed_tokens.weight"):
+        folder.check(folder.Tensors(tmp_path), table, tmp_path, tied=False)
+    folder.write_tensors(tmp_path, table, values(model), dtype=torch.float32, limit=10**9)
+    with pytest.raises(UserError, match=r"no place in Megatron for lm_head.weight"):
+        folder.check(folder.Tensors(tmp_path), table[:-1], tmp_path, tied=False)
+    folder.check(folder.Tensors(tmp_path), table[:-1], tmp_path, tied=True)  # older folders hold it all the same
+    with pytest.raises(UserError, match=r"another shape of lm_head.weight, model.embed_tokens.weight"):
+        folder.check(folder.Tensors(tmp_path), rules(replace(model, vocab=9)), tmp_path, tied=False)
+    next(tmp_path.glob("*.safetensors")).write_bytes(b"not a file of tensors")
+    with pytest.raises(UserError, match="cannot be read"):
+        folder.Tensors(tmp_path)
+
+
+def test_names_of_gpt2_may_lack_the_prefix(tmp_path: Path) -> None:
+    """As those of the published gpt2 do, which hold masks beside weights."""
+    model = MODELS["gpt2"]
+    bare = [replace(rule, hf=tuple(name.removeprefix("transformer.") for name in rule.hf)) for rule in rules(model)]
+    mask = Rule("mask", ("h.0.attn.bias",), (1, 1, 4, 4), lambda weight: [weight], lambda parts: parts[0])
+    read = values(model)
+    folder.write_tensors(
+        tmp_path, [*bare, mask], lambda rule: torch.ones(rule.shape) if rule is mask else read(rule),
+        dtype=torch.float32, limit=10**9,
+    )  # fmt: skip
+    tensors = folder.Tensors(tmp_path, prefix="transformer.")
+    folder.check(tensors, rules(model), tmp_path, tied=True)
+
+
+def damage(found: Path) -> None:
+    data = bytearray((found / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (found / "__0_0.distcp").write_bytes(data)
+
+
+@pytest.mark.parametrize("command", ["export --to hf OUT", "generate --prompt a", "eval --data DATA"])
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (damage, "is damaged: its CRC-32 is"),
+        (lambda found: (found / "__0_0.distcp").unlink(), "cannot be read"),
+        (lambda found: (found / ".metadata").write_bytes(b"\x80garbage"), ".metadata"),
+        (lambda found: found.rename(found.with_name("iter_0000008")), "does not exist"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, harm: Callable[[Path], object], says: str
+) -> None:
+    harm(saved(tmp_path / "run", MODELS["llama"], written.FSDP_DTENSOR))
+    data = make_data(tmp_path)
+    words = [{"OUT": str(tmp_path / "out"), "DATA": data}.get(word, word) for word in command.split()]
+    assert cli.main([words[0], "--checkpoint", str(tmp_path / "run"), *words[1:]]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert says in lines[0]
+    assert not (tmp_path / "out").exists()
+
+
+def make_data(place: Path) -> str:
+    """Prepared data of one short document."""
+    from megatron_muon.data import prepare
+
+    source = place / "text.txt"
+    source.write_text("some text", "utf-8")
+    prepare([source], place / "text")
+    return str(place / "text")
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a directory"):
+        open_checkpoint(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"has no latest_checkpointed_iteration\.txt"):
+        open_checkpoint(tmp_path)
+
+
+def test_weights_that_the_arguments_do_not_tell_of_are_refused(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    args = args_of(replace(model, layers=1), bf16=False)
+    found = written.write(
+        tmp_path, model, rules(model), values(model), layout=written.FSDP_DTENSOR, args=args, iteration=1,
+        dtype=torch.float32, transformer_engine=False,
+    )  # fmt: skip
+    with pytest.raises(UserError, match=r"has weights without a counterpart: decoder.layers.1.input_layernorm.weight"):
+        open_checkpoint(found)
+
+
+def test_an_export_does_not_replace_what_is_there_unless_asked(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(UserError, match="is there already"), folder.new_folder(tmp_path / "out", overwrite=False):
+        pass
+    with pytest.raises(RuntimeError), folder.new_folder(tmp_path / "out", overwrite=True):
+        raise RuntimeError  # in the middle: the old one is there still
+    assert (tmp_path / "out" / "mine").exists()
+    with folder.new_folder(tmp_path / "out", overwrite=True) as out:
+        (out / "new").touch()
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["new"]
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+@given(st.text(), st.sampled_from(["", "<eod>", "<unused256>", " "]))
+def test_the_tokenizer_of_bytes_has_megatrons_ids(text: str, more: str) -> None:
+    from megatron_muon.data import tokenizers
+
+    built = tokenizer.build(TokenizerSpec())
+    whole = (text + more).encode("utf-8", "replace").decode()
+    theirs = tokenizers.build(TokenizerSpec()).tokenize(whole)
+    assert built(whole)["input_ids"] == list(theirs) == list(whole.encode())
+    assert built.decode(built(whole)["input_ids"]) == whole
+    assert built.eos_token_id == 256
+    assert tokenizer.is_of_bytes(built)
+
+
+def test_the_tokenizer_is_the_one_of_the_data_or_the_runs(tmp_path: Path) -> None:
+    def of(**settings: object) -> TokenizerSpec:
+        absent = {"tokenizer_model": None, "vocab_size": None, "data_path": None}
+        return tokenizer.spec_of(argparse.Namespace(**{**absent, **settings}))
+
+    data = make_data(tmp_path)
+    assert of(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="m").model == "m"
+    assert (
+        of(tokenizer_type="NullTokenizer", vocab_size=300, data_path=["0.3", data]).tokenizer_type
+        == "ByteLevelTokenizer"
+    )
+    assert of(tokenizer_type="NullTokenizer", vocab_size=257).tokenizer_type == "ByteLevelTokenizer"
+    unknown = of(tokenizer_type="NullTokenizer", vocab_size=300)
+    with pytest.raises(UserError, match="NullTokenizer has no counterpart in transformers; give one"):
+        tokenizer.build(unknown)
+
+
+def test_what_a_model_writes_does_not_reach_the_terminals_controls() -> None:
+    assert shown("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}") == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd"

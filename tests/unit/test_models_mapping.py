@@ -1,0 +1,191 @@
+"""Megatron's weights and Hugging Face's: every value comes back, and lands where Hugging Face looks for it."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.errors import UserError
+from megatron_muon.models.architecture import _NEUTRAL, Architecture, from_args, to_flags
+from megatron_muon.models.hf_config import from_config, to_config
+from megatron_muon.models.mapping import rules
+from megatron_muon.quiet import quiet_imports
+
+with quiet_imports():
+    import transformers
+
+    from megatron_muon.megatron.flags import arguments
+
+PLAIN = Architecture(
+    layers=2, hidden=12, ffn=10, heads=6, groups=6, head_dim=2, vocab=11, rows=16, positions=9, norm_eps=1e-5,
+    tied=False, gated=True,
+)  # fmt: skip
+MODELS = {
+    "llama": replace(PLAIN, groups=2, head_dim=4, rope_base=500000.0),
+    "llama tied, with biases": replace(PLAIN, groups=3, tied=True, linear_bias=True, qkv_bias=True),
+    "llama 3.1": replace(PLAIN, rope_scaling=8.0),
+    "qwen2": replace(PLAIN, groups=2, qkv_bias=True),
+    "qwen3": replace(PLAIN, groups=2, head_dim=4, qk_norm=True),
+    "mixtral": replace(PLAIN, groups=2, experts=4, topk=2),
+    "qwen3_moe": replace(PLAIN, groups=1, head_dim=4, qk_norm=True, experts=3, topk=2),
+    "gpt2": replace(PLAIN, gated=False, linear_bias=True, qkv_bias=True, tied=True, tanh_gelu=True),
+    "gpt2 without fusion, untied": replace(PLAIN, gated=False, linear_bias=True, qkv_bias=True),
+}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+@st.composite
+def architectures(draw: st.DrawFn) -> Architecture:
+    groups, per_group, head = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 4]))
+    gated = draw(st.booleans())
+    heads = groups * per_group if gated else groups
+    experts = draw(st.integers(0, 3)) if gated else 0
+    vocab = draw(st.integers(1, 9))
+    return replace(
+        PLAIN, layers=draw(st.integers(1, 2)), hidden=heads * head, ffn=draw(st.integers(1, 5)), heads=heads,
+        groups=groups, head_dim=head, vocab=vocab, rows=vocab + draw(st.integers(0, 4)), tied=draw(st.booleans()),
+        gated=gated, linear_bias=(bias := not experts and draw(st.booleans())), qkv_bias=bias,
+        experts=experts, topk=min(experts, 1),
+    )  # fmt: skip
+
+
+@given(architectures())
+def test_what_is_exported_and_imported_is_what_it_was(model: Architecture) -> None:
+    for rule in rules(model):
+        weight = torch.randn(rule.shape)
+        parts = rule.split(weight)
+        assert [part.shape for part in parts] == rule.hf_shapes()
+        assert len(parts) == len(rule.hf)
+        back = rule.join(parts)
+        assert back.shape == weight.shape
+        kept = slice(None, model.vocab) if rule.shape[:1] == (model.rows,) and "weight" in rule.hf[0] else slice(None)
+        assert torch.equal(back[kept], weight[kept])
+
+
+@every_model
+def test_transformers_finds_every_tensor_and_no_other(model: Architecture) -> None:
+    """The names are those of its own folders, before whatever it does to them in memory."""
+    config = to_config(model)
+    kind = getattr(transformers, config["architectures"][0])
+    tensors = {n: torch.randn(s) for rule in rules(model) for n, s in zip(rule.hf, rule.hf_shapes(), strict=True)}
+    whole = transformers.AutoConfig.for_model(**settled(model))
+    _, told = kind.from_pretrained(None, config=whole, state_dict=tensors, output_loading_info=True)
+    assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def test_queries_keys_and_values_are_those_of_their_heads() -> None:
+    """Row by row, written out: two groups of three queries, heads of two rows."""
+    model = replace(PLAIN, heads=6, groups=2, head_dim=2)
+    rule = next(rule for rule in rules(model) if "linear_qkv" in rule.megatron)
+    named = [f"{part}{head}.{row}" for part, head in _fused_heads() for row in range(2)]
+    weight = torch.arange(len(named))[:, None].expand(-1, model.hidden)
+    split = [[named[int(row[0])] for row in part] for part in rule.split(weight)]
+    assert split == [
+        [f"q{head}.{row}" for head in range(6) for row in range(2)],
+        [f"k{group}.{row}" for group in range(2) for row in range(2)],
+        [f"v{group}.{row}" for group in range(2) for row in range(2)],
+    ]
+
+
+def _fused_heads() -> list[tuple[str, int]]:
+    """megatron-core's order (`SelfAttention.get_query_key_value_tensors`): a group's queries, its key, its value."""
+    first = [("q", 0), ("q", 1), ("q", 2), ("k", 0), ("v", 0)]
+    return [*first, ("q", 3), ("q", 4), ("q", 5), ("k", 1), ("v", 1)]
+
+
+def settled(model: Architecture) -> dict[str, Any]:
+    """A config.json with every default, as transformers loads it."""
+    config = {key: value for key, value in to_config(model).items() if key != "architectures"}
+    content: dict[str, Any] = transformers.AutoConfig.for_model(**config).to_dict()
+    return content
+
+
+PARSER = functools.cache(arguments.build_parser)
+
+
+def args_of(model: Architecture, **changed: Any) -> argparse.Namespace:
+    """Megatron's arguments for a model's flags."""
+    flags = to_flags(model)
+    argv = [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+    args = arguments.parse(PARSER(), argv)
+    args.padded_vocab_size = model.rows
+    assert vars(args).keys() >= changed.keys()
+    vars(args).update(changed)
+    return args
+
+
+@every_model
+def test_flags_and_config_say_the_same_model(model: Architecture) -> None:
+    assert from_args(args_of(model)) == model
+    assert from_config(settled(model), rows=model.rows) == model
+
+
+OTHERWISE = {
+    "softmax_type": "learnable", "rotary_percent": 0.5, "glu_linear_offset": 1.0, "moe_layer_freq": [0, 1],
+    "moe_router_score_function": "sigmoid",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("setting", _NEUTRAL)
+def test_a_setting_without_a_counterpart_is_refused_by_name(setting: str) -> None:
+    value = OTHERWISE.get(setting, 7)
+    with pytest.raises(UserError, match=r"no architecture .* has --[a-z0-9-]+ ") as caught:
+        from_args(args_of(MODELS["mixtral"], **{setting: value}))
+    assert str(caught.value).endswith(f" {value}")
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "named"),
+    [
+        ("llama", {"swiglu": False}, "--swiglu False"),
+        ("llama", {"position_embedding_type": "none"}, "--position-embedding-type none"),
+        ("gpt2", {"normalization": "RMSNorm"}, "--normalization RMSNorm"),
+        ("gpt2", {"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
+        ("gpt2", {"kv_channels": 5}, "--kv-channels 5"),
+        ("qwen2", {"kv_channels": 5}, "--kv-channels 5"),
+        ("mixtral", {"add_qkv_bias": True}, "biases"),
+        ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
+    ],
+)
+def test_a_combination_without_a_counterpart_is_refused(model: str, changed: dict[str, Any], named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        from_args(args_of(MODELS[model], **changed))
+
+
+@pytest.mark.parametrize(
+    ("model", "changed", "named"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
+        ("llama", {"mlp_bias": True}, "mlp_bias True"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters"),
+        ("qwen3", {"attention_bias": True}, "attention_bias True"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob False"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers \[0\]"),
+        ("gpt2", {"activation_function": "relu"}, "activation_function relu"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights False"),
+        ("llama", {"a_key_of_tomorrow": 3}, "a_key_of_tomorrow 3"),
+        ("llama", {"model_type": "bert"}, "type bert"),
+    ],
+)
+def test_a_config_that_megatron_cannot_build_is_refused_by_its_key(
+    model: str, changed: dict[str, Any], named: str
+) -> None:
+    from_config(settled(MODELS[model]), rows=16)
+    with pytest.raises(UserError, match=named):
+        from_config(settled(MODELS[model]) | changed, rows=16)
+
+
+def test_mistral_without_a_window_is_llama() -> None:
+    config = transformers.AutoConfig.for_model("mistral", num_hidden_layers=1, sliding_window=None).to_dict()
+    assert from_config(config, rows=32000).model_type == "llama"
+    with pytest.raises(UserError, match="sliding_window 4096"):
+        from_config(config | {"sliding_window": 4096}, rows=32000)

@@ -1,0 +1,53 @@
+"""`megatron-muon quickstart`: which commands it runs, in which folder, and when it stops."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import cli
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """The commands that were run, in an empty folder; a training leaves what a training leaves."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["megatron-muon"])
+    lines: list[str] = []
+    real = cli.main
+
+    def main(argv):
+        if argv[0] == "quickstart":
+            return real(argv)
+        assert sys.argv == ["megatron-muon", *argv], "the run's records would name another command"
+        lines.append(" ".join(argv))
+        if argv[0] == "train":
+            Path(argv[argv.index("--out") + 1], "tensorboard").mkdir(parents=True)
+        return 0
+
+    monkeypatch.setattr(cli, "main", main)
+    return lines
+
+
+def test_a_second_quickstart_leaves_the_first_alone(asked):
+    """It wrote over the first one's checkpoint, and both curves stood in one folder."""
+    for flags in ((), ("--muon-lr", "0.01"), ("--nproc", "4", "--", "--bf16")):
+        assert cli.main(["quickstart", *flags]) == 0
+    prepare = "data prepare --stdlib --output data/stdlib --overwrite"
+    train = "train --config configs/quickstart.yaml --nproc"
+    assert asked == [
+        *(prepare, f"{train} 2 --out runs/quickstart", "summary runs/quickstart"),
+        *(prepare, f"{train} 2 --out runs/quickstart-2 -- --muon-lr 0.01", "summary runs/quickstart-2"),
+        *(prepare, f"{train} 4 --out runs/quickstart-3 -- --bf16", "summary runs/quickstart-3"),
+    ]
+
+
+def test_the_first_step_that_fails_is_the_last_and_its_status_is_handed_on(asked, monkeypatch, capsys):
+    watched = cli.main
+    monkeypatch.setattr(cli, "main", lambda argv: 7 if argv[0] == "train" else watched(argv))
+    assert cli.main(["quickstart"]) == 7
+    assert [line.split()[0] for line in asked] == ["data"]
+    typed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ ")]
+    assert typed[-1] == "$ megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart"

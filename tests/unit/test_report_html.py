@@ -1,0 +1,145 @@
+"""report.html: the Markdown page in one file that needs nothing else, with text of others as text; read by a parser."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import cli
+from megatron_muon.report.arms import find_runs, read_arms
+from megatron_muon.report.html import html_page
+from megatron_muon.report.markdown import FOLD, FOLD_END, table
+from megatron_muon.report.page import Report
+from tests.unit.made_runs import falling, make_run
+
+TAGS = {
+    *{"html", "head", "meta", "title", "style", "body", "nav", "main", "h1", "h2", "p", "a", "strong", "code", "span"},
+    *{"wbr", "pre", "ul", "li", "img", "div", "table", "thead", "tbody", "tr", "th", "td", "details", "summary"},
+}
+"""All that a page is made of; a browser fetches none of them but a picture, and runs none."""
+
+
+class Page(HTMLParser):
+    """What a browser would find: tags with their attributes, and all text but the style."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self.tags and self.tags[-1][0] != "style" else ""
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        """The attributes of all tags of a name."""
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("report")
+    make_run(root / "runs" / "adam", falling(0.05), optimizer="adam", lr="1e-3")
+    make_run(root / "runs" / "muon", falling(0.1), lr="4e-3")
+    assert cli.main(["report", str(root / "runs"), "--out", str(root / "out")]) == 0
+    return root / "out"
+
+
+def test_one_file_holds_the_whole_report(report: Path) -> None:
+    """Its pictures are those beside the Markdown, to the byte, and it refers to nothing outside itself."""
+    html = (report / "report.html").read_text("utf-8")
+    page = Page(html)
+    beside = {path.read_bytes() for path in report.glob("*.png")}
+    inside = [str(image["src"]).removeprefix("data:image/png;base64,") for image in page.all("img")]
+    assert {base64.b64decode(data, validate=True) for data in inside} == beside
+    assert len(inside) == len(beside) == 6
+    assert all(image["alt"] for image in page.all("img"))
+    assert {tag for tag, _ in page.tags} <= TAGS
+    refers = {
+        str(value) for _, attributes in page.tags for name, value in attributes.items() if name in ("href", "src")
+    }
+    assert all(value.startswith(("#", "data:")) for value in refers)
+    assert "url(" not in html
+    assert "@import" not in html
+    assert len(html) < 3e6
+
+
+def test_the_page_says_what_the_markdown_says(report: Path) -> None:
+    """Every word of the Markdown, without its marks, in the order of its line."""
+    page = Page((report / "report.html").read_text("utf-8"))
+    lines = (report / "report.md").read_text("utf-8").splitlines()
+    for line in (line for line in lines if not line.startswith(("![", "| ---", "<"))):
+        at = 0
+        for word in re.sub(r"[*`#|\\]|^- ", " ", line).split():
+            at = page.text.find(word, at)
+            assert at >= 0, (word, line)
+
+
+def test_every_section_stands_in_the_contents(report: Path) -> None:
+    page = Page((report / "report.html").read_text("utf-8"))
+    sections = [heading["id"] for heading in page.all("h2")]
+    assert [link["href"] for link in page.all("a")] == [f"#{name}" for name in sections]
+    assert len(sections) == len(set(sections)) == 7
+
+
+def test_numbers_are_set_to_the_right_and_wide_tables_scroll() -> None:
+    page = Page(html_page(table(["name", "loss"], [["a", "1.5"]], numbers=[1]), {}))
+    assert [cell.get("style") for cell in page.all("td")] == [None, "text-align:right"]
+    assert [div["class"] for div in page.all("div")] == ["wide"]
+
+
+NAMES = (
+    *(
+        "<script>alert(1)</script>",
+        "a`b",
+        "``",
+        "<img src=x onerror=alert(1)>",
+        '"><b>',
+        "'onload='x",
+        "&lt;b&gt;",
+        "a|b",
+    ),
+    *("[a](javascript:alert(1))", "![x](http:/a/b.png)", "# a", "</code></title><p>", "{title}", "*a*", "é\u202e\x07"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_show_as_text(tmp_path: Path, name: str) -> None:
+    """Of a run's folder, a setting, a command, a commit and an optimizer."""
+    run = {"commit": name, "command": f"train {name}", "torchrun": name}
+    make_run(tmp_path / name / "a", falling(0.05), run=run)
+    make_run(tmp_path / name / "b", falling(0.1), run=run, args={"optimizer": name, "train_iters": name})
+    for folder, value in (("a", "x"), ("b", name)):
+        (tmp_path / name / folder / "config.yaml").write_text(json.dumps({"MODEL_ARGS": {"--data-path": value}}))
+    made = Report(*read_arms(find_runs([tmp_path / name])))
+    page = Page(html_page(made.page((), places=[tmp_path / name], command="report"), {}))
+    assert {tag for tag, _ in page.tags} <= TAGS
+    assert all(str(link["href"]).startswith("#section-") for link in page.all("a"))
+    assert not any(attribute.startswith("on") for _, attributes in page.tags for attribute in attributes)
+    assert not page.all("img")
+    shown = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in name)
+    for of_what in (f"/{shown}", f"data_path={shown}", f"train {shown}", f"Commit: {shown}", f"{shown} and Muon"):
+        assert of_what in page.text, of_what
+
+
+def test_html_in_the_markdown_is_text_but_for_the_fold() -> None:
+    """The control of the tests above: the parser sees a tag that the page has, and the one that it has not as text."""
+    fold = Page(html_page(f"{FOLD}\n\na\n\n{FOLD_END}\n\n<b>bold</b>\n\n<script>\nx\n</script>", {}))
+    assert len(fold.all("details")) == len(fold.all("summary")) == 1
+    assert not {"b", "script"} & {tag for tag, _ in fold.tags}
+    assert "<b>bold</b>" in fold.text
+    assert "<script>\nx\n</script>" in fold.text
+
+
+def test_a_picture_that_is_not_the_reports_own_is_words() -> None:
+    page = Page(html_page("![words](http://elsewhere/x.png)", {}))
+    assert not page.all("img")
+    assert "words" in page.text

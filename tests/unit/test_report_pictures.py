@@ -1,0 +1,178 @@
+"""What a report draws: runs that did not finish too, no legend over a curve, nothing cut off, no empty picture."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from matplotlib.figure import Figure
+
+from megatron_muon.report.arms import find_runs, read_arms
+from megatron_muon.report.page import Report
+from tests.unit.made_runs import falling, make_run
+
+Make = Callable[..., None]
+Draw = Callable[[], dict[str, Figure]]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    number = itertools.count()
+    return lambda *given, **settings: make_run(tmp_path / "runs" / str(next(number)), *given, **settings)
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Callable[[], Report]:
+    return lambda: Report(*read_arms(find_runs([tmp_path / "runs"])))
+
+
+@pytest.fixture
+def draw(report: Callable[[], Report], monkeypatch: pytest.MonkeyPatch) -> Draw:
+    """Draws the report of the runs made; its figures by the name of their file."""
+    figures: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: figures.update({file.name: figure}))
+
+    def drawn() -> dict[str, Figure]:
+        names = report().draw(Path("nowhere"))
+        assert names == list(figures)
+        return figures
+
+    return drawn
+
+
+def covered(figure: Figure) -> list[str]:
+    """What is wrong with the places of legends and words: legends over a panel, words beyond the figure."""
+    figure.draw_without_rendering()
+    legends = [*figure.legends, *filter(None, (panel.get_legend() for panel in figure.axes))]
+    boxes = [legend.get_window_extent() for legend in legends]
+    found = [f"a legend covers {panel.get_ylabel()}" for panel in figure.axes for box in boxes
+             if box.overlaps(panel.get_window_extent().padded(-2))]  # fmt: skip
+    words = [words for panel in figure.axes for words in panel.get_yticklabels()]
+    seen = [(word.get_text(), word.get_window_extent()) for word in words if word.get_text()]
+    room = figure.bbox.padded(2)
+    found += [f"{text!r} is cut off" for text, box in seen if box.x0 < room.x0]
+    return found + ["a legend is cut off" for box in boxes if box.x0 < room.x0 or box.x1 > room.x1 or box.y1 > room.y1]
+
+
+def points(panel: Any) -> list[tuple[float, float]]:
+    """All points of a panel's lines that a marker or a line between two shows, within the panel's limits."""
+    (left, right), (low, high) = panel.get_xlim(), panel.get_ylim()
+    lines = [line for line in panel.get_lines() if line.get_marker() not in ("", "None") or len(line.get_xdata()) > 1]
+    return [(x, y) for line in lines for x, y in zip(*line.get_data(), strict=True)
+            if left <= x <= right and low <= y <= high]  # fmt: skip
+
+
+@pytest.mark.parametrize(("outcome", "steps"), [("stopped", 1), ("interrupted", 3), ("failed", 3)])
+def test_the_loss_of_a_run_that_did_not_finish_is_drawn(
+    make: Make, draw: Draw, report: Callable[[], Report], outcome: str, steps: int
+) -> None:
+    """Curves were of finished runs alone, and the page of a run that was stopped had a heading and nothing below it."""
+    make(falling(0.1), steps=steps, every=1, outcome=outcome)
+    figures = draw()
+    (training, validation) = figures["loss-steps.png"].axes
+    assert len(points(training)) == len(points(validation)) == steps
+    (legend,) = figures["loss-steps.png"].legends
+    assert [text.get_text() for text in legend.get_texts()] == ["Muon, lr 0.01 (not finished)"]
+    page = report().page(list(figures), places=[], command="report")
+    assert "**Not finished: 1 of 1 run.**" in page
+    assert f"not finished: 1 of 1, step {steps} |" in page
+
+
+def test_a_run_that_goes_on_is_drawn_beside_a_finished_one(make: Make, draw: Draw) -> None:
+    """Its loss axis is that of the finished run: a diverged or early one would press it flat."""
+    make(falling(0.1), optimizer="adam", lr="1e-3", steps=100)
+    make(falling(0.2), steps=20, outcome="stopped")
+    make(lambda _: 50.0, lr="0.5", steps=100, args={"train_iters": 200}, summary=False)
+    figure = draw()["loss-steps.png"]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["AdamW, lr 0.001", "Muon, lr 0.01 (not finished)", "Muon, lr 0.5 (not finished)"]
+    low, high = figure.axes[0].get_ylim()
+    assert low < 2.1
+    assert high < 6
+
+
+def test_a_longer_run_that_goes_on_is_not_cut_off_by_a_short_finished_one(make: Make, draw: Draw) -> None:
+    make(falling(0.1), lr="1e-3", steps=3)
+    make(falling(0.1), steps=90, outcome="stopped")
+    (training, _) = draw()["loss-steps.png"].axes
+    assert min(y for _, y in points(training)) < 2.1
+
+
+def test_where_no_loss_is_a_number_the_page_says_so(make: Make, draw: Draw, report: Callable[[], Report]) -> None:
+    make(lambda _: math.nan)
+    figures = draw()
+    assert "loss-steps.png" not in figures
+    page = report().page(list(figures), places=[], command="report")
+    assert "## Loss\n\nNo loss that was logged is a finite number.\n" in page
+
+
+def test_two_rates_are_two_points(make: Make, draw: Draw) -> None:
+    for lr, loss in (("1e-3", 2.0), ("4e-3", 3.0)):
+        make(lambda _, end=loss: end, lr=lr, steps=10)
+    (panel,) = draw()["final-loss-by-rate.png"].axes
+    assert {(x, round(y, 3)) for x, y in points(panel)} == {(1e-3, 2.1), (4e-3, 3.1)}
+
+
+@pytest.mark.parametrize("outcomes", [("stopped", "stopped"), ("stopped", "finished")])
+def test_rates_without_a_final_loss_make_no_empty_picture(make: Make, draw: Draw, outcomes: tuple[str, str]) -> None:
+    for lr, outcome in zip(("1e-3", "4e-3"), outcomes, strict=True):
+        make(falling(0.1), lr=lr, outcome=outcome)
+    assert "final-loss-by-rate.png" not in draw()
+
+
+def test_diverged_rates_have_a_cross_each_with_a_count_of_its_own(make: Make, draw: Draw) -> None:
+    """Counts of neighbouring rates lay over each other."""
+    rates = ("1e-3", "2e-3", "4e-3", "8e-3", "1.6e-2", "3.2e-2")
+    for optimizer, lr in itertools.product(("adam", "adaptive_muon"), rates):
+        make(falling(0.1) if lr == rates[0] else lambda _: math.nan, optimizer=optimizer, lr=lr, steps=10)
+    figure = draw()["final-loss-by-rate.png"]
+    assert not covered(figure)
+    counts = [words.get_window_extent() for words in figure.axes[0].texts if words.get_text() == "1/1"]
+    assert len(counts) == 2 * (len(rates) - 1)
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(counts, 2))
+
+
+LONG = "/a/very/long/place" + "x" * 200
+
+
+@pytest.mark.parametrize("case", ["two", "single point", "alike", "long names", "twelve optimizers"])
+def test_no_legend_covers_a_curve_and_no_name_is_cut_off(make: Make, draw: Draw, case: str) -> None:
+    """The legend of validation losses lay on the baseline's last one; six long names left no room for the panels."""
+    if case in ("two", "single point"):
+        for optimizer, lr in (("adam", "1e-3"), ("muon", "4e-3")):
+            make(falling(0.05), optimizer=optimizer, lr=lr, every=10 if case == "two" else 40)
+    elif case == "alike":
+        for seed in (1, 2):
+            make(lambda _: 2.5, seed=seed, steps=10)
+    elif case == "long names":
+        for number in range(6):
+            flags = {"--data-path": f"{LONG}/{number % 2}", "--muon-scale-mode": f"{number}{'y' * 60}"}
+            make(falling(0.05 + number / 100), flags=flags, steps=10)
+    else:
+        for number in range(12):
+            make(falling(0.05), optimizer=f"optimizer_{number}", lr=f"{1e-3 * 2**number:.3g}", steps=10)
+    figures = draw()
+    assert not {name: found for name, figure in figures.items() if (found := covered(figure))}
+    for name, figure in figures.items():
+        for panel in figure.axes:
+            box = panel.get_window_extent()
+            assert box.width > 200, (name, "the panel is squeezed")
+            assert box.height > 50, (name, "the panel is squeezed")
+            assert points(panel) or panel.patches, name
+    if case == "twelve optimizers":
+        looks = {(line.get_color(), line.get_marker()) for line in figures["loss-steps.png"].axes[0].get_lines()}
+        assert len(looks) == 12
+
+
+def test_a_legend_over_a_curve_is_found() -> None:
+    """The control of the test above: where matplotlib puts a legend by itself, and a name that is too long."""
+    figure = Figure(figsize=(4, 3))
+    panel = figure.add_subplot()
+    panel.plot([1, 2], [1, 2], label="a curve")
+    panel.legend(loc="upper right")
+    panel.set_yticks([1], ["a name as long as this one has no room beside its panel"])
+    assert [found.split("'")[-1] for found in covered(figure)] == ["a legend covers ", " is cut off"]

@@ -1,0 +1,91 @@
+"""What a wheel and a source distribution hold. Both are built here, without a network and in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = "scripts/slurm/pretrain.sbatch"
+NOT_COPIED = {".venv", ".git", "build", "dist", "runs", "data"}
+
+
+def build(tree: Path, kind: str, to: Path) -> Path:
+    """Builds the `wheel` or `sdist` of a tree by what pyproject.toml names, as pip does, and returns the file."""
+    code = f"import os, sys, setuptools.build_meta as of; of.build_{kind}(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, to], cwd=tree, check=True, capture_output=True, text=True)
+    (file,) = to.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return file
+
+
+def contents(wheel: Path) -> dict[str, str]:
+    """A digest of each file of a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: hashlib.sha256(archive.read(name)).hexdigest() for name in archive.namelist()}
+
+
+def below(*folders: str) -> set[str]:
+    """Files of the repository under some folders."""
+    files = (file for folder in folders for file in (ROOT / folder).rglob("*") if file.is_file())
+    return {str(file.relative_to(ROOT)) for file in files if file.suffix not in (".pyc", ".log")}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The wheel and the sdist of a copy of this tree, in which an earlier build has left a module that is gone."""
+    tree, to = (tmp_path_factory.mktemp(name) for name in ("tree", "built"))
+    shutil.copytree(
+        ROOT, tree, ignore=lambda folder, _: NOT_COPIED if folder == str(ROOT) else {"__pycache__"}, dirs_exist_ok=True
+    )
+    stale = tree / "build/lib/megatron_muon/gone.py"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("")
+    return build(tree, "wheel", to), build(tree, "sdist", to)
+
+
+def test_a_wheel_has_the_package_the_configs_and_slurms_script_and_nothing_else(built):
+    wheel, _ = built
+    of_package = {name for name in contents(wheel) if ".dist-info/" not in name}
+    shipped = {f"megatron_muon/shipped/{name}" for name in (*below("configs"), SCRIPT)}
+    assert of_package == below("megatron_muon") | shipped
+    assert "megatron_muon/py.typed" in of_package
+    assert len(shipped) > 10
+
+
+def test_a_source_distribution_has_what_builds_and_tests_it(built):
+    _, sdist = built
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    folders = ("megatron_muon", "configs", "scripts", "tests", "benchmarks", "examples", "docs", "requirements", ".ci")
+    at_root = {name for name in os.listdir(ROOT) if name.endswith((".py", ".toml", ".md", ".in")) or name == "LICENSE"}
+    assert (below(*folders) | at_root | {".python-version"}) - names == set()
+    assert not [name for name in names if name.startswith(("build/", ".venv/", "runs/", "data/"))]
+
+
+def test_a_wheel_of_the_source_distribution_is_that_of_the_tree(built, tmp_path):
+    wheel, sdist = built
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (tree,) = (tmp_path / "source").iterdir()
+    theirs, ours = contents(build(tree, "wheel", tmp_path)), contents(wheel)
+    assert {name for name in ours | theirs if ours.get(name) != theirs.get(name)} == set()
+
+
+def test_an_installed_wheel_finds_its_files(built, tmp_path):
+    """From an empty folder, with nothing of the repository on the path."""
+    with zipfile.ZipFile(built[0]) as archive:
+        archive.extractall(tmp_path / "site")
+    code = "from megatron_muon import shipped; print(shipped.find(shipped.Path('configs/recipes/muonh.yaml')))"
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == str(tmp_path / "site/megatron_muon/shipped/configs/recipes/muonh.yaml")
