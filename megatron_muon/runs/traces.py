@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint import files
 from megatron_muon.megatron.flags.monitoring import TRACES, profile_flags
-from megatron_muon.runs.run_folder import RunFolder, traces_of
+from megatron_muon.runs.run_folder import RUN, RunFolder, traces_of
 
 if TYPE_CHECKING:
     from megatron_muon.runs.resolve import Request
@@ -30,11 +30,14 @@ def flags(request: Request, folder: RunFolder, ranks: int) -> list[str]:
 
 
 def note(experiment: Experiment) -> str:
-    """Where the traces of a run lie and how to open one; empty where none was asked for."""
-    if "--use-pytorch-profiler" not in {flag.name for flag in experiment.resolved.flags}:
-        return ""
+    """Where the traces that a run has written lie and how to open one; empty where none was asked for."""
     folder = experiment.folder
-    if not (found := traces_of(folder)):
+    started = (folder.root / RUN).stat().st_mtime
+    written = [file for file in traces_of(folder) if file.stat().st_mtime >= started]
+    if written:
+        more = f" and {len(written) - 1} more" if len(written) > 1 else ""
+        where = f"{written[0]}{more}"
+        return f"trace: {where}; open it at https://ui.perfetto.dev (docs/monitoring.md says what to look for)"
+    if experiment.request.profile:
         return f"no trace in {folder.tensorboard.parent / TRACES}: the run ended before the steps to record"
-    more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-    return f"trace: {found[0]}{more}; open it at https://ui.perfetto.dev (docs/monitoring.md says what to look for)"
+    return ""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.functional import cli
 from tests.functional.pool import Pool
@@ -49,3 +52,26 @@ def test_a_trace_names_the_phases_of_the_iterations_that_were_asked_for(ranks: P
             orthogonalised += "muon/orthogonalize wave 0" in of_muon
             assert not {name for name in names if name.startswith("muon/")} - of_muon
     assert orthogonalised >= 2  # of 3 layers on 2 ranks, an owner may have none in a wave
+
+
+@pytest.mark.wide
+def test_train_writes_the_trace_that_it_names(tmp_path: Path) -> None:
+    """A run that goes on records its own steps; one without --profile, none."""
+    lines = ["MODEL_ARGS:", "  --use-megatron-fsdp: true", "  --mock-data: true", "  --optimizer: muon"]
+    (tmp_path / "x.yaml").write_text("\n".join(lines) + "\n", "utf-8")
+    model = (*cli.TINY, "--tokenizer-type", "NullTokenizer", "--vocab-size", "200", "--global-batch-size", "2")
+    saves = ("--save", "saves", "--save-interval", "4")
+
+    def train(*flags: str) -> str:
+        command = [sys.executable, "-m", "megatron_muon.cli", "train", *flags]
+        return cli.run(command, tmp_path, seconds=cli.SECONDS).checked().output
+
+    said = train("--config", "x.yaml", "--out", "run", *model, *saves, "--train-iters", "4")
+    assert "torch_profile/" not in said
+    assert not (tmp_path / "run" / "torch_profile").exists()
+    said = train("--resume", "--out", "run", "--profile", "--train-iters", "17", "--override-opt-param-scheduler")
+    assert "trace: run/torch_profile/rank-0.json.gz; open it at https://ui.perfetto.dev" in said
+    found = {name for name, *_ in ranges(tmp_path / "run" / "torch_profile" / "rank-0.json.gz")}
+    assert {name for name in found if name.startswith("iteration ")} == {f"iteration {step}" for step in (14, 15, 16)}
+    said = train("--resume", "--out", "run", "--train-iters", "18", "--override-opt-param-scheduler")
+    assert "torch_profile/" not in said  # its config has the steps, which are over

@@ -1,5 +1,6 @@
 """Which steps `--profile` records, what a trace names, and what is refused."""
 
+import os
 from types import SimpleNamespace
 
 import megatron.training.training as training
@@ -14,7 +15,7 @@ from megatron_muon.megatron.flags import arguments, monitoring
 from megatron_muon.megatron.patches import profiling
 from megatron_muon.runs import traces
 from megatron_muon.runs.processes import Nodes
-from megatron_muon.runs.resolve import Flag, Request
+from megatron_muon.runs.resolve import Request
 from megatron_muon.runs.run_folder import RunFolder, clear
 
 
@@ -152,15 +153,16 @@ def test_steps_that_cannot_be_recorded(capsys, flags, why):
 
 def test_the_run_says_where_its_traces_lie(tmp_path):
     folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
-    asked = (Flag("--use-pytorch-profiler", (), "command line"),)
-    run = SimpleNamespace(folder=folder, resolved=SimpleNamespace(flags=asked))
+    (tmp_path / "run.json").touch()  # as a start does
+    run = SimpleNamespace(folder=folder, request=Request("x.yaml", profile=True))
     assert traces.note(run).startswith(f"no trace in {tmp_path}/torch_profile: the run ended before")
     (tmp_path / "torch_profile").mkdir()
     for rank in (0, 1):
         (tmp_path / "torch_profile" / f"rank-{rank}.json.gz").touch()
     said = traces.note(run)
     assert said.startswith(f"trace: {tmp_path}/torch_profile/rank-0.json.gz and 1 more; open it at https://ui.perfetto")
-    run.resolved.flags = ()
+    os.utime(tmp_path / "run.json", (4e9, 4e9))  # one that goes on after the steps
+    run.request = Request("x.yaml")
     assert traces.note(run) == ""
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb.json").touch()
