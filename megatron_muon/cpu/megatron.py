@@ -158,8 +158,9 @@ def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
     """A loader's iterator draws a seed for its workers from the CPU's generator, which here is dropout's too.
 
     A resumed run makes its iterators after the generator's state was restored, so every dropout after it would differ
-    from the uninterrupted run's.
+    from the uninterrupted run's. Megatron asks for pinned memory, and torch would warn that there is none.
     """
+    loader.pin_memory = False
     state = torch.get_rng_state()
     init(iterator, loader)
     torch.set_rng_state(state)
