@@ -36,6 +36,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 
+echo "quickstart: a small GPT learns with Muon on ${NPROC:-2} ranks, in about three minutes; Ctrl-C stops it"
 scripts/lib/setup.sh
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
@@ -65,6 +66,7 @@ if [[ ! -f data/stdlib.prepared.json || ! -s data/stdlib.bin || ! -s data/stdlib
     run .venv/bin/megatron-muon data prepare --stdlib --output data/stdlib
 fi
 
+echo
 out=runs/quickstart
 for ((number = 2; ; number++)); do
     [[ -e $out/tensorboard ]] || break # nothing there, or a start that came to nothing
@@ -73,4 +75,5 @@ done
 
 run .venv/bin/megatron-muon train --config configs/quickstart.yaml --nproc "${NPROC:-2}" --out "$out" -- "$@"
 
+echo
 .venv/bin/megatron-muon summary "$out"

@@ -72,6 +72,8 @@ class Status:
         told = dict(self.figures)
         if (left := told.get("seconds_left")) is not None:
             told["seconds_left"] = max(0.0, left - (now - self._told))
+        if self.stage is not None:  # no step is taken: how fast the last were is beside the point
+            told = {name: told.get(name) for name in ("loss", "seconds_left")}
         fields = wording.live_fields(told, self.step, self.steps)
         if self.stage is not None:
             fields.insert(1, wording.Field(f"{self.stage} {wording.clock(now - self._since)}", self.stage))

@@ -106,7 +106,8 @@ class Watcher:
         elif not summary:  # of another machine than the first
             self.screen.print(f"ended with status {outcome.status}; see {log}")
         else:
-            self.screen.print(f"\n{in_words(summary)}", "bold" if outcome.status == 0 else "bold red")
+            words = wording.wrapped(in_words(summary), width=self.screen.width)
+            self.screen.print("\n" + "\n".join(words), "bold" if outcome.status == 0 else "bold red")
             if summary["error"]:
                 self.screen.print(f"why: {summary['error']}")
         for line in () if self._verbose else outcome.trace:

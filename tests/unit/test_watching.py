@@ -128,7 +128,7 @@ def test_the_live_line_fits_its_terminal(width: int) -> None:
     assert re.search("━ +(step +)?2/200  loss 5.5948", seen[4])
     figures = r"130/200  loss 2\.0123  2,351 tok(en)?s?/s  MFU 41(\.0)?%  opt(imizer)? 21%  970 MB  1:02 left$"
     assert re.search(figures, seen[5])
-    assert "130/200  evaluating" in seen[6]
+    assert "130/200  evaluating 0:00  loss 2.0123  1:02 left" in seen[6]
     assert re.search(figures, seen[8])
     assert status.line(width, plain=True).plain.isascii()
 
