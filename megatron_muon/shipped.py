@@ -15,7 +15,7 @@ CONFIGS = "configs"
 
 
 def find(file: Path) -> Path:
-    """The file itself; where it does not exist and has a name like configs/NAME.yaml, the one that comes along."""
+    """The file itself; where it does not exist and has a name like configs/NAME.yaml, the package's own."""
     theirs = FOLDER / file
     is_config = file.parts[:1] == (CONFIGS,) and ".." not in file.parts
     return theirs if is_config and not file.exists() and theirs.is_file() else file
@@ -24,4 +24,4 @@ def find(file: Path) -> Path:
 def note(file: Path) -> str:
     """What to tell a user whose file is taken from the package; empty where it is not."""
     found = find(file)
-    return "" if found == file else f"{file} is not in this folder: taking the one that comes along, {found}"
+    return "" if found == file else f"{file} is not in this folder: taking the package's own, {found}"

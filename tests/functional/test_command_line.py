@@ -63,7 +63,7 @@ def test_the_bare_line(tmp_path, capsys):
     assert len(run.validation_losses) >= 1
 
     assert notes(run, "no model flags and no --config: taking configs/quickstart.yaml, writing to runs/pretrain_gpt")
-    assert notes(run, "configs/quickstart.yaml is not in this folder: taking the one that comes along")
+    assert notes(run, "configs/quickstart.yaml is not in this folder: taking the package's own")
     (defaults,) = notes(run, "defaults filled in: ")
     for flag in ("--ckpt-format fsdp_dtensor", "--use-distributed-optimizer", "--transformer-impl local"):
         assert flag in defaults

@@ -51,7 +51,7 @@ def test_a_quickstart_from_an_empty_folder(installed: Path, tmp_path: Path) -> N
     options = {"cwd": tmp_path, "env": environment(installed), "capture_output": True, "text": True, "check": False}
     done = subprocess.run(line, timeout=QUICKSTART_S, **options)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert f"taking the one that comes along, {installed.parent}" in done.stderr
+    assert f"taking the package's own, {installed.parent}" in done.stderr
     assert "in 2 iterations" in done.stdout
     assert (tmp_path / "runs/quickstart/checkpoints/iter_0000002").is_dir()
     assert {path.name for path in tmp_path.iterdir()} == {"data", "runs"}
