@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import megatron_muon
+from megatron_muon.quiet import quiet_imports
 
 STEPS, BATCH, SEQUENCE = 60, 8, 64
 
@@ -38,7 +39,8 @@ def start() -> torch.device:
 def main() -> None:
     """Train for `STEPS` steps."""
     device = start()
-    from megatron.core.distributed.fsdp.src import megatron_fsdp  # or the package megatron_fsdp, which is the same
+    with quiet_imports():  # without warnings about what is not installed
+        from megatron.core.distributed.fsdp.src import megatron_fsdp  # or the package megatron_fsdp, which is the same
 
     text = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()

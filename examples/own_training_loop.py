@@ -9,14 +9,17 @@ import os
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, tensor_parallel
-from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer import TransformerConfig
 
 import megatron_muon
+from megatron_muon.quiet import quiet_imports
+
+with quiet_imports():  # without Megatron's warnings about what is not installed
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
 
 SEQUENCE, VOCABULARY, BATCH = 64, 64, 8
 
@@ -73,7 +76,8 @@ def main() -> None:
     """Train for 30 steps."""
     device = start()
     megatron_muon.mend_megatron_fsdp()  # Muon 1 of 2: before the model is wrapped
-    model = wrapped_model(device)
+    with quiet_imports():  # and about what it has deprecated
+        model = wrapped_model(device)
     config = megatron_muon.MuonOptimizerConfig(  # Muon 2 of 2: the optimizer
         optimizer="muon",
         lr=0.02,

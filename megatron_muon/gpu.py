@@ -1,14 +1,37 @@
-"""Finds a GPU that torch cannot use: this node must not fall back to the CPU where other nodes use their GPUs."""
+"""What a GPU of this machine can do: its peak rate by its name, and whether torch can use it at all.
+
+A node whose GPU torch cannot use must not fall back to the CPU where other nodes use theirs.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from megatron_muon.errors import UserError
 
 _DEVICES = Path("/dev")
+
+BF16_TFLOPS = {
+    "A100": 312.0,
+    "H100": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H200": 989.0,
+    "H200 NVL": 835.0,
+    "B200": 2250.0,
+    "GB200": 2500.0,
+    "GB300": 2500.0,
+}
+"""Dense bf16 products of NVIDIA's data sheets, by what is in a GPU's name; without more, that of the SXM module."""
+
+
+def bf16_tflops(name: str) -> float | None:
+    """The peak rate of a whole GPU that calls itself so; None where it is not known."""
+    known = [key for key in BF16_TFLOPS if re.search(rf"(?<![A-Z0-9]){key}(?![A-Z0-9])", name)]
+    return BF16_TFLOPS[max(known, key=len)] if known and " MIG " not in name else None
 
 
 def refuse_unusable_gpu(wanted: str) -> None:

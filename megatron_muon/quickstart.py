@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import itertools
 import shlex
 import sys
@@ -20,6 +21,7 @@ current folder, without a GPU, and without a download. Two CPU cores do it in ab
   1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
   2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
   3. megatron-muon summary runs/quickstart
+  4. megatron-muon generate --checkpoint runs/quickstart --untrained: what the model writes, before and after
 
 Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is written over.
 """
@@ -61,7 +63,12 @@ def _sum_up(of: Quickstart) -> list[str]:
     return ["summary", str(of.out)]
 
 
-STEPS: tuple[Callable[[Quickstart], list[str]], ...] = (_prepare, _train, _sum_up)
+def _write(of: Quickstart) -> list[str]:
+    how = ["--untrained", "--max-new-tokens", "240", "--wrap", "96"]
+    return ["generate", "--checkpoint", str(of.out), "--prompt", "def ", *how]
+
+
+STEPS: tuple[Callable[[Quickstart], list[str]], ...] = (_prepare, _train, _sum_up, _write)
 """The commands, in their order, as the arguments of `megatron-muon`."""
 
 
@@ -81,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     of = Quickstart(free_folder(), args.nproc, tuple(args.flags))
     for step in STEPS:
         arguments = step(of)
+        if step is _write and importlib.util.find_spec("transformers") is None:
+            print("transformers is not installed, so the model writes nothing: pip install 'megatron-muon[hf]'")
+            break
         print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
         sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command
         if status := main(arguments):

@@ -33,5 +33,6 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 
+echo "quickstart: a small GPT learns with Muon on ${NPROC:-2} ranks, in about three minutes; Ctrl-C stops it"
 scripts/lib/setup.sh
 exec .venv/bin/megatron-muon quickstart --nproc "${NPROC:-2}" -- "$@" </dev/null

@@ -17,6 +17,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from megatron_muon.core.errors import UserError
 
+ALL_GATHER, REDUCE_SCATTER = "all_gather_single", "reduce_scatter_single"
+if not hasattr(dist, ALL_GATHER):  # before torch 2.13, which warns of the older names
+    ALL_GATHER, REDUCE_SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
 
 class Alone:
     """Stands for the process group of a process that has none, or that is not to talk to others."""
@@ -79,9 +83,19 @@ def numbers_of_all_ranks(numbers: Sequence[int], group: dist.ProcessGroup | Alon
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=c10d._get_object_coll_device(group))
     everyone = mine.new_empty(dist.get_world_size(group) * len(numbers))
-    dist.all_gather_into_tensor(everyone, mine, group=group)
+    all_gather_single(everyone, mine, group=group)
     found: list[list[int]] = everyone.view(-1, len(numbers)).tolist()
     return found
+
+
+def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+    """Gathers equal parts into one tensor. Collective."""
+    getattr(dist, ALL_GATHER)(output, part, group=group)
+
+
+def reduce_scatter_single(output: torch.Tensor, whole: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:
+    """Reduces a tensor and scatters equal parts of it. Collective."""
+    getattr(dist, REDUCE_SCATTER)(output, whole, op=op, group=group)
 
 
 def new_group_of(label: int, *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:

@@ -47,13 +47,15 @@ def install(*, force: bool = False) -> None:
 
     from megatron_muon.cpu import cuda_api, devices, megatron
     from megatron_muon.patching import Patches
+    from megatron_muon.quiet import quiet_imports
 
     patches = Patches()
     try:
         # The one that imports megatron-core comes first: it must not pick up patched functions by name while it
         # is imported, or uninstalling could not take them back.
-        for part in (megatron, cuda_api, devices):
-            part.install(patches)
+        with quiet_imports():
+            for part in (megatron, cuda_api, devices):
+                part.install(patches)
     except BaseException:
         patches.undo()
         raise

@@ -16,6 +16,7 @@ it touches numerics.
 import contextlib
 import copy
 import importlib.util
+import logging
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from megatron_muon.core.ranks import all_gather_single, reduce_scatter_single
 from megatron_muon.patching import Patches
 
 
@@ -55,8 +57,10 @@ class _View(types.ModuleType):
         return getattr(self._module, name)
 
 
-def _all_gather_into_tensor(*tensors: torch.Tensor, async_op: bool = False, **kwargs: Any) -> _Done | None:
-    dist.all_gather_into_tensor(*tensors, **kwargs)
+def _all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any = None, async_op: bool = False
+) -> _Done | None:
+    all_gather_single(output_tensor, input_tensor, group)
     return _Done() if async_op else None
 
 
@@ -72,7 +76,7 @@ def _reduce_scatter_tensor(
     output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> _Done | None:
     with _plain_sum(op, input, output, group) as plain_op:
-        dist.reduce_scatter_tensor(output, input, op=plain_op, group=group)
+        reduce_scatter_single(output, input, plain_op, group)
     return _Done() if async_op else None
 
 
@@ -107,6 +111,7 @@ def install(patches: Patches) -> None:
     """
     patches.replace(torch, "compile", _leave_uncompiled)
     from megatron.core.dist_checkpointing.strategies import async_utils
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
     from torch.utils.data import dataloader
@@ -128,6 +133,8 @@ def install(patches: Patches) -> None:
     patches.around(WrappedTorchNorm, "__new__", takes=("config",))(_make_norm)
     patches.around(dataloader._BaseDataLoaderIter, "__init__", takes=("loader",))(_init_iterator)
     patches.replace(async_utils.PersistentAsyncCaller, "_get_process", _refuse_worker)
+    generators = logging.getLogger(tensor_parallel_random.__name__)
+    patches.replace(generators, "filters", [*generators.filters, _is_of_two_generators])
 
 
 def _leave_uncompiled(model: Any = None, **_: Any) -> Any:
@@ -154,12 +161,18 @@ def _make_norm(make: Any, cls: type, config: Any, *args: Any, **kwargs: Any) -> 
     return norm
 
 
+def _is_of_two_generators(record: logging.LogRecord) -> bool:
+    """Every matrix that is drawn would warn: the CPU's generator is what stands in for the GPU's."""
+    return record.getMessage() != "CPU RNG state changed within GPU RNG context"
+
+
 def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
     """A loader's iterator draws a seed for its workers from the CPU's generator, which here is dropout's too.
 
     A resumed run makes its iterators after the generator's state was restored, so every dropout after it would differ
-    from the uninterrupted run's.
+    from the uninterrupted run's. Megatron asks for pinned memory, and torch would warn that there is none.
     """
+    loader.pin_memory = False
     state = torch.get_rng_state()
     init(iterator, loader)
     torch.set_rng_state(state)

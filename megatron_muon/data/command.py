@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
 
-_LINE_EVERY_SECONDS = 5.0
+_LINE_EVERY_SECONDS = 10.0
 
 EXAMPLES = """\
 examples:
@@ -98,7 +99,7 @@ def _progress() -> Iterator[Progress]:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    console, told = Console(stderr=True), time.monotonic()
+    console, told = Console(stderr=True), -math.inf  # the first line comes at once
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)

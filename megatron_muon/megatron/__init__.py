@@ -2,7 +2,11 @@
 
 STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 """Environment variable: where each rank leaves N.json as it ends, N being its number on this machine: its exit `status`
-(torchrun's own is 1 for any failure), `error`, a line that says why, or null, and the `time` of that."""
+(torchrun's own is 1 for any failure), `error`, a line that says why, or null, the `time` of that, and the traceback of
+what nobody expected (`trace`)."""
+
+LOSS = "lm loss"
+"""The training loss, as the model names it and Megatron logs it."""
 
 FACTS = "facts.json"
 """What a training knows of itself, for tools, in --tensorboard-dir: `versions`, `commit`, `dirty`, `processor`;
@@ -15,3 +19,19 @@ FACTS_PREFIX = "facts/"
 
 WANDB_RUN = "wandb.json"
 """In a run's folder: the `id` by which Weights & Biases knows it, and the `folder` when it got that."""
+
+TOLD = "told.jsonl"
+"""What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, written by the last rank of each
+machine. Each has an `event` and facts of it:
+
+- stage: `stage`, what the ranks do now, null for steps; `FIRST_STEP` when all is built and the data is there;
+- model: `parameters`, `muon_parameters` and `device`, the GPU's name, as far as they are known;
+- tick: `step`, the last that was finished; about once a second;
+- step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
+  `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `step_s`, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a
+  rank and `seconds_left`; null or absent where they are not known;
+- validation: `step`, `loss`, `set` ("" where there is one), `data` (validation or test), whether it is the `last` after
+  training, `seconds`;
+- saved: `step`, `folder`, `seconds`, and whether files are still written in the `background`."""
+
+FIRST_STEP = "taking the first step"

@@ -95,11 +95,11 @@ def get_megatron_muon_optimizer(
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     for line in refuse_unmet(unmet):
-        say(f"megatron-muon: {line}")
+        say(f"megatron-muon: note: {line}")
     if digest := "-".join(plan.digest() for plan in plans.values()):
         say(f"megatron-muon: plan {digest}")
     if part := blockwise_note(config, pg_collection):
-        say(f"megatron-muon: {part}")
+        say(f"megatron-muon: note: {part}")
     say(selection.parameter_table(groups, names, full=config.muon_log_params))
     if weights is not None:
         weights.move_out()

@@ -30,8 +30,9 @@ from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
 from megatron_muon.megatron.flags.refusals import MUONS
+from megatron_muon.megatron.tell import tell
 from megatron_muon.megatron.version import check_versions
-from megatron_muon.quiet import quiet_imports
+from megatron_muon.quiet import own_warnings_in_one_line, quiet_imports
 
 QUICKSTART = Path(shipped.CONFIGS, "quickstart.yaml")
 QUICKSTART_CORPUS = Path("data/stdlib")
@@ -200,14 +201,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     is_first = int(os.environ.get("RANK", "0")) == 0
-    status, error, failed_at = 1, None, time.time()
+    status, error, failed_at, trace = 1, None, time.time(), ""
     try:
         if {"--help", "-h"} & set(argv):
             _help(is_first)
         else:
+            tell("stage", stage="importing Megatron")
             launch = prepare(argv)
             alone = None if _has_group() else settle_one_process(os.environ)
-            with contextlib.ExitStack() as held:
+            with contextlib.ExitStack() as held, own_warnings_in_one_line():
                 if is_first:
                     config = shipped.note(launch.config.path) if launch.config else ""
                     for note in filter(None, (config, *launch.notes, alone)):
@@ -228,10 +230,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = exit_codes.TEMPFAIL
     except BaseException as failure:
         error, failed_at = "".join(traceback.format_exception_only(failure)), time.time()
+        trace = traceback.format_exc()
         raise
     finally:
         if folder := os.environ.get(STATUS_FOLDER):
-            found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at}
+            found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at, "trace": trace}
             Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(found), "utf-8")
     return status
 
@@ -312,6 +315,7 @@ def _train() -> None:
     from megatron_muon.megatron.validation import DEFAULTS
     from megatron_muon.offload.run import close_runs
 
+    tell("stage", stage="initializing Megatron")
     args = parse_and_validate_args(extra_args_provider=arguments.add_muon_arguments, args_defaults=DEFAULTS)
     together = False
     try:
@@ -322,6 +326,7 @@ def _train() -> None:
             forward_step,
         )
         together = True
+        tell("stage", stage="ending the ranks")
     except SystemExit:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
         together = True
         raise

@@ -139,9 +139,10 @@ def dump_layout(path: str | Path, layout: Layout, ranks: Sequence[int], *, is_ex
     """Write the layout of a run for `--muon-dump-layout path`, and print a line that says so; for one rank to call."""
     file = _dump_file(path, is_expert=is_expert)
     write_layout(file, layout, () if list(ranks) == list(range(len(ranks))) else ranks)
+    kind, ranks_word = "expert" if is_expert else "dense", "ranks" if layout.world_size != 1 else "rank"
     print(
-        f"megatron-muon: {file}: the layout of {len(layout.matrices)} {'expert' if is_expert else 'dense'} matrices "
-        f"over {layout.world_size} rank{'s' * (layout.world_size != 1)}; for megatron-muon plan --layout {file}",
+        f"megatron-muon: note: {file}: the layout of {len(layout.matrices)} {kind} matrices over {layout.world_size} "
+        f"{ranks_word}; for megatron-muon plan --layout {file}",
         flush=True,
     )
 

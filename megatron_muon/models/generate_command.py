@@ -44,6 +44,7 @@ def configure(parser: CommandParser) -> None:
     how.add_argument("--seed", type=int, default=0, help="of the draws: the same text again on the same machine (0)")
     how.add_argument("--untrained", action="store_true",
         help="show first what the same model writes with random weights, as before training")  # fmt: skip
+    how.add_argument("--wrap", type=positive, metavar="COLUMNS", help="break lines that are longer")
     add_model_arguments(parser)
 
 
@@ -86,11 +87,13 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
     import torch
     from transformers import TextStreamer
 
+    show = Shown(args.wrap)
+
     class Printed(TextStreamer):
-        """Prints whole words, and no control character that a model may write."""
+        """Prints whole words as they come."""
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            print(shown(text), end="\n" if stream_end else "", flush=True)
+            show(text, end="\n" if stream_end else "")
 
     tokenizer, model = loaded.tokenizer, loaded.model
     ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
@@ -99,7 +102,7 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
         raise UserError(f"the prompt has {len(ids)} tokens, the model takes {model.config.max_position_embeddings}")
     torch.manual_seed(args.seed)
     draws = {"do_sample": True, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0}
-    print(shown(prompt), end="", flush=True)
+    show(prompt)
     inputs = torch.tensor([ids], device=loaded.device)
     model.generate(
         inputs,
@@ -112,6 +115,19 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
     )
 
 
-def shown(text: str) -> str:
-    """Text without characters that a terminal would obey; line breaks and tabs stay."""
-    return "".join(letter if letter.isprintable() or letter in "\n\t" else _REPLACEMENT for letter in text)
+class Shown:
+    """Prints text without characters that a terminal would obey; line breaks and tabs stay."""
+
+    def __init__(self, width: int | None) -> None:
+        self._width, self._column = width or sys.maxsize, 0
+
+    def __call__(self, text: str, end: str = "") -> None:
+        """Prints the text, in lines of at most the width."""
+        for letter in text + end:
+            if letter == "\n" or self._column >= self._width:
+                print()
+                self._column = 0
+            if letter != "\n":
+                print(letter if letter.isprintable() or letter == "\t" else _REPLACEMENT, end="")
+                self._column += 1
+        sys.stdout.flush()

@@ -119,8 +119,8 @@ class RunDirectory:
             )
         if found:
             print(
-                f"megatron-muon: momentum files removed from {self.path}: {len(found)} ({size:,} bytes), left by a run "
-                "that was killed",
+                f"megatron-muon: note: momentum files removed from {self.path}: {len(found)} ({size:,} bytes), left "
+                "by a run that was killed",
                 flush=True,
             )
 

@@ -21,6 +21,7 @@ from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import Memory, MomentBytes
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.traffic import MESSAGE_US, Ints, Links
+from megatron_muon.gpu import BF16_TFLOPS
 from megatron_muon.planning.memory import extra_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -85,20 +86,20 @@ def _gpu(
     return Hardware(name, *rates, memory * MEMORY_SHARE, source, symmetric_kernel=has_kernel, rack_ranks=rack)
 
 
-def _dgx(chip: str, bf16: float, fp32: float, node: int, network: int, memory: int) -> Hardware:
+def _dgx(chip: str, fp32: float, node: int, network: int, memory: int) -> Hardware:
     return _gpu(
-        f"{chip.lower()}-sxm", bf16, fp32, 8, node, network, memory,
+        f"{chip.lower()}-sxm", BF16_TFLOPS[chip], fp32, 8, node, network, memory,
         f"NVIDIA {chip} data sheet (SXM, dense), NVLink {2 * node} GB/s both ways, one {8 * network} Gb/s adapter a "
         f"GPU (DGX {chip})",
     )  # fmt: skip
 
 
 _MACHINES = (
-    _dgx("H100", 989, 67, 450, 50, 3350),
-    _dgx("H200", 989, 67, 450, 50, 4800),
-    _dgx("A100", 312, 19.5, 300, 25, 2039),
+    _dgx("H100", 67, 450, 50, 3350),
+    _dgx("H200", 67, 450, 50, 4800),
+    _dgx("A100", 19.5, 300, 25, 2039),
     _gpu(
-        "gb300", 2500, 80, 72, 900, 100, 8000,
+        "gb300", BF16_TFLOPS["GB300"], 80, 72, 900, 100, 8000,
         "NVIDIA GB300 NVL72 data sheet (dense, a 72nd of the rack), NVLink 1.8 TB/s both ways, 800 Gb/s a GPU",
         rack=72,
     ),

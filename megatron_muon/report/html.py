@@ -47,7 +47,7 @@ td code { display: inline-block; max-width: 24rem; white-space: normal; overflow
 tbody tr:hover { background: var(--raised); }
 .picture { display: block; overflow-x: auto; }
 .picture img { display: block; max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
-@media (max-width: 45rem) { td code { max-width: 16rem; } td:first-child { min-width: 8rem; } }
+@media (max-width: 45rem) { td code { max-width: 16rem; } td:not([style]):not(:empty) { min-width: 8rem; } }
 summary { cursor: pointer; color: var(--accent); }
 @media print { :root { --text: #000; --faint: #444; --ground: #fff; --raised: #f3f5f8; --line: #bbb; --accent: #000; }
   body { padding: 0; max-width: none; font-size: 10pt; } table { font-size: 8pt; } nav { display: none; }

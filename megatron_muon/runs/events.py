@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import FACTS_PREFIX
+from megatron_muon.megatron import FACTS_PREFIX, LOSS
 
-LOSS_TAG = "lm loss"
+LOSS_TAG = LOSS
 
 EVENT_FILES = "events.out.tfevents.*"
 """The files of a TensorBoard folder."""

@@ -107,6 +107,7 @@ def watch(
     keeps: Sequence[int] = (),
     grace_s: float = SECONDS_TO_END,
     stop: threading.Event | None = None,
+    on_tick: Callable[[int | None], object] | None = None,
 ) -> Ended:
     """Runs a command to its end; SIGINT, SIGTERM and SIGHUP end it, and none of its processes outlives the call.
 
@@ -117,9 +118,11 @@ def watch(
         keeps: descriptors that the command inherits, such as a lock's; its children do not.
         grace_s: seconds from the first signal to the kill; a second signal kills at once.
         stop: ends the run as Ctrl-C does when it is set, for callers outside the main thread.
+        on_tick: is called twenty times a second, and once after the end, with the signal that this process got or None.
     """
     mark, deadline = uuid.uuid4().hex, math.inf
     got: list[int] = []
+    tick = while_read(on_tick)
     with (
         signals_handled(lambda number, _: got.append(number)),
         log.open("ab" if append else "wb", buffering=0) as output,
@@ -144,10 +147,12 @@ def watch(
                     deadline = time.monotonic() + grace_s
                 if len(got) > 1 or time.monotonic() > deadline:
                     _kill(process, mark)
+                tick(got[0] if got else None)
                 time.sleep(0.05)
         finally:
             _kill(process, mark)  # what it left behind
             reader.join(timeout=SECONDS_TO_END)
+            tick(got[0] if got else None)
     status = process.returncode
     return Ended(status if status >= 0 else 128 - status, got[0] if got else None)
 
@@ -167,12 +172,23 @@ def _copy_lines(stream: IO[bytes], log: IO[bytes], on_line: Callable[[str], obje
                 log.write(line)
             yield line.decode("utf-8", "replace").removesuffix("\n")
 
+    show = while_read(on_line)
     for line in _without_traceback_of_signals(logged()):
+        show(line)
+
+
+def while_read[T](call: Callable[[T], object] | None) -> Callable[[T], None]:
+    """`call` until it finds that whoever reads what is shown has read enough: the run and its log go on."""
+    calls = [call] if call is not None else []
+
+    def called(value: T) -> None:
         try:
-            if on_line is not None:
-                on_line(line)
-        except OSError:  # whoever read along has read enough; the log goes on
-            on_line = None
+            for each in calls:
+                each(value)
+        except OSError:
+            calls.clear()
+
+    return called
 
 
 def _without_traceback_of_signals(lines: Iterable[str]) -> Iterator[str]:

@@ -33,7 +33,10 @@ FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run fold
 
 _SETTINGS = (
     *("optimizer", "train_iters", "train_samples", "seq_length", "micro_batch_size", "global_batch_size"),
-    *("exit_signal_handler", "data_parallel_sharding_strategy"),
+    *("exit_signal_handler", "use_megatron_fsdp", "data_parallel_sharding_strategy"),
+    *("num_layers", "hidden_size", "num_attention_heads", "num_experts"),
+    *("eval_iters", "eval_interval", "save", "save_interval"),
+    *(f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "expert_model", "context")),
 )
 """Megatron's arguments in `Resolved.settings` and run.json."""
 

@@ -44,6 +44,27 @@ def error_of(ranks: Iterable[Mapping[str, Any]], output: str) -> str | None:
     return None
 
 
+_REPORT = re.compile(r"^[EW]\d{4} .*(Sending process \d+ closing signal|failed \(exitcode)", re.MULTILINE)
+"""torchrun begins to tell that a rank has failed: what matters stands before."""
+
+_TRACE_LINES = 16
+
+
+def trace_of(ranks: Iterable[Mapping[str, Any]], output: str) -> tuple[str, ...]:
+    """The last lines of what a failed run said of its failure; the arguments are those of `error_of`.
+
+    A traceback where a rank left one; nothing where its line says all; else, such as for a rank that could not be
+    imported or crashed, the end of what was printed before torchrun took notice.
+    """
+    ended = sorted((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]))
+    if ended:
+        text = str(ended[0].get("trace", ""))
+    else:
+        report = _REPORT.search(output)
+        text = output[: report.start()] if report and output[: report.start()].strip() else output
+    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_TRACE_LINES:]
+
+
 def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
     """The contents of summary.json but for its times.
 

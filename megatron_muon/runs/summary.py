@@ -12,6 +12,7 @@ from megatron_muon.command_parser import write_json
 from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import LAST_STEPS, ONLY_SET, Record, read_record
 from megatron_muon.runs.run_folder import CONFIG, RUN
+from megatron_muon.runs.wording import command_lines
 
 QUICKSTART_DATA = "data/stdlib"
 """The data of configs/quickstart.yaml."""
@@ -64,7 +65,7 @@ def validation_label(name: str) -> str:
 
 
 def show(record: Record) -> None:
-    """Prints the summary; commands are never wrapped, so that they can be copied."""
+    """Prints the summary; commands can be copied, however wide the terminal is."""
     from rich.console import Console
     from rich.table import Column, Table
     from rich.text import Text
@@ -79,7 +80,8 @@ def show(record: Record) -> None:
     console.print(Text("\nWhat to try next", style="bold"))
     for purpose, command in next_commands(record):
         console.print(Text(f"  {purpose}"))
-        console.print(Text(f"    {command}", style="cyan"), soft_wrap=True)
+        for line in command_lines(command, indent=4):
+            console.print(Text(line, style="cyan"), soft_wrap=True)
 
 
 def rows(record: Record) -> list[tuple[str, str]]:

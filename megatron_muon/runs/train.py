@@ -6,22 +6,24 @@ the other, and so may whatever runs many. The folder's files are described in `r
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shlex
 import signal
 import socket
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import STATUS_FOLDER
+from megatron_muon.megatron import STATUS_FOLDER, TOLD
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
 from megatron_muon.provenance import origin
 from megatron_muon.runs import run_folder
@@ -29,7 +31,7 @@ from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
 from megatron_muon.runs.processes import Ended, environment, pretrain_program, torchrun, watch
 from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.run_summary import error_of, summary_of
+from megatron_muon.runs.run_summary import error_of, summary_of, trace_of
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,45 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: exit status, summary.json (empty on other machines than the first), whether it was started."""
+    """How a run ended: exit status, summary.json (empty on other machines than the first), whether it was started.
+
+    `trace` are the lines that explain a failure, for whoever has not seen the output.
+    """
 
     status: int
     summary: Mapping[str, Any]
     started: bool = True
+    trace: tuple[str, ...] = ()
+
+
+class Listener(Protocol):
+    """Whoever shows a run: gets every line of its output, what its ranks tell, and a call twenty times a second."""
+
+    def line(self, line: str, /) -> object:
+        """A line of the ranks' output without its end, from another thread."""
+
+    def event(self, told: Mapping[str, Any], /) -> object:
+        """An event of `megatron.TOLD`."""
+
+    def tick(self, got: int | None, /) -> object:
+        """The signal that this process got so far, or None."""
+
+
+class Told:
+    """Reads the lines that ranks add to a file of events, from its beginning on."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._read, self._rest = file, 0, b""
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events that have come since the last time."""
+        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as stream:
+            stream.seek(self._read)
+            data = stream.read()
+            self._read += len(data)
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            return [json.loads(line) for line in lines]
+        return []
 
 
 def prepare(request: Request, resolved: Resolved | UserError | None = None) -> Experiment:
@@ -131,11 +167,11 @@ def _refuse_taken(folder: RunFolder, request: Request) -> None:
 def execute(
     experiment: Experiment,
     *,
-    on_line: Callable[[str], object] | None = None,
+    listener: Listener | None = None,
     stop: threading.Event | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Runs what `prepare` returned to its end and writes its folder; `on_line` and `stop` as for `watch`.
+    """Runs what `prepare` returned to its end and writes its folder; `stop` as for `watch`.
 
     Variables of `env` win over all others of the ranks.
 
@@ -145,7 +181,8 @@ def execute(
     folder, request = experiment.folder, experiment.request
     if request.nodes.rank:
         folder.root.mkdir(parents=True, exist_ok=True)
-        return Outcome(_launch(experiment, _run_record(experiment), [], on_line, stop, env)[0], {})
+        status, _, trace = _launch(experiment, _run_record(experiment), [], listener, stop, env)
+        return Outcome(status, {}, trace=trace if status else ())
     run_folder.refuse_living(folder)
     with run_folder.lock_of(folder.root).held() as lock:
         run_folder.check_free(folder, resume=request.resume, overwrite=request.overwrite)
@@ -158,7 +195,7 @@ def execute(
         run_folder.forget_divergence(folder)
         run_folder.write_json(folder.root / run_folder.RUN, run)
         keeps = [] if lock is None else [lock]  # torchrun keeps it where it outlives this process
-        status, error = _launch(experiment, run, keeps, on_line, stop, env)
+        status, error, trace = _launch(experiment, run, keeps, listener, stop, env)
         now = datetime.now(UTC)
         times = {
             "started": run["started"],
@@ -167,18 +204,19 @@ def execute(
         }
         summary = run_folder.strict({**summary_of(folder, status=status, error=error, run=run), **times})
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
-        return Outcome(status, summary)
+        unexplained = summary["outcome"] in ("failed", "killed") and not summary["diverged"]
+        return Outcome(status, summary, trace=trace if unexplained else ())
 
 
 def _launch(
     experiment: Experiment,
     run: Mapping[str, Any],
     keeps: list[int],
-    on_line: Callable[[str], object] | None,
+    listener: Listener | None,
     stop: threading.Event | None,
     env: Mapping[str, str] | None,
-) -> tuple[int, str | None]:
-    """The exit status of this machine's ranks, and the line that says why they failed."""
+) -> tuple[int, str | None, tuple[str, ...]]:
+    """The exit status of this machine's ranks, the line that says why they failed, and those that show it."""
     resolved, log = experiment.resolved, experiment.own_file(run_folder.LOG)
     heading = f"Resolved from {', '.join(run['config_files'])} at {run['started']}; runs alone:\n{run['torchrun']}"
     text = run_folder.config_text(resolved.flag_values, resolved.env, heading=heading)
@@ -186,6 +224,14 @@ def _launch(
     append = experiment.checkpoint is not None
     began_at = log.stat().st_size if append and log.exists() else 0
     with tempfile.TemporaryDirectory(prefix="train-") as ends:
+        told = Told(Path(ends, TOLD))
+
+        def tick(got: int | None) -> None:
+            if listener is not None:
+                for event in told.new():
+                    listener.event(event)
+                listener.tick(got)
+
         ended = watch(
             experiment.torchrun,
             log,
@@ -195,7 +241,8 @@ def _launch(
                 STATUS_FOLDER: ends,
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(experiment.request.grace_s),  # seconds to save, else 30
             },
-            on_line=on_line,
+            on_line=listener.line if listener is not None else None,
+            on_tick=tick,
             append=append,
             keeps=keeps,
             grace_s=experiment.request.grace_s,
@@ -203,7 +250,8 @@ def _launch(
         )
         ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
     output = log.read_bytes()[began_at:].decode("utf-8", "replace")
-    return _exit_status(ended, ranks.get("0", {}).get("status")), error_of(ranks.values(), output)
+    status = _exit_status(ended, ranks.get("0", {}).get("status"))
+    return status, error_of(ranks.values(), output), trace_of(ranks.values(), output)
 
 
 def _exit_status(ended: Ended, rank: int | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import shlex
 import sys
 from datetime import datetime
@@ -13,15 +12,15 @@ from typing import TYPE_CHECKING
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.processes import THIS_MACHINE, Nodes, sigterm_unwinds
+from megatron_muon.runs.processes import THIS_MACHINE, Nodes
 
 if TYPE_CHECKING:
     from megatron_muon.runs.resolve import Request
 
 DESCRIPTION = """\
 Trains what an experiment file says (ENV_VARS, MODEL_ARGS, BASE; Megatron-LM's model_config.yaml load as they are):
-shows the settings and where each comes from, launches torchrun with pretrain_gpt.py, and leaves in the run's folder
-config.yaml, run.json, train.log, tensorboard/ and summary.json.
+launches torchrun with pretrain_gpt.py, shows how it goes in a line for each log interval, and leaves in the run's
+folder config.yaml, run.json, train.log (all output of the ranks), tensorboard/ and summary.json.
 """
 
 EXAMPLES = """\
@@ -69,8 +68,9 @@ def configure(parser: CommandParser) -> None:
     folder.add_argument("--overwrite", action="store_true", help="delete the run that lies there, and start anew")
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
+    how.add_argument("--quiet", action="store_true", help="show what runs where, warnings, and how it ended only")
     how.add_argument(
-        "--quiet", action="store_true", help="do not show the settings; run.json and config.yaml have them"
+        "--verbose", action="store_true", help="also show every setting, and all output of the ranks as it comes"
     )
     how.add_argument("--profile", action="store_true",
         help="have torch's profiler write a trace of a few iterations, beside tensorboard/, with the optimizer's "
@@ -83,39 +83,25 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Trains, or shows what would be trained."""
-    from megatron_muon.runs import traces
-    from megatron_muon.runs.run_summary import in_words
-    from megatron_muon.runs.train import execute, prepare
+    from megatron_muon.runs.watching import Watcher
 
+    if args.quiet and args.verbose:
+        raise UserError("--quiet shows less and --verbose shows more; give one of them")
     request = request_of(args)
-    with sigterm_unwinds():
-        experiment = prepare(request)
-    for note in experiment.resolved.notes:
-        print(f"megatron-muon: {note}")
-    if not args.quiet:
-        print(f"\nsettings of {args.config or experiment.own_file(run_folder.CONFIG)}")
-        print("\n".join(experiment.settings_lines))
-    root = experiment.folder.root
-    print(f"\nrun folder  {root}")
-    if experiment.checkpoint is not None:
-        print(f"going on    from {experiment.checkpoint}")
-    print(f"command     {experiment.shown_command}\n", flush=True)
-    if args.dry_run:
-        print("dry run: nothing was started or written")
-        return 0
+    elsewhere = request.nodes.rank > 0  # the first machine shows the training
+    watcher = Watcher(verbose=args.verbose, quiet=args.quiet or (elsewhere and not args.verbose))
+    with watcher.screen:
+        watcher.enter(f"checking the settings of {request.config}")
+        from megatron_muon.runs.train import execute, prepare
 
-    outcome = execute(experiment, on_line=functools.partial(print, flush=True))
-    if outcome.started and (note := traces.note(experiment)):
-        print(f"\n{note}")
-    summary, file = outcome.summary, root / run_folder.SUMMARY
-    if not outcome.started:
-        print(f"finished before: {summary['iterations']} iterations; see {file}")
-    elif summary:
-        print(f"\n{in_words(summary)}; see {file}")
-        if summary["error"]:
-            print(f"why: {summary['error']}")
-        if summary["go_on"]:
-            print(f"{'to go on' if summary['checkpoint'] else 'nothing was saved; to start again'}: {summary['go_on']}")
+        with sigterm_unwinds():
+            experiment = prepare(request)
+        watcher.head(experiment, settings=args.verbose or args.dry_run)
+        if args.dry_run:
+            watcher.screen.print("dry run: nothing was started or written")
+            return 0
+        outcome = execute(experiment, listener=watcher)
+    watcher.end(outcome, experiment)
     return outcome.status
 
 

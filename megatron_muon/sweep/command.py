@@ -17,6 +17,7 @@ from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import sigterm_unwinds
+from megatron_muon.runs.screen import is_terminal, told_that
 from megatron_muon.runs.train_command import assignment
 from megatron_muon.sweep.grid import Point, Task, parse_grids, tasks_of
 
@@ -108,8 +109,7 @@ def run(args: argparse.Namespace) -> int:
         grace_s=args.grace,
         command=shlex.join(("megatron-muon", *sys.argv[1:])),
     )
-    with sigterm_unwinds():
-        print(f"checking {len(tasks)} runs", file=sys.stderr, flush=True)
+    with sigterm_unwinds(), told_that(f"checking the settings of {len(tasks)} runs"):
         plans = trials.settle(tasks, every)
     trials.check_devices(plans, args.jobs)
     if args.list_flags:
@@ -126,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan], out: Path) -> int:
+    from rich.console import Console
+
     from megatron_muon.provenance import origin
     from megatron_muon.runs.run_summary import in_words
     from megatron_muon.sweep.results import CSV, JSON, Results, Row
@@ -152,9 +154,13 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
         finally:
             results = Results(points, list(rows.values()))
             results.write(out, head)
-    display.console.print()
-    display.console.width = max(display.console.width, _TABLE_WIDTH)
-    display.console.print(results.table())
+    console = Console(highlight=False, soft_wrap=True, no_color=not is_terminal())
+    console.width = max(console.width, _TABLE_WIDTH)
+    console.print()
+    console.print(results.table())
+    if any(results.best):
+        measure = results.final.replace("loss_last", "training loss").replace("_", " ")
+        print(f"<- best: the lowest mean {measure} of an optimizer, where all seeds have finished")
     for note in results.notes():
         print(f"note: {note}")
     print(f"\nresults: {out / CSV}, {out / JSON}")

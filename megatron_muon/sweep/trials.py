@@ -12,33 +12,34 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
+from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
 from megatron_muon.provenance import cores
-from megatron_muon.runs import processes, run_folder
+from megatron_muon.runs import processes, run_folder, wording
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_summary import in_words
+from megatron_muon.runs.screen import Screen, Status, progress_bar
 from megatron_muon.runs.train import Outcome, execute, prepare
 from megatron_muon.sweep.grid import Task
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
 
-PROGRESS = re.compile(r"iteration +(\d+)/ *(\d+) \|(?:.*?lm loss: (\S+))?")
-"""Megatron's line of an iteration: its number, how many there are, the loss."""
-
-_TRAINS = "before the start of training step"
 _OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
 _SHOWN_CHANGES = 3
 _LINE_EVERY_S = 60.0
@@ -132,61 +133,68 @@ def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
 
 
 class Display:
-    """Shows `total` runs, of which `done` are finished: bars on a terminal, lines elsewhere; all threads call it."""
+    """Shows `total` runs, of which `done` are finished: a live line of each on a terminal; all threads call it."""
 
     def __init__(self, total: int, done: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TimeElapsedColumn
-
-        self.console = Console(highlight=False, soft_wrap=True)
-        said, bar = "{task.fields[said]}", BarColumn(bar_width=24)
-        columns = ("{task.description}", bar, MofNCompleteColumn(), said, TimeElapsedColumn())
-        self._bars = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
-        self._all = self._bars.add_task("runs", total=total, completed=done, said="")
-        self._bar: dict[Plan, TaskID] = {}
+        self.screen = Screen(self._lines)
+        self._total, self._done, self._start = total, done, time.monotonic()
+        self._under_way: dict[Plan, Status] = {}
         self._began: dict[Plan, float] = {}
         self._told: dict[Plan, float] = {}
 
     def __enter__(self) -> Display:
-        self._bars.start()
+        self.screen.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bars.stop()
+        self.screen.__exit__()
 
     def started(self, plan: Plan) -> None:
         """A run begins."""
         self._began[plan] = self._told[plan] = time.monotonic()
-        self._bar[plan] = self._bars.add_task(plan.task.name, total=None, said="starting")
-        if self._bars.disable:
-            self._print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
+        self._under_way[plan] = Status("starting", name=plan.task.name)
+        if not self.screen.live:
+            self.screen.print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
 
-    def line(self, plan: Plan, line: str) -> None:
-        """A line of a run's output."""
-        if (match := PROGRESS.search(line)) is None:
-            return
-        done, asked, loss = match.groups(default="")
-        with contextlib.suppress(ValueError):
-            loss = f"{float(loss):.4f}"
-        said = f"loss {loss}" if loss else ""
-        self._bars.update(self._bar[plan], completed=int(done), total=int(asked), said=said)
-        if self._bars.disable and time.monotonic() - self._told[plan] >= _LINE_EVERY_S:
+    def event(self, plan: Plan, told: Mapping[str, Any]) -> None:
+        """What a run tells, see `megatron.TOLD`."""
+        self._under_way[plan].take(told)
+        if not self.screen.live and told["event"] == "step" and time.monotonic() - self._told[plan] >= _LINE_EVERY_S:
             self._told[plan] = time.monotonic()
-            self._print(f"{plan.task.name}: iteration {done}/{asked}, {said}")
+            self.screen.print(f"{plan.task.name}: {wording.step_line(told)}")
 
     def ended(self, plan: Plan, outcome: Outcome) -> None:
         """A run has ended."""
-        self._bars.remove_task(self._bar[plan])
-        self._bars.advance(self._all)
-        every = self._bars.tasks[0]
+        del self._under_way[plan]
+        self._done += 1
         seconds = time.monotonic() - self._began[plan]
         words = in_words(outcome.summary, why=True)
-        self._print(f"[{every.completed:.0f}/{every.total:.0f}] {plan.task.name}: {words}, {seconds:.0f} s")
+        self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {seconds:.0f} s")
 
-    def _print(self, text: str) -> None:
-        from rich.text import Text
+    def _lines(self, width: int, plain: bool) -> list[Text]:
+        passed = wording.duration(time.monotonic() - self._start)
+        total = progress_bar(self._done / self._total, f"{self._done}/{self._total} runs  {passed}", width, plain=plain)
+        return [total, *(status.line(width, plain=plain) for status in list(self._under_way.values()))]
 
-        self.console.print(Text(text), soft_wrap=True)
+
+@dataclass(frozen=True, eq=False)
+class _Heard:
+    """Shows a run of the sweep on its display, and notes when its data set is indexed."""
+
+    plan: Plan
+    display: Display
+    indexed: Callable[[], None]
+
+    def line(self, line: str) -> None:
+        """Is in the run's log."""
+
+    def event(self, told: Mapping[str, Any]) -> None:
+        if told["event"] in ("tick", "step") or told.get("stage") == FIRST_STEP:
+            self.indexed()
+        self.display.event(self.plan, told)
+
+    def tick(self, got: int | None) -> None:
+        """Signals reach the sweep."""
 
 
 class Sweep:
@@ -229,18 +237,17 @@ class Sweep:
             if self._stop.is_set():
                 return None
 
-            def on_line(line: str) -> None:
-                if data not in self._indexed and (_TRAINS in line or PROGRESS.search(line)):
-                    self._indexed.add(data)
-                    until_indexed.close()
-                self._display.line(plan, line)
+            def indexed() -> None:
+                self._indexed.add(data)
+                until_indexed.close()
 
             self._display.started(plan)
             request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
             slot = self._slots.get()
             env = {**_group(plan.task), **_share(plan.resolved, slot, self._jobs)}
             try:
-                return execute(prepare(request, plan.resolved), on_line=on_line, stop=self._stop, env=env)
+                heard = _Heard(plan, self._display, indexed)
+                return execute(prepare(request, plan.resolved), listener=heard, stop=self._stop, env=env)
             finally:
                 self._slots.put(slot)
 

@@ -73,8 +73,7 @@ def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[St
     _, job = yaml.safe_load_all((cli.ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     flags = (*cli.MUON, *cli.TINY, *corpus, "--train-iters", "60", "--save", "ck", "--global-batch-size", "4")
-    pairs = [(flag, values) for flag, values in as_pairs(flags)]
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": dict(pairs)}))
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": dict(as_pairs(flags))}))
     script = container["args"][0].replace("configs/llama3-8b.yaml", "tiny.yaml")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

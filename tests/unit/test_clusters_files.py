@@ -62,6 +62,9 @@ def test_a_pod_types_a_command_that_exists(monkeypatch):
     assert (request.nodes.count, request.nodes.rank, request.ranks) == (2, 1, 8)
     assert request.nodes.endpoint == "llama3-8b-master-0:23456"
     assert request.resume
+    assert "--exit-signal-handler" in request.flags, (
+        "without it SIGTERM ends the ranks where they are, and saves nothing"
+    )
     assert args.grace < POD["terminationGracePeriodSeconds"], "the ranks would be killed while they save"
     assert (ROOT / args.config).is_file()
 

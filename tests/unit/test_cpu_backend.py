@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _device as device_context
 
 from megatron_muon import cpu
+from megatron_muon.core.ranks import ALL_GATHER, REDUCE_SCATTER
 from megatron_muon.cpu import devices
 from megatron_muon.cpu import megatron as cpu_megatron
 from megatron_muon.patching import Patches
@@ -21,8 +22,7 @@ REALLY_HAS_CUDA = torch.cuda.is_available()
 
 @pytest.fixture
 def backend():
-    if cpu.installed():
-        pytest.fail("an earlier test left the CPU backend installed")
+    assert not cpu.installed(), "an earlier test left the CPU backend installed"
     cpu.install(force=REALLY_HAS_CUDA)
     yield
     cpu.uninstall()
@@ -329,8 +329,8 @@ def recorded(monkeypatch):
         monkeypatch.setattr(dist, name, collective)
 
     record("all_reduce", lambda tensor: tensor.mul_(2))
-    record("reduce_scatter_tensor", lambda output, input: output.copy_(2 * input[: output.numel()]))
-    record("all_gather_into_tensor", lambda output, input: None)
+    record(REDUCE_SCATTER, lambda output, input: output.copy_(2 * input[: output.numel()]))
+    record(ALL_GATHER, lambda output, input: None)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
     return calls
 
@@ -357,18 +357,18 @@ def test_only_megatron_fsdp_sees_blocking_collectives(backend, buffers):
     assert torch.distributed.all_reduce is dist.all_reduce
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "reduce_scatter_tensor"])
+@pytest.mark.parametrize(("name", "called"), [("all_reduce", "all_reduce"), ("reduce_scatter_tensor", REDUCE_SCATTER)])
 @pytest.mark.parametrize(
     ("op", "expected"),
     [(dist.ReduceOp.SUM, 6.0), (dist.ReduceOp.AVG, 3.0), (cpu_megatron.PremulSum(0.5), 3.0)],
     ids=["sum", "avg", "premul"],
 )
-def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, op, expected):
+def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, called, op, expected):
     tensor = torch.full((1,), 3.0)
     arguments = (tensor,) if name == "all_reduce" else (torch.empty(1), tensor)
     getattr(buffers.torch.distributed, name)(*arguments, op=op)
     assert arguments[0].item() == expected
-    assert [call[:2] for call in recorded] == [(name, dist.ReduceOp.SUM)]
+    assert [call[:2] for call in recorded] == [(called, dist.ReduceOp.SUM)]
 
 
 def test_fused_gradient_scaling_needs_no_nccl(backend, buffers, recorded):

@@ -21,7 +21,7 @@ from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
 from megatron_muon.models import folder, tokenizer, written
 from megatron_muon.models.architecture import Architecture
-from megatron_muon.models.generate_command import shown
+from megatron_muon.models.generate_command import Shown
 from megatron_muon.models.mapping import Rule, rules
 from megatron_muon.models.source import open_checkpoint
 from megatron_muon.models.weights import Weights
@@ -226,5 +226,14 @@ def test_the_tokenizer_is_the_one_of_the_data_or_the_runs(tmp_path: Path) -> Non
         tokenizer.build(unknown)
 
 
-def test_what_a_model_writes_does_not_reach_the_terminals_controls() -> None:
-    assert shown("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}") == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd"
+def test_what_a_model_writes_does_not_reach_the_terminals_controls(capsys: pytest.CaptureFixture[str]) -> None:
+    Shown(None)("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}")
+    assert capsys.readouterr().out == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd"
+
+
+def test_lines_are_broken_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    show = Shown(4)
+    for part in ("ab", "cdef", "\n", "ghij", "k"):
+        show(part)
+    show("lmn", end="\n")
+    assert capsys.readouterr().out == "abcd\nef\nghij\nklmn\n"

@@ -210,8 +210,8 @@ def test_a_killed_runs_files_go_at_the_next_start(tmp_path: Path, capsys: pytest
     ranks = [RunDirectory(tmp_path, "next") for _ in range(2)]
     assert {path.name for path in tmp_path.iterdir()} == {LOCK, "weights.bin"}
     assert capsys.readouterr().out == (
-        f"megatron-muon: momentum files removed from {tmp_path}: 2 ({2 * 3 * PAGE:,} bytes), left by a run that was "
-        "killed\n"
+        f"megatron-muon: note: momentum files removed from {tmp_path}: 2 ({2 * 3 * PAGE:,} bytes), left by a run "
+        "that was killed\n"
     )
     for rank in ranks:
         rank.close()

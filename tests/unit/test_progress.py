@@ -6,7 +6,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_muon.megatron.patches.progress import Progress, muon_rate, progress_line
+from megatron_muon.megatron import LOSS, STATUS_FOLDER, TOLD
+from megatron_muon.megatron.patches.progress import Progress, mean_loss, muon_rate, progress_line
+from megatron_muon.megatron.patches.stages import Stages
+from megatron_muon.megatron.tell import tell, tells
 
 ADAM = {"optimizer": "adam", "lr": 0.001, "default_config": True}
 
@@ -56,3 +59,88 @@ def test_parameters_are_counted_as_megatron_counts_them(tmp_path, monkeypatch):
     assert facts["parameters"] == 3 * 8 + 2 * 2 + 2
     assert torch.__version__.startswith(facts["versions"]["torch"])
     assert list(tmp_path.iterdir()) == [tmp_path / "facts.json"]  # it is written aside and renamed
+
+
+def test_the_mean_loss_is_that_of_megatrons_line():
+    """Skipped steps count for nothing; the sums are Megatron's, before it adds this step."""
+    totals = {"lm loss": torch.tensor([5.0]), "advanced iterations": 2, "skipped iterations": 1}
+    assert mean_loss(totals=totals, losses={"lm loss": torch.tensor(1.0)}, skipped=False) == 2.0
+    assert mean_loss(totals=totals, losses={"lm loss": torch.tensor(9.0)}, skipped=True) == 2.5
+    assert mean_loss(totals={}, losses={"lm loss": torch.tensor([4.0])}, skipped=False) == 4.0
+    assert mean_loss(totals={}, losses={"lm loss": torch.tensor([4.0])}, skipped=True) is None
+    assert mean_loss(totals={"advanced iterations": 1}, losses={}, skipped=False) is None  # another pipeline stage
+
+
+def settings_of(**more):
+    usual = {"train_iters": 200, "do_valid": True, "do_test": False, "eval_interval": 100, "eval_iters": 12}
+    return SimpleNamespace(**{**usual, "save": None, "save_interval": None, **more})
+
+
+@pytest.mark.parametrize(
+    ("iteration", "more", "seconds"),
+    [
+        (10, {}, 3 * 4.0),  # at 100 and 200, and after training; four steps' time each until one was measured
+        (150, {"do_test": True}, 3 * 4.0),
+        (150, {"do_valid": False}, 0.0),
+        (150, {"eval_iters": [6, 6]}, 2 * 4.0),
+        (150, {"save": "x", "save_interval": 50}, 2 * 4.0 + 7.0),
+        (150, {"save": "x", "save_interval": 30}, 2 * 4.0 + 2 * 7.0),  # at 180 and at the end
+        (200, {}, 4.0),
+    ],
+)
+def test_the_time_left_counts_evaluations_and_saves(iteration, more, seconds):
+    stages = Stages()
+    stages._save_s = 7.0
+    assert stages.seconds_left(settings_of(**more), iteration, step_s=1.0) == pytest.approx(seconds)
+
+
+def test_the_last_evaluation_says_how_long_the_next_take():
+    stages = Stages()
+    stages._evaluation_s = 40.0
+    assert stages.seconds_left(settings_of(), 150, step_s=1.0) == 2 * 40.0
+
+
+def test_an_evaluation_and_a_save_are_told_and_measured(tmp_path, monkeypatch):
+    """Two sets and a test set, under the names and at the steps that Megatron writes them."""
+    settings = SimpleNamespace(multiple_validation_sets=True, validation_set_names=["code", "text"], save="s")
+    monkeypatch.setattr("megatron_muon.megatron.patches.stages.get_args", lambda: settings)
+    for name, value in ((STATUS_FOLDER, str(tmp_path)), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    stages = Stages()
+
+    def results(prefix, forward_step, data, model, iteration, *rest):
+        for loss in (2.0, 3.0):
+            stages.evaluate_set(lambda *_, loss=loss: ({LOSS: torch.tensor(loss)}, None, False))
+
+    stages.evaluate(results, "iteration 20", None, None, None, 20, None)
+    stages.evaluate(results, "iteration 20 on test set", None, None, None, 20, None)
+    stages.evaluate_set(lambda *_: (None, None, True))  # the time limit
+    stages.save(lambda iteration: None, 20)
+    told = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+    validations = [event for event in told if event["event"] == "validation"]
+    assert [(e["step"], e["loss"], e["set"], e["data"], e["last"]) for e in validations] == [
+        (20, 2.0, "code", "validation", False), (20, 3.0, "text", "validation", False),
+        (20, 2.0, "code", "test", True), (20, 3.0, "text", "test", True),
+    ]  # fmt: skip
+    (saved,) = (event for event in told if event["event"] == "saved")
+    assert (saved["step"], saved["folder"], saved["background"]) == (20, "s", False)
+    assert [event["stage"] for event in told if event["event"] == "stage"] == [
+        "evaluating", None, "evaluating", None, "saving a checkpoint", None,
+    ]  # fmt: skip
+    assert stages._evaluation_s > 0
+    assert stages._save_s > 0
+
+
+def test_one_rank_of_a_machine_tells_and_only_where_it_was_asked(tmp_path, monkeypatch):
+    for name, value in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv(STATUS_FOLDER, raising=False)
+    assert not tells()
+    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path))
+    tell("tick", step=1)
+    assert not (tmp_path / TOLD).exists()
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    tell("tick", step=2)
+    assert json.loads((tmp_path / TOLD).read_text()) == {"event": "tick", "step": 2}
+    monkeypatch.setenv(STATUS_FOLDER, str(tmp_path / "gone"))
+    tell("tick", step=3)  # the launcher was killed: training goes on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -37,11 +38,23 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
         assert cli.main(["quickstart", *flags]) == 0
     prepare = "data prepare --stdlib --output data/stdlib --overwrite"
     train = "train --config configs/quickstart.yaml --nproc"
+    write, how = "generate --checkpoint", "--prompt def  --untrained --max-new-tokens 240 --wrap 96"
     assert asked == [
         *(prepare, f"{train} 2 --out runs/quickstart", "summary runs/quickstart"),
+        f"{write} runs/quickstart {how}",
         *(prepare, f"{train} 2 --out runs/quickstart-2 -- --muon-lr 0.01", "summary runs/quickstart-2"),
+        f"{write} runs/quickstart-2 {how}",
         *(prepare, f"{train} 4 --out runs/quickstart-3 -- --bf16", "summary runs/quickstart-3"),
+        f"{write} runs/quickstart-3 {how}",
     ]
+
+
+def test_without_transformers_it_says_why_the_model_writes_nothing(asked, monkeypatch, capsys):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name))
+    assert cli.main(["quickstart"]) == 0
+    assert [line.split()[0] for line in asked] == ["data", "train", "summary"]
+    assert "transformers is not installed" in capsys.readouterr().out
 
 
 def test_the_first_step_that_fails_is_the_last_and_its_status_is_handed_on(asked, monkeypatch, capsys):

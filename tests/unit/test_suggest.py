@@ -65,7 +65,7 @@ def test_no_suggestion_is_better_than_a_wrong_one(flags, typed):
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("benchmark", "bench"), ("eval", None)],
+    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("benchmark", "bench"), ("deploy", None)],
 )
 def test_commands(typed, meant):
     assert nearest(typed, COMMANDS) == meant

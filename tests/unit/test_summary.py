@@ -276,7 +276,7 @@ def test_the_command_prints_one_page_and_writes_json(run_dir, tmp_path, capsys):
     assert "5.900 -> 3.450 in 30 iterations" in out
     assert "4,096 tokens/s, 250 ms per step" in out
     assert "20% of the step" in out
-    assert f"tensorboard --logdir {run_dir / 'tensorboard'}" in out
+    assert f"tensorboard --logdir {run_dir / 'tensorboard'}" in " ".join(out.replace("\\\n", "").split())
     assert json.loads((tmp_path / "figures.json").read_text())["tokens_per_second"] == pytest.approx(4096)
     assert cli.main(["summary", str(tmp_path / "nowhere")]) == 2
     assert cli.main(["summary", str(run_dir), "--json", str(tmp_path)]) == 2

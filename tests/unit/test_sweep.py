@@ -9,7 +9,7 @@ import pytest
 
 from megatron_muon import cli, exit_codes
 from megatron_muon.errors import UserError
-from megatron_muon.runs import run_folder
+from megatron_muon.runs import run_folder, screen
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.sweep import trials as sweep
@@ -229,10 +229,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
 
 # What is shown
 
-LINE = (
-    " [2026-11-21 20:09:25.286282] iteration       12/      20 | consumed samples:           48 | elapsed time per "
-    "iteration (ms): 94.4 | learning rate: 1.0E-02 | lm loss: 2.851484E+00 | loss scale: 1.0 | grad norm: 0.950 |"
-)
+STEP = {"event": "step", "step": 12, "steps": 20, "loss": 2.851484, "lr": 0.01}
 ENDED = {
     "outcome": "finished", "status": 0, "iterations": 20, "loss_last": 2.5, "validation_loss": {"validation": 2.25},
     "diverged": False, "error": None,
@@ -243,17 +240,19 @@ ENDED = {
 def test_progress(tmp_path, monkeypatch, capsys, terminal):
     from megatron_muon.runs.train import Outcome
 
-    monkeypatch.setenv("TTY_COMPATIBLE", "1" if terminal else "0")
+    monkeypatch.setattr(screen, "is_terminal", lambda: terminal)
     monkeypatch.setattr(sweep, "_LINE_EVERY_S", 0.0)
     plan = plan_of(tmp_path / "run")
     with sweep.Display(2, 1) as display:
         display.started(plan)
-        display.line(plan, "building data sets")
-        display.line(plan, LINE)
-        display._bars.refresh()
+        display.event(plan, {"event": "stage", "stage": "reading the data"})
+        display.event(plan, STEP)
+        live = [line.plain for line in display._lines(79, False)]
         display.ended(plan, Outcome(0, ENDED))
     shown = capsys.readouterr().out
-    assert ("12/20" in shown) if terminal else ("lr=0.01 seed=1: iteration 12/20, loss 2.8515\n" in shown)
+    assert live[0].endswith("  1/2 runs  0.0 s")
+    assert live[1].endswith("  lr=0.01 seed=1  12/20  loss 2.8515")
+    assert ("lr=0.01 seed=1: step 12/20  loss 2.8515  lr 1.00e-02\n" in shown) is not terminal
     losses = "training loss 2.5000, validation loss 2.2500"
     assert f"[2/2] lr=0.01 seed=1: finished with status 0 after 20 iterations, {losses}" in shown
     assert ("\x1b[" in shown) is terminal

@@ -140,5 +140,5 @@ def _plan(
     whole = [matrices[index] for index in owned if plan.teams[index].cuts is None]
     portions = [one for index in owned if plan.teams[index].cuts for one in plan.portions(index) if one.rank == rank]
     if (kinds := orthogonalizer.warm_up((block for matrix in whole for block in matrix.blocks), portions)) and not rank:
-        print(f"megatron-muon: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
+        print(f"megatron-muon: note: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
     return plan

@@ -14,6 +14,7 @@ from megatron_muon.core.exchange.steps import BatchMaker, Exchange, RowPhases, r
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.probe import Probe
+from megatron_muon.core.ranks import all_gather_single
 
 
 class AllGatherExchange(Exchange):
@@ -47,7 +48,7 @@ class AllGatherExchange(Exchange):
         send[: own.numel()].copy_(own.reshape(-1))
         received = own.new_empty((self.layout.world_size, most))
         probe.received(received.nbytes - send.nbytes)
-        dist.all_gather_into_tensor(received.view(-1), send, group=self.group)
+        all_gather_single(received.view(-1), send, group=self.group)
         for shard in matrix.shards:
             part = received[shard.rank, : shard.numel].view(shard.rows, shard.cols)
             rectangle_view(whole, shard).copy_(part)

@@ -173,7 +173,7 @@ def _require_unchanged(folder: Path) -> None:
     """
     sums = of_first_rank(lambda: checksums.read(folder))
     if sums is None:
-        say(f"megatron-muon: {checksums.absent(folder)}")
+        say(f"megatron-muon: note: {checksums.absent(folder)}")
         return
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))

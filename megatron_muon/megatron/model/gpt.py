@@ -18,6 +18,8 @@ from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_muon.megatron import LOSS
+
 _FIELDS = (
     *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),
     *("cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size"),
@@ -73,7 +75,7 @@ def loss_func(
             fatal=True,
         )
     tokens = mask.sum().to(torch.int)
-    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
+    return loss, tokens, {LOSS: torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

@@ -12,6 +12,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
     ParamAndGradBuffer,
 )
 
+from megatron_muon.core.ranks import reduce_scatter_single
 from megatron_muon.patching import Patches
 
 
@@ -126,4 +127,4 @@ def reduce_over_instances(patches: Patches) -> None:
                 dist.all_reduce(within.get_shard_from_local_buffer(), op=operation, group=group)
             else:
                 shard = gradients.get_shard_from_local_buffer()
-                dist.reduce_scatter_tensor(shard, within.data, op=operation, group=group)
+                reduce_scatter_single(shard, within.data, operation, group)

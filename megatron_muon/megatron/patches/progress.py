@@ -1,8 +1,9 @@
 """What a run shows beside Megatron's own log: speed, the optimizer's share, time left, and Muon's metrics.
 
-Each of Megatron's iteration lines is followed by one of this package's. Metrics go where Megatron's go, to TensorBoard
-and from there (`monitoring`) to Weights & Biases: Muon's under `muon/`, speed, and Muon's learning rate where it is not
-the one that Megatron logs. What tools want to know of the run goes into `facts.json`, beside the run's events.
+Each of Megatron's iteration lines is followed by one of this package's, and what they say is told to whoever launched
+the run. Metrics go where Megatron's go, to TensorBoard and from there (`monitoring`) to Weights & Biases: Muon's under
+`muon/`, speed, and Muon's learning rate where it is not the one that Megatron logs. What tools want to know of the run
+goes into `facts.json`, beside the run's events.
 """
 
 from __future__ import annotations
@@ -22,16 +23,21 @@ import torch.distributed as dist
 from megatron.training import get_args, print_rank_last
 from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 
+from megatron_muon import cpu
 from megatron_muon.checkpoint import files
 from megatron_muon.core.ranks import is_first_rank
-from megatron_muon.megatron import FACTS
+from megatron_muon.gpu import bf16_tflops
+from megatron_muon.megatron import FACTS, LOSS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.patches.monitoring import show_facts, speed_metrics
+from megatron_muon.megatron.patches.stages import Stages
 from megatron_muon.megatron.state import report_state
+from megatron_muon.megatron.tell import tell, tells
 from megatron_muon.patching import Patches
 from megatron_muon.provenance import origin
 
 _SHOWN_MATRICES = 5
+_TICK_S = 1.0
 
 
 class Stopwatch:
@@ -74,7 +80,10 @@ def show_progress(patches: Patches, *, on_gpu: bool) -> None:
     progress = Progress(on_gpu=on_gpu)
     patches.around(training, "get_megatron_optimizer")(progress.watch)
     patches.around(training, "train_step", takes=["iteration"])(progress.step)
-    patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter"])(progress.follow)
+    patches.around(training, "training_log", takes=["loss_dict", "iteration", "skipped_iter", "grad_norm"])(
+        progress.follow
+    )
+    progress.stages.install(patches)
 
 
 class Progress:
@@ -85,7 +94,9 @@ class Progress:
         self._optimizer: Any = None
         self._facts: dict[str, Any] = {}
         self._has_reported = False
-        self._last_measured = 0
+        self._last_measured = self._skipped = 0
+        self._told = 0.0
+        self.stages, self._gpu = Stages(), torch.cuda.get_device_name() if on_gpu and not cpu.installed() else None
 
     def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Instead of megatron.training's factory."""
@@ -97,6 +108,7 @@ class Progress:
             parameters=sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters()),
             **(optimizer.facts if isinstance(optimizer, MuonChainedOptimizer) else {}),
         )
+        tell("model", device=self._gpu, **{name: self._facts.get(name) for name in ("parameters", "muon_parameters")})
         return optimizer
 
     def step(self, train_step: Callable[..., Any], *args: Any, iteration: int, **kwargs: Any) -> Any:
@@ -109,6 +121,9 @@ class Progress:
             raise
         if result[3]:  # Megatron's rerun state machine is about to end all ranks
             self._tell(diverged_at=iteration + 1)
+        if (now := time.monotonic()) - self._told >= _TICK_S:
+            self._told = now
+            tell("tick", step=iteration + 1)
         return result
 
     def follow(
@@ -121,12 +136,17 @@ class Progress:
         loss_scale: Any,
         report_memory: bool,
         skipped: int,
+        grad_norm: float | None,
         *args: Any,
         **kwargs: Any,
     ) -> Any:
         """Instead of megatron.training's log of an iteration."""
-        result = log(losses, totals, learning_rate, iteration, loss_scale, report_memory, skipped, *args, **kwargs)
         settings, is_first = get_args(), not self._has_reported
+        logs = iteration % settings.log_interval == 0
+        loss = mean_loss(losses, totals, skipped=bool(skipped)) if tells() and (is_first or logs) else None
+        result = log(
+            losses, totals, learning_rate, iteration, loss_scale, report_memory, skipped, grad_norm, *args, **kwargs
+        )
         if self._optimizer is not None and is_first:
             self._has_reported = True
             if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
@@ -135,11 +155,18 @@ class Progress:
         values = {"skipped-iterations": 1.0} if skipped else {}
         if rate is not None and iteration % settings.tensorboard_log_interval == 0:
             values["muon/learning-rate"] = rate
-        if (is_first or iteration % settings.log_interval == 0) and not settings.log_memory_to_tensorboard:
+        if (is_first or logs) and not settings.log_memory_to_tensorboard:
             values["mem-max-allocated-bytes"] = _peak_of_all_ranks()
         self._write(values, iteration)
-        if iteration % settings.log_interval == 0 and self.steps.calls:
-            self._write(speed_metrics(self._print(settings, rate, iteration)), iteration)
+        self._skipped += bool(skipped)
+        if is_first or logs:
+            speed = self._print(settings, rate, iteration) if logs and self.steps.calls else {}
+            self._write(speed_metrics(speed), iteration)
+            tell(
+                "step", step=iteration, steps=settings.train_iters, loss=loss, grad_norm=grad_norm, lr=learning_rate,
+                muon_lr=rate, skipped=self._skipped, peak_bytes=values.get("mem-max-allocated-bytes"), **speed,
+            )  # fmt: skip
+            self._skipped = 0
         return result
 
     def _write(self, values: dict[str, float], iteration: int) -> None:
@@ -162,14 +189,31 @@ class Progress:
         show_facts(facts)
 
     def _print(self, settings: Any, rate: float | None, iteration: int) -> dict[str, float | None]:
-        """Print the line that follows Megatron's; what it says of speed."""
+        """Print the line that follows Megatron's; what it says, and what more is known of speed, for who is told."""
         if isinstance(self._optimizer, MuonChainedOptimizer) and (skipped := self._optimizer.skipped_updates()):
             print_rank_last(skipped_line(skipped))
         count, seconds = self.steps.calls, self.steps.take()
-        share, left = self._in_optimizer.take() / seconds, max((settings.train_iters or iteration) - iteration, 0)
-        tokens_per_s = getattr(settings, "global_batch_size", 0) * settings.seq_length * count / seconds
-        print_rank_last(progress_line(tokens_per_s, share, left * seconds / count, rate))
-        return {"tokens_per_s": tokens_per_s, "optimizer_share": share}
+        share, step_s = self._in_optimizer.take() / seconds, seconds / count
+        batch = getattr(settings, "global_batch_size", 0)
+        tokens_per_s = batch * settings.seq_length / step_s
+        left = max((settings.train_iters or iteration) - iteration, 0) * step_s
+        left += self.stages.seconds_left(settings, iteration, step_s)
+        print_rank_last(progress_line(tokens_per_s, share, left, rate))
+        return {
+            "step_s": step_s,
+            "tokens_per_s": tokens_per_s,
+            "mfu": self._mfu(settings, batch, step_s),
+            "optimizer_share": share,
+            "seconds_left": left,
+        }
+
+    def _mfu(self, settings: Any, batch: int, step_s: float) -> float | None:
+        """The model's operations in a step, as Megatron counts them, over what the GPUs could do in bf16."""
+        peak = bf16_tflops(self._gpu) if self._gpu is not None else None
+        if peak is None or not (settings.bf16 or settings.fp16) or settings.fp8 or settings.fp4:
+            return None
+        flops = training.num_floating_point_operations(settings, batch)
+        return float(flops / (step_s * settings.world_size * peak * 1e12))
 
 
 def _origin() -> dict[str, Any]:
@@ -186,6 +230,13 @@ def _peak_of_all_ranks() -> float:
     peak = torch.tensor(torch.cuda.max_memory_allocated(), dtype=torch.float64, device="cuda")
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return float(peak)
+
+
+def mean_loss(losses: Mapping[str, Any], totals: Mapping[str, Any], *, skipped: bool) -> float | None:
+    """The mean loss since the last log, this step's included, as Megatron's log is about to say it; it waits for it."""
+    count = totals.get("advanced iterations", 0) + (not skipped)
+    total = totals.get(LOSS, 0.0) + (losses[LOSS] if not skipped and LOSS in losses else 0.0)
+    return float(total) / count if count and isinstance(total, torch.Tensor) else None
 
 
 def skipped_line(skipped: Mapping[str, int]) -> str:

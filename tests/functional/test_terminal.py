@@ -1,0 +1,134 @@
+"""What `megatron-muon train` shows of real trainings of one rank: in a pipe, on a terminal, and when they fail."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_muon import exit_codes
+from tests.functional import cli, warm
+from tests.functional.test_train import Running, command, write_config
+
+pytestmark = pytest.mark.timeout(300)
+
+_COLOURS, _MOVES = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
+
+
+def write_run(folder: Path, corpus: tuple[str, ...], *flags: str, log_interval: int = 1) -> None:
+    steps = (
+        "--global-batch-size",
+        "4",
+        "--train-iters",
+        "6",
+        "--eval-iters",
+        "1",
+        "--eval-interval",
+        "3",
+        "--log-interval",
+        str(log_interval),
+    )
+    model = [*cli.TINY]
+    for flag in ("--eval-iters", "--log-interval"):
+        del model[(place := model.index(flag)) : place + 2]
+    write_config(folder / "tiny.yaml", *model, *corpus, *cli.MUON, *steps, *flags)
+
+
+def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus):
+    """Their figures are those of Megatron's lines, which are in train.log with all else that the ranks print."""
+    write_run(tmp_path, corpus, "--save", "x/checkpoints", "--save-interval", "6", log_interval=2)
+    run = cli.run(command("train", "--config", "tiny.yaml"), tmp_path).checked()
+    log = cli.Run(0, (tmp_path / "x" / "train.log").read_text(), 0.0)
+    lines = run.output.splitlines()
+    assert lines[0] == "checking the settings of tiny.yaml ..."
+    assert max(map(len, lines)) <= 100, run.output
+    assert "\x1b" not in run.output
+    assert len(lines) < 25, run.output
+    steps = re.findall(r"^step (\d)/6  loss (\d\.\d{4})  .*?  lr 1.0e-02", run.output, re.MULTILINE)
+    assert [int(step) for step, _ in steps] == [iteration.number for iteration in log.iterations] == [1, 2, 4, 6]
+    assert [float(loss) for _, loss in steps] == pytest.approx(log.losses, abs=1e-4)
+    assert re.search(r"^step 4/6 .*  [\d,]+ tokens/s  optimizer \d+%  .*\d:\d\d left$", run.output, re.MULTILINE)
+    validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
+    assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
+    assert len(validations) == 3
+    assert re.search(r"^checkpoint of step 6 saved in .*: x/checkpoints$", run.output, re.MULTILINE)
+    assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")
+    assert lines[-1] == "see x/summary.json, x/train.log"
+    assert "Evaluating iter" in log.output
+
+
+@pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.wide)])
+def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
+    """It goes when the run has ended, the cursor comes back, and no line was wider than the terminal."""
+    write_run(tmp_path, corpus)
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
+    environ = cli.environment() | {"TERM": "xterm-256color"}
+    environ = {name: value for name, value in environ.items() if name not in ("NO_COLOR", "COLUMNS", "LINES")}
+    line = [str(warm.PYTHON), *command("train", "--config", "tiny.yaml", "--out", "x")[1:]]
+    process = subprocess.Popen(
+        line, cwd=tmp_path, env=environ, stdin=follower, stdout=follower, stderr=follower, start_new_session=True
+    )
+    os.close(follower)
+    shown, deadline = b"", time.monotonic() + cli.SECONDS
+    try:
+        while time.monotonic() < deadline:
+            try:
+                shown += os.read(leader, 65536)
+            except OSError:  # all who had the terminal have closed it
+                break
+        assert process.wait(timeout=30) == 0, shown.decode()[-3000:]
+    finally:
+        cli.end_tree(process)
+        os.close(leader)
+    text = shown.decode()
+    lines = _MOVES.sub("\n", _COLOURS.sub("", text)).splitlines()
+    assert max(map(len, lines)) <= columns
+    for stage in ("checking the settings of tiny.yaml 0:00", "starting 1 rank 0:"):
+        assert any(stage in each for each in lines), stage
+    live = [each for each in lines if "━" in each]
+    assert any(re.search(r"━.* 6/6  .*loss \d\.\d{4}  ", each) for each in live), live
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    end = text[text.rindex("\x1b[?25h") :]
+    assert "finished with status 0 after 6 iterations" in end
+    assert "━" not in end
+
+
+@pytest.mark.wide
+def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
+    """Whatever a rank did not expect; the rest of its output is in the log."""
+    write_run(tmp_path, corpus)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if 'pretrain_gpt.py' in ' '.join(sys.orig_argv) and 'torch.distributed.run' not in sys.orig_argv:\n"
+        "    raise SystemExit('the license server does not answer')\n"
+    )
+    line = command("train", "--config", "tiny.yaml", "--out", "x")
+    run = cli.run(line, tmp_path, cold=True, env={"PYTHONPATH": f"{broken}:{cli.ROOT}"})
+    assert run.returncode == exit_codes.FAILURE, run.output
+    assert re.search(r"^failed with status 1 after 0 iterations$", run.output, re.MULTILINE), run.output
+    assert re.search(r"^  SystemExit: the license server does not answer$", run.output, re.MULTILINE), run.output
+    assert "ChildFailedError" not in run.output
+    assert "see x/summary.json, x/train.log" in run.output
+
+
+def test_ctrl_c_is_answered_and_the_end_told(tmp_path, corpus):
+    write_run(tmp_path, corpus)
+    with Running(tmp_path, "train", "--config", "tiny.yaml", "--out", "x", "--train-iters", "100000") as running:
+        running.wait_for(lambda: "step      3/100000" in running.output)
+        assert running.end(signal.SIGINT) == exit_codes.INTERRUPTED, running.output[-4000:]
+    after = running.output.partition("SIGINT: asking the ranks to end; a second signal kills them\n")[2]
+    assert "interrupted with status 130 after " in after
+    assert "nothing was saved; to start again: megatron-muon train --resume --out x" in after
+    assert "Traceback" not in after
