@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from megatron_muon.command_parser import CommandParser, positive
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.processes import THIS_MACHINE, Nodes
+from megatron_muon.runs.processes import THIS_MACHINE, Nodes, sigterm_unwinds
 
 if TYPE_CHECKING:
     from megatron_muon.runs.resolve import Request
