@@ -25,6 +25,12 @@ _KILLED = re.compile(
 )
 """A rank that a signal ended, in torchrun's report: such a rank cannot tell by itself."""
 
+_FIRST_KILLED = re.compile(
+    r"^Root Cause .*\n.*\n.*\n.*\n +rank +: (\d+) .*\n.*\n.*\n +traceback : Signal \d+ \((?!SIGTERM)(\w+)\)",
+    re.MULTILINE,
+)
+"""The same of the rank that failed first: what the others then say follows from it."""
+
 
 def error_of(ranks: Iterable[Mapping[str, Any]], output: str) -> str | None:
     """The line that says why a run failed.
@@ -34,13 +40,15 @@ def error_of(ranks: Iterable[Mapping[str, Any]], output: str) -> str | None:
         output: what the run printed.
 
     Returns:
-        The error of the rank that failed first; else which rank a signal ended.
+        The error of the rank that failed first, or which rank a signal ended; None where neither is to be seen.
     """
-    if told := [rank for rank in ranks if rank.get("error")]:
-        return str(min(told, key=lambda rank: rank["time"])["error"])
-    if killed := _KILLED.search(output):
+    first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
+    pattern = _KILLED if first is None else _FIRST_KILLED
+    if (first is None or first["status"] != exit_codes.USAGE) and (killed := pattern.search(output)):
         why = "; where nobody sent it, the host's memory was full: see dmesg" if killed[2] == "SIGKILL" else ""
         return f"rank {killed[1]} was ended by {killed[2]}{why}"
+    if first is not None:
+        return str(first["error"])
     return None
 
 
@@ -57,6 +65,8 @@ def trace_of(ranks: Iterable[Mapping[str, Any]], output: str) -> tuple[str, ...]
     imported or crashed, the end of what was printed before torchrun took notice.
     """
     ended = sorted((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]))
+    if ended and ended[0]["status"] != exit_codes.USAGE and _FIRST_KILLED.search(output):
+        return ()
     if ended:
         text = str(ended[0].get("trace", ""))
     else:

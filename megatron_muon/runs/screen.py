@@ -29,11 +29,8 @@ _SILENT_S = 10.0
 
 def is_terminal() -> bool:
     """Whether live lines and colours can be shown where this process prints."""
-    return sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown") and not _no_color()
-
-
-def _no_color() -> bool:
-    return bool(os.environ.get("NO_COLOR"))
+    is_dumb = os.environ.get("TERM", "dumb") in ("dumb", "unknown") or os.environ.get("NO_COLOR")
+    return sys.stdout.isatty() and not is_dumb
 
 
 class Status:

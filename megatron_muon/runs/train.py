@@ -204,7 +204,8 @@ def execute(
         }
         summary = run_folder.strict({**summary_of(folder, status=status, error=error, run=run), **times})
         run_folder.write_json(folder.root / run_folder.SUMMARY, summary)
-        unexplained = summary["outcome"] in ("failed", "killed") and not summary["diverged"]
+        by_signal = (128 + signal.SIGHUP, 128 + signal.SIGTERM)
+        unexplained = summary["outcome"] in ("failed", "killed") and status not in by_signal and not summary["diverged"]
         return Outcome(status, summary, trace=trace if unexplained else ())
 
 

@@ -74,6 +74,8 @@ class Watcher:
         """An event of the training."""
         self.status.take(told)
         self._patience = _PATIENCE_S
+        if self._stops:
+            self.status.stage = "stopping"
         if self._quiet or self._verbose:
             return
         width, kind = self.screen.width, told["event"]
@@ -141,7 +143,7 @@ def heading(experiment: Experiment) -> list[str]:
     where = {"cuda": "GPU", "cpu": "CPU"}[resolved.device]
     ranks = f"{resolved.ranks} on {where}s" if resolved.ranks > 1 else f"1 on a {where}"
     if nodes.count > 1:
-        ranks = f"{nodes.count} machines with {resolved.ranks} {where}s each; this is number {nodes.rank}"
+        ranks = f"{nodes.count} machines x {ranks}; this is number {nodes.rank}"
     if told.get("use_megatron_fsdp"):
         ranks += f", Megatron-FSDP {told['data_parallel_sharding_strategy']}"
     for name, word in (("tensor", "tensor"), ("pipeline", "pipeline"), ("context", "context"), ("expert", "expert")):

@@ -172,7 +172,7 @@ class Display:
         self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {seconds:.0f} s")
 
     def _lines(self, width: int, plain: bool) -> list[Text]:
-        passed = wording.duration(time.monotonic() - self._start)
+        passed = wording.clock(time.monotonic() - self._start)
         total = progress_bar(self._done / self._total, f"{self._done}/{self._total} runs  {passed}", width, plain=plain)
         return [total, *(status.line(width, plain=plain) for status in list(self._under_way.values()))]
 

@@ -263,40 +263,6 @@ def test_a_run_of_three_steps_has_not_diverged(tmp_path):
     assert run_summary.in_words(summary).endswith("training loss 5.5200, validation loss 5.6300")
 
 
-KILLED = """\
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-pretrain_gpt.py FAILED
-------------------------------------------------------------
-Root Cause (first observed failure):
-[0]:
-  time      : 2026-11-22_01:42:42
-  host      : localhost
-  rank      : 1 (local_rank: 1)
-  exitcode  : -9 (pid: 25104)
-  error_file: <N/A>
-  traceback : Signal 9 (SIGKILL) received by PID 25104
-============================================================
-"""
-WRONG = {"status": 2, "error": "--lr x is wrong; type y", "time": 1.0}
-CRASHED = {"status": 1, "error": "torch.OutOfMemoryError: CUDA out of memory", "time": 2.0}
-FINE = {"status": 0, "error": None, "time": 0.0}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "log", "error"),
-    [
-        ([CRASHED, WRONG, FINE], KILLED, "--lr x is wrong; type y"),  # the first
-        ([FINE, CRASHED], "", "torch.OutOfMemoryError: CUDA out of memory"),
-        ([{}], KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
-        ([], KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
-        ([FINE], "nothing to be seen", None),
-    ],
-)
-def test_the_line_that_says_why_is_found(ranks, log, error):
-    assert run_summary.error_of(ranks, log) == error
-
-
 @pytest.mark.parametrize(
     ("status", "checkpoint", "goes_on"),
     [(0, True, False), (1, True, True), (1, False, True), (2, True, True), (2, False, False), (75, True, True),
