@@ -64,8 +64,7 @@ def _sum_up(of: Quickstart) -> list[str]:
 
 
 def _write(of: Quickstart) -> list[str]:
-    how = ["--untrained", "--max-new-tokens", "240", "--wrap", "96"]
-    return ["generate", "--checkpoint", str(of.out), "--prompt", "def ", *how]
+    return ["generate", "--checkpoint", str(of.out), "--prompt", "def ", "--untrained", "--wrap", "96"]
 
 
 STEPS: tuple[Callable[[Quickstart], list[str]], ...] = (_prepare, _train, _sum_up, _write)

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def _progress() -> Iterator[Progress]:
     from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    console, told = Console(stderr=True), -math.inf  # the first line comes at once
+    console, told = Console(stderr=True), time.monotonic()
     columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=None)

@@ -25,6 +25,9 @@ examples:
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
+_MOST_BEFORE = 80
+"""Tokens that a model with random weights writes: a line tells enough."""
+
 
 def configure(parser: CommandParser) -> None:
     """Adds the arguments of `megatron-muon generate`."""
@@ -61,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     for prompt in _asked(f"{after.where}; an empty line or Ctrl-D ends") if args.interactive else [args.prompt]:
         if before is not None:
             print("before training:")
-            _write(before, prompt, args)
+            _write(before, prompt, args, most=_MOST_BEFORE)
             print("\nafter training:")
         _write(after, prompt, args)
     return 0
@@ -82,7 +85,7 @@ def _asked(greeting: str) -> Iterator[str]:
         yield prompt
 
 
-def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
+def _write(loaded: Any, prompt: str, args: argparse.Namespace, most: int = sys.maxsize) -> None:
     """Prints the prompt and what follows it, as it comes."""
     import torch
     from transformers import TextStreamer
@@ -107,7 +110,7 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace) -> None:
     model.generate(
         inputs,
         attention_mask=torch.ones_like(inputs),
-        max_new_tokens=min(args.max_new_tokens, room),
+        max_new_tokens=min(args.max_new_tokens, room, most),
         streamer=Printed(tokenizer, skip_prompt=True, skip_special_tokens=True),
         pad_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -38,7 +38,7 @@ def test_a_second_quickstart_leaves_the_first_alone(asked):
         assert cli.main(["quickstart", *flags]) == 0
     prepare = "data prepare --stdlib --output data/stdlib --overwrite"
     train = "train --config configs/quickstart.yaml --nproc"
-    write, how = "generate --checkpoint", "--prompt def  --untrained --max-new-tokens 240 --wrap 96"
+    write, how = "generate --checkpoint", "--prompt def  --untrained --wrap 96"
     assert asked == [
         *(prepare, f"{train} 2 --out runs/quickstart", "summary runs/quickstart"),
         f"{write} runs/quickstart {how}",
