@@ -62,7 +62,7 @@ def write(
     """Writes a checkpoint and names it in the tracker file; its folder.
 
     Args:
-        read: the weight of a rule, in any dtype.
+        read: the weight of a rule, in any dtype. It is given away: its memory is freed when it is written.
         layout: `FSDP_DTENSOR` or `TORCH_DIST`.
         args: of the run that is to load it.
         iteration: None for what no run of Megatron has trained, a "release".
@@ -81,7 +81,7 @@ def write(
     planner = _Planner(places, objects, lambda name: read(by_name[name]).to(dtype), dtype)
     named = "release" if iteration is None else iteration
     folder = files.iteration_folder(save_dir, named)
-    writer = FileSystemWriter(files.begin(folder))
+    writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
     writer.fs = written = SummedFiles()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
@@ -143,7 +143,11 @@ def _extra_states(model: Architecture) -> Iterator[str]:
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans a save of weights that are not there yet, and has each read when it is its turn."""
+    """Plans a save of weights that are not there yet, and has each read when it is its turn.
+
+    torch's writer, 2.13's at least, keeps the tensors of a file until all of them are written. A weight's memory is
+    freed here when the next is asked for: without copying ahead, the one before has been written then.
+    """
 
     def __init__(
         self, places: list[_Place], objects: dict[str, Any], read: Callable[[str], Tensor], dtype: torch.dtype
@@ -152,6 +156,7 @@ class _Planner(DefaultSavePlanner):
         self._at = {(place.entry, torch.Size(place.offsets)): place for place in places}
         self._objects, self._read = objects, read
         self._properties = TensorProperties(dtype=dtype)
+        self._written: torch.UntypedStorage | None = None
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
@@ -168,6 +173,13 @@ class _Planner(DefaultSavePlanner):
             stream = io.BytesIO()
             torch.save(self._objects[index.fqn], stream)
             return stream
+        if self._written is not None:
+            self._written.resize_(0)
         assert index.offset is not None
         place = self._at[index.fqn, index.offset]
-        return self._read(place.weight).contiguous().view(place.sizes)
+        weight = self._read(place.weight).contiguous().view(place.sizes)
+        storage = weight.untyped_storage()
+        if storage.nbytes() != weight.nbytes or not storage.resizable():  # others', as a mapped file's
+            weight = weight.clone()
+        self._written = weight.untyped_storage()
+        return weight
