@@ -14,8 +14,8 @@ from tests.functional.cli import ROOT
 
 PROGRAM = re.compile(
     r"(sudo )?([A-Z_]+=\S+ )*"
-    r"(megatron-muon|torchrun|tensorboard|pip|sbatch|srun|scancel|scontrol|python3?|source|export|mkdir|cd|git"
-    r"|(\./)?(scripts|examples|requirements)/\S+)(?= |$)"
+    r"(megatron-muon|torchrun|tensorboard|pip|sbatch|srun|scancel|scontrol|docker|apptainer|kubectl|python3?"
+    r"|source|export|mkdir|cd|git|(\./)?(scripts|examples|requirements)/\S+)(?= |$)"
 )
 _COMMENT = re.compile(r"\s{2,}#.*$")
 

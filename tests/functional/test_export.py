@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megatron_muon import cli
-from tests.functional.cli import ROOT, make_corpus
+from tests.functional.cli import make_corpus
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
@@ -126,7 +126,7 @@ def logits_of_megatron(rank: int, world_size: int, *, argv: list[str], folder: s
 
     launch._train = train
     with pytest.raises(SystemExit):
-        launch.main(argv, root=ROOT)
+        launch.main(argv)
     return found[0].float()
 
 

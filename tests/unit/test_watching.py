@@ -191,6 +191,8 @@ def test_a_failure_is_shown_with_its_traceback_and_what_to_type(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = experiment_in(tmp_path / "x")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "run.json").write_text("{}")
     Watcher().end(Outcome(1, SUMMARY, trace=("Traceback", '  File "x.py"')), experiment)
     assert capsys.readouterr().out.replace(str(tmp_path), "T").splitlines() == [
         "",
