@@ -14,6 +14,9 @@ from megatron_muon.errors import UserError
 GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 """What config.json calls them: its `model_type`."""
 
+ROPE_SCALING = 8.0
+"""The factor of --use-rope-scaling: megatron-core 0.19 builds a GPT with it whatever --rope-scaling-factor says."""
+
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
         (
@@ -40,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
             *("window_size", "window_attn_skip_freq", "no_rope_freq", "activation_func_clamp_value"),
             *("rotary_seq_len_interpolation_factor", "moe_shared_expert_intermediate_size", "moe_latent_size"),
             *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-            *("moe_expert_capacity_factor", "moe_mlp_glu_interleave_size"),
+            *("moe_expert_capacity_factor", "moe_mlp_glu_interleave_size", "spec", "yaml_cfg"),
         ),
         (None, False),
     ),
@@ -145,7 +148,7 @@ def from_args(args: argparse.Namespace, *, vocab: int | None = None) -> Architec
         experts=experts,
         topk=args.moe_router_topk if experts else 0,
         rope_base=float(args.rotary_base),
-        rope_scaling=float(args.rope_scaling_factor) if args.use_rope_scaling else None,
+        rope_scaling=ROPE_SCALING if args.use_rope_scaling else None,
         tanh_gelu=not gated and bool(args.bias_gelu_fusion),
         init_std=args.init_method_std,
         dropout=args.hidden_dropout,
@@ -199,7 +202,7 @@ def to_flags(model: Architecture) -> dict[str, Any]:
     else:
         flags |= {"--normalization": "LayerNorm", "--position-embedding-type": "learned_absolute"}
     if model.rope_scaling is not None:
-        flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": model.rope_scaling}
+        flags["--use-rope-scaling"] = True
     if model.experts:
         flags |= {"--num-experts": model.experts, "--moe-router-topk": model.topk, "--moe-ffn-hidden-size": model.ffn}
         flags["--moe-router-load-balancing-type"] = "aux_loss"

@@ -24,7 +24,7 @@ def add_model_arguments(parser: CommandParser) -> None:
     """Adds the arguments that say where the model runs, and how."""
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="where to run (auto)")
     parser.add_argument("--dtype", choices=DTYPES, default="auto",
-        help="of the products (auto: the run's on a GPU, float32 on a CPU)")  # fmt: skip
+        help="of the computation (auto: the run's on a GPU, float32 on a CPU)")  # fmt: skip
 
 
 def not_negative(text: str) -> float:
@@ -49,6 +49,13 @@ def above_zero(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be a number above 0, found {text!r}")
     return value
+
+
+def seed(text: str) -> int:
+    """A seed that torch takes, for argparse."""
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0 to {2**63 - 1}, found {text!r}")
+    return int(text)
 
 
 def _number(text: str) -> float:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.command_parser import CommandParser, positive, write_json
-from megatron_muon.errors import UserError
+from megatron_muon.errors import RunFailedError, UserError
 from megatron_muon.quiet import quiet_imports
 
 DESCRIPTION = """\
@@ -25,6 +25,9 @@ examples:
   megatron-muon eval --checkpoint runs/first --data data/docs
   megatron-muon eval --checkpoint exported/first --data data/docs --max-tokens 100000 --json docs.json
 """
+
+_LARGEST = 700.0
+"""Whose exponential a float holds."""
 
 
 def configure(parser: CommandParser) -> None:
@@ -63,18 +66,21 @@ def run(args: argparse.Namespace) -> int:
     if length > loaded.model.config.max_position_embeddings:
         raise UserError(f"--sequence-length {length}: the model takes {loaded.model.config.max_position_embeddings}")
     nats = sum(_losses(loaded, ids, length=length, batch=args.batch_size))
+    if not math.isfinite(nats):
+        raise RunFailedError(f"the loss of {loaded.where} is not finite; its weights, or some of them, are not")
+    loss = nats / ids.size
     figures = {
         "checkpoint": str(loaded.where),
         "data": args.data,
         "tokens": int(ids.size),
         "bytes": (size := _bytes(loaded.tokenizer, ids)),
         "sequence_length": length,
-        "loss": nats / ids.size,
-        "perplexity": math.exp(nats / ids.size),
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < _LARGEST else math.inf,
         "bits_per_byte": nats / math.log(2) / size if size else None,
     }
     write_json(args.json, figures)
-    print(f"{loaded.where} on {args.data}: {figures['tokens']:,} tokens, {size:,} bytes")
+    print(f"{loaded.where} on {args.data}: {figures['tokens']:,} tokens in samples of {length}, {size:,} bytes")
     print(f"loss {figures['loss']:.4f}, perplexity {figures['perplexity']:.3f}", end="")
     print(f", bits per byte {figures['bits_per_byte']:.4f}" if size else "")
     return 0
@@ -92,9 +98,8 @@ def _losses(loaded: Any, ids: Any, *, length: int, batch: int) -> Iterator[float
         before = ids[start - 1 : start] if start else [ids.dtype.type(ids[0] if first is None else first)]
         inputs = torch.cat([torch.tensor([int(before[0])]), targets[:-1]])
         whole = len(targets) // length * length
-        for part in (slice(0, whole), slice(whole, None)):
+        for part, shape in ((slice(0, whole), (-1, length)), (slice(whole, None), (1, -1))):
             if (rows := targets[part]).numel():
-                shape = (-1, length) if part.start == 0 else (1, -1)
                 with torch.inference_mode():
                     logits = loaded.model(inputs[part].view(shape).to(loaded.device)).logits
                 yield float(cross_entropy(logits.flatten(0, 1).float(), rows.to(loaded.device), reduction="sum"))

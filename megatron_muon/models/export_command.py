@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     with quiet_imports():
         source = open_checkpoint(args.checkpoint, verify=not args.no_verify_checkpoint)
     dtype = dtype_of(args.dtype, source.trained_in)
-    with folder.new_folder(args.out, overwrite=args.overwrite) as out:
+    with folder.new_folder(args.out, source=source.weights.folder, overwrite=args.overwrite) as out:
         if args.to == "hf":
             tokenizer = tokenizer_of(source, args.tokenizer)
             limit = int(args.max_file_gb * 1e9)

@@ -15,32 +15,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.models.mapping import Rule
 
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".unfinished"
 
+_OURS = ("config.json", "model.yaml", files.TRACKER)
+"""Files of which an export or import has one."""
+
 
 @contextmanager
-def new_folder(out: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_folder(out: Path, *, source: Path, overwrite: bool) -> Iterator[Path]:
     """A folder to write in, which gets the name `out` at the end, and none where anything fails.
 
+    `overwrite` replaces what a former export or import has left, and nothing else.
+
     Raises:
-        UserError: `out` is there and must not be written over, or cannot be made.
+        UserError: `out` is there and must not be replaced, cannot be written, or lies in `source` or around it.
     """
-    if out.exists() and not overwrite and (not out.is_dir() or any(out.iterdir())):
-        raise UserError(f"{out} is there already; give another folder, or --overwrite to replace it")
-    aside = out.with_name(out.name + UNFINISHED)
+    out, source = out.resolve(), source.resolve()
+    if out == source or out in source.parents or source in out.parents:
+        raise UserError(f"{out} and {source} lie one in the other; give another folder to write")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not overwrite:
+            raise UserError(f"{out} is there already; give another folder, or --overwrite to replace it")
+        if not out.is_dir() or not any((out / name).is_file() for name in _OURS):
+            raise UserError(f"{out} is not a model that export or import has written, so it is not replaced")
+    aside, before = (out.with_name(out.name + ending) for ending in (UNFINISHED, ".replaced"))
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
         if out.is_dir():
-            shutil.rmtree(out)
+            shutil.rmtree(before, ignore_errors=True)
+            out.rename(before)
         aside.rename(out)
+        shutil.rmtree(before, ignore_errors=True)
     except OSError as error:
-        raise UserError(f"cannot write to {out}: {error.strerror or error}; give another folder") from error
+        raise UserError(f"{out} was not written: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -58,15 +72,15 @@ def write_tensors(
 
     One file is held in memory at a time, of at most `limit` bytes unless a single weight is larger.
     """
-    files = _files(rules, dtype, limit)
+    parts = _files(rules, dtype, limit)
     sizes: dict[str, int] = {}
     place: dict[str, str] = {}
-    for file in files:
+    for file in parts:
         written = _write_file(folder / file.name, file.rules, read, dtype)
         sizes |= written
         place |= dict.fromkeys(written, file.name)
     total = sum(sizes.values())
-    if len(files) > 1:
+    if len(parts) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": place}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", "utf-8")
     return total

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.models.architecture import GPT2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
+from megatron_muon.models.architecture import GPT2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, ROPE_SCALING, Architecture
 
 CLASSES = {
     GPT2: "GPT2LMHeadModel",
@@ -27,8 +27,20 @@ _SAYS_NOTHING = {
     *("architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "pretraining_tp"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "_name_or_path", "task_specific_params"),
     *("router_aux_loss_coef", "output_router_logits", "layer_types", "max_window_layers"),
+    *(
+        "n_ctx",
+        "id2label",
+        "label2id",
+        "_num_labels",
+        "is_llama_config",
+        "max_sequence_length",
+    ),
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
 }
 """Keys of config.json that do not change what a model computes, or that others say again."""
+
+_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh")
+"""One function under two names."""
 
 _FOLLOW = ("n_inner", "head_dim")
 """Keys that follow from others where they are null."""
@@ -107,6 +119,11 @@ def from_config(config: Mapping[str, Any], *, rows: int) -> Architecture:
         raise UserError(f"config.json describes a model of type {config['model_type']}; import knows {known}")
     model = _gpt2(config, rows) if kind == GPT2 else _llama_like(kind, config, rows)
     _refuse_what_is_lost(config, model)
+    if model.rope_scaling not in (None, ROPE_SCALING):
+        raise UserError(
+            f"config.json scales rotary frequencies by {model.rope_scaling:g}; megatron-core 0.19 builds models with "
+            f"{ROPE_SCALING:g} alone, whatever --rope-scaling-factor says"
+        )
     return model
 
 
@@ -126,7 +143,7 @@ def _gpt2(config: Mapping[str, Any], rows: int) -> Architecture:
         gated=False,
         linear_bias=True,
         qkv_bias=True,
-        tanh_gelu=config["activation_function"] == "gelu_new",
+        tanh_gelu=config["activation_function"] in _TANH_GELU,
         init_std=config["initializer_range"],
         dropout=config["resid_pdrop"],
         attention_dropout=config["attn_pdrop"],
@@ -170,6 +187,10 @@ def _refuse_what_is_lost(config: Mapping[str, Any], model: Architecture) -> None
     kept = AutoConfig.for_model(ours["model_type"], **{k: v for k, v in ours.items() if k != "model_type"}).to_dict()
     nothing: tuple[Any, ...] = (None, False, 0, [])
     told = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
+    if config["model_type"] == QWEN3_MOE:
+        told.pop("intermediate_size", None)  # of dense layers, of which there are none
+    if told.get("activation_function") in _TANH_GELU:
+        told["activation_function"] = kept["activation_function"]
     lost = [
         f"{key} {value}"
         for key, value in told.items()

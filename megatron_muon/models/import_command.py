@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         impl = args.transformer_impl or ("transformer_engine" if has_transformer_engine() else "local")
         flags = _flags(args, model, config, tokenizer, impl)
         run_args = _arguments(flags, model.rows)
-    with folder.new_folder(args.out, overwrite=args.overwrite) as out:
+    with folder.new_folder(args.out, source=args.folder, overwrite=args.overwrite) as out:
         written.write(
             out, model, table, lambda rule: rule.join([tensors[name] for name in rule.hf]), layout=args.layout,
             args=run_args, iteration=None, dtype=torch.float32, transformer_engine=impl == "transformer_engine",
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         (out / EXPERIMENT).write_text(_experiment(args, flags), "utf-8")
     print(f"{args.out}: {model.model_type} of {model.layers} layers as {args.layout}, {len(table)} weights")
     print(
-        f"go on with it: megatron-muon train --config {args.out / EXPERIMENT} --nproc N --set data_path=PREFIX "
+        f"next: megatron-muon train --config {args.out / EXPERIMENT} --nproc N --set data_path=PREFIX "
         "--set lr=RATE --set train_iters=STEPS --set micro_batch_size=1 --set global_batch_size=SIZE"
     )
     return 0

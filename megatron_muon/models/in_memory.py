@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megatron_muon.errors import UserError
-from megatron_muon.models.source import Source, dtype_of, open_checkpoint, tokenizer_of
+from megatron_muon.models.source import Source, check_tokens, dtype_of, open_checkpoint, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,9 @@ def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
         raise UserError("--tokenizer none: text needs one; give a folder that transformers loads")
     directory: Path = args.checkpoint
     if (directory / "config.json").is_file():
-        return _exported(args, device)
+        loaded = _exported(args, device, untrained=untrained)
+        check_tokens(loaded.tokenizer, loaded.model.config.vocab_size)
+        return loaded
     source = open_checkpoint(directory, verify=not args.no_verify_checkpoint)
     tokenizer = tokenizer_of(source, args.tokenizer)
     dtype = _dtype(args.dtype, source.trained_in, device)
@@ -72,11 +74,12 @@ def _model(source: Source, tokenizer: Any, dtype: torch.dtype, *, untrained: boo
     kind = getattr(transformers, content.pop("architectures")[0])
     config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     if untrained:
+        torch.manual_seed(0)
         return kind(config).to(dtype)
     return kind.from_pretrained(None, config=config, state_dict=source.state_dict(dtype))
 
 
-def _exported(args: argparse.Namespace, device: str) -> Loaded:
+def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> Loaded:
     """A folder of Hugging Face."""
     import transformers
 
@@ -84,7 +87,11 @@ def _exported(args: argparse.Namespace, device: str) -> Loaded:
     try:
         config = transformers.AutoConfig.from_pretrained(str(directory))
         dtype = _dtype(args.dtype, getattr(config, "dtype", None) or torch.float32, device)
-        model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
+        if untrained:
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+        else:
+            model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer or str(directory))
     except Exception as error:  # whatever a damaged folder leads to
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]

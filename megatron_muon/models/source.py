@@ -66,7 +66,7 @@ def open_checkpoint(directory: Path, *, verify: bool = True) -> Source:
     weights = Weights(files.find(directory), verify=verify)
     args = weights.args
     spec = tokenizers.spec_of(args)
-    model = from_args(args)
+    model = from_args(args, vocab=tokenizers.size_of(spec))
     table = rules(model)
     _check(weights, table)
     return Source(weights, model, table, spec)
@@ -78,9 +78,16 @@ def tokenizer_of(source: Source, asked: str | None) -> Any:
         return None
     spec = source.tokenizer if asked is None else TokenizerSpec(HUGGING_FACE, asked)
     built = tokenizers.build(spec)
-    if len(built) > source.model.rows:
-        raise UserError(f"the tokenizer {asked or spec.model} has {len(built)} tokens, the model {source.model.rows}")
+    check_tokens(built, source.model.vocab)
     return built
+
+
+def check_tokens(tokenizer: Any, vocab: int) -> None:
+    """Refuses a tokenizer with more tokens than a model has."""
+    if len(tokenizer) > vocab:
+        raise UserError(
+            f"the tokenizer has {len(tokenizer)} tokens, the model {vocab}; give its own by --tokenizer DIR"
+        )
 
 
 def _check(weights: Weights, table: list[Rule]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,18 @@ def spec_of(args: argparse.Namespace) -> TokenizerSpec:
         if manifest := OutputPaths(Path(prefix)).read_manifest():
             return manifest.settings.tokenizer
     return TokenizerSpec(BYTE_LEVEL, vocab_size=args.vocab_size) if args.vocab_size == BYTE_LEVEL_VOCAB_SIZE else spec
+
+
+def size_of(spec: TokenizerSpec) -> int | None:
+    """How many tokens the data's tokenizer has; None where only the model's padded vocabulary tells.
+
+    Megatron keeps --vocab-size for tokenizers that need it, and pads that of the others before anything is saved.
+    """
+    if spec.vocab_size is not None or spec.tokenizer_type != HUGGING_FACE:
+        return spec.vocab_size
+    with contextlib.suppress(UserError):
+        return len(build(spec))
+    return None
 
 
 def build(spec: TokenizerSpec) -> Any:

@@ -51,7 +51,8 @@ class Watcher:
     def head(self, experiment: Experiment, *, settings: bool) -> None:
         """What runs where; with all settings and the command where asked."""
         for note in experiment.resolved.notes:
-            self._note(f"megatron-muon: {note}")
+            if settings or not note.startswith("environment from "):  # as the file says: nothing to act on
+                self._note(f"megatron-muon: {note}")
         for line in heading(experiment):
             for part in wording.wrapped(line, indent=14, width=self.screen.width):
                 self.screen.print(part)

@@ -225,6 +225,10 @@ def test_text_is_written_and_evaluated(
         file = tmp_path / "eval.json"
         command("eval", "--checkpoint", place, "--data", train.folder / "tiny", "--sequence-length", 32, "--json", file)
         found.append(json.loads(file.read_text()))
+    capsys.readouterr()
+    command("generate", "--checkpoint", tmp_path / "hf", "--prompt", "the", "--temperature", 0, "--untrained")
+    before, _, after = capsys.readouterr().out.partition("after training:")
+    assert after.strip() != before.partition("before training:")[2].strip()
     assert said[0] == said[1]
     assert said[0].startswith("the quick")
     first, second = found

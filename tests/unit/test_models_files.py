@@ -8,7 +8,9 @@ import stat
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +21,7 @@ from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
-from megatron_muon.models import folder, tokenizer, written
+from megatron_muon.models import eval_command, folder, tokenizer, written
 from megatron_muon.models.architecture import Architecture
 from megatron_muon.models.generate_command import Shown
 from megatron_muon.models.mapping import Rule, rules
@@ -182,18 +184,27 @@ def test_weights_that_the_arguments_do_not_tell_of_are_refused(tmp_path: Path) -
         open_checkpoint(found)
 
 
-def test_an_export_does_not_replace_what_is_there_unless_asked(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").touch()
-    with pytest.raises(UserError, match="is there already"), folder.new_folder(tmp_path / "out", overwrite=False):
-        pass
-    with pytest.raises(RuntimeError), folder.new_folder(tmp_path / "out", overwrite=True):
+def test_an_export_replaces_a_former_one_alone_and_only_when_asked(tmp_path: Path) -> None:
+    """It once deleted the run that it had read."""
+    out, source = tmp_path / "out", tmp_path / "run" / "iter_0000001"
+    source.mkdir(parents=True)
+    (out / "deep").mkdir(parents=True)
+    for place, overwrite, says in (
+        (out, False, "is there already"),
+        (out, True, "is not a model that export or import has written"),
+        (tmp_path / "run", True, "lie one in the other"),
+        (source / "hf", False, "lie one in the other"),
+    ):
+        with pytest.raises(UserError, match=says), folder.new_folder(place, source=source, overwrite=overwrite):
+            pass
+    (out / "config.json").touch()
+    with pytest.raises(RuntimeError), folder.new_folder(out, source=source, overwrite=True):
         raise RuntimeError  # in the middle: the old one is there still
-    assert (tmp_path / "out" / "mine").exists()
-    with folder.new_folder(tmp_path / "out", overwrite=True) as out:
-        (out / "new").touch()
-    assert [file.name for file in (tmp_path / "out").iterdir()] == ["new"]
-    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+    assert (out / "deep").exists()
+    with folder.new_folder(out, source=source, overwrite=True) as new:
+        (new / "new").touch()
+    assert [file.name for file in out.iterdir()] == ["new"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "run"]
 
 
 @given(st.text(), st.sampled_from(["", "<eod>", "<unused256>", " "]))
@@ -227,8 +238,23 @@ def test_the_tokenizer_is_the_one_of_the_data_or_the_runs(tmp_path: Path) -> Non
 
 
 def test_what_a_model_writes_does_not_reach_the_terminals_controls(capsys: pytest.CaptureFixture[str]) -> None:
-    Shown(None)("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}")
-    assert capsys.readouterr().out == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd"
+    Shown(None)("a\x1b[2Jb\n\tc\x07\r\N{RIGHT-TO-LEFT OVERRIDE}\u3000\u200d")
+    assert capsys.readouterr().out == "a\ufffd[2Jb\n\tc\ufffd\ufffd\ufffd\u3000\u200d"
+
+
+@pytest.mark.parametrize("size", [1, 3, 4, 5, 7, 8, 9, 16, 17, 23])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_every_token_is_predicted_once_whatever_is_left_for_the_last_batch(size: int, batch: int) -> None:
+    """By a model that sees the last token alone, so that samples of four tokens change nothing."""
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    loaded = SimpleNamespace(
+        model=lambda ids: SimpleNamespace(logits=table[ids]), device=torch.device("cpu"),
+        tokenizer=SimpleNamespace(eos_token_id=7),
+    )  # fmt: skip
+    ids = np.random.default_rng(size).integers(0, 8, size).astype(np.uint16)
+    before = [7, *ids[:-1].tolist()]
+    wanted = -sum(float(table[a].log_softmax(0)[b]) for a, b in zip(before, ids.tolist(), strict=True))
+    assert sum(eval_command._losses(loaded, ids, length=4, batch=batch)) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_lines_are_broken_where_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -184,6 +184,29 @@ def test_a_config_that_megatron_cannot_build_is_refused_by_its_key(
         from_config(settled(MODELS[model]) | changed, rows=16)
 
 
+@pytest.mark.parametrize(
+    ("model", "published"),
+    [
+        ("gpt2", {"n_ctx": 9, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "_num_labels": 1}),
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh", "summary_type": "last"}),
+        ("qwen3_moe", {"intermediate_size": 6144}),
+        ("llama", {"is_llama_config": True, "max_sequence_length": 9, "pretraining_tp": 2}),
+    ],
+)
+def test_keys_of_published_models_that_change_nothing_are_taken(model: str, published: dict[str, Any]) -> None:
+    assert from_config(settled(MODELS[model]) | published, rows=16) == MODELS[model]
+
+
+def test_only_the_factor_with_which_megatron_scales_positions_is_taken() -> None:
+    """Its flag says 32 and the model that it builds has 8: megatron.training passes the flag over."""
+    scaled = settled(MODELS["llama 3.1"])
+    key = next(key for key in ("rope_parameters", "rope_scaling") if scaled.get(key))
+    with pytest.raises(UserError, match="rotary frequencies by 32"):
+        from_config(scaled | {key: scaled[key] | {"factor": 32.0}}, rows=16)
+    args = args_of(MODELS["llama 3.1"], rope_scaling_factor=32.0)
+    assert from_args(args).rope_scaling == 8.0
+
+
 def test_mistral_without_a_window_is_llama() -> None:
     config = transformers.AutoConfig.for_model("mistral", num_hidden_layers=1, sliding_window=None).to_dict()
     assert from_config(config, rows=32000).model_type == "llama"
