@@ -114,7 +114,7 @@ def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: P
         return "\n".join(log.read_text(errors="replace")[-3000:] for log in logs if log.exists())
 
     deadline = time.monotonic() + POD_S
-    while not any("iteration        5/" in log.read_text(errors="replace") for log in logs if log.exists()):
+    while not any("step  5/60 " in log.read_text(errors="replace") for log in logs if log.exists()):
         assert master.poll() is None, said()
         assert time.monotonic() < deadline, said()
         time.sleep(0.1)
