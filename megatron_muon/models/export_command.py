@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from megatron_muon.command_parser import CommandParser
+from megatron_muon.errors import UserError
 from megatron_muon.quiet import quiet_imports
 
 DESCRIPTION = """\
@@ -45,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.models import folder, written
     from megatron_muon.models.source import dtype_of, open_checkpoint, tokenizer_of
 
+    if args.to == "torch_dist" and args.tokenizer is not None:
+        raise UserError("--tokenizer is for --to hf: a torch_dist checkpoint holds no tokenizer; leave it out")
     with quiet_imports():
         source = open_checkpoint(args.checkpoint, verify=not args.no_verify_checkpoint)
     dtype = dtype_of(args.dtype, source.trained_in)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,14 @@ def open_checkpoint(directory: Path, *, verify: bool = True) -> Source:
     weights = Weights(files.find(directory), verify=verify)
     args = weights.args
     spec = tokenizers.spec_of(args)
-    model = from_args(args, vocab=tokenizers.size_of(spec))
+    vocab = getattr(args, "vocab_size", None) or tokenizers.size_of(spec)
+    if vocab is None:
+        print(
+            f"megatron-muon: warning: how many tokens the vocabulary has is not known ({spec.tokenizer_type} "
+            f"{spec.model} cannot be loaded): the rows that pad it to {args.padded_vocab_size} are kept",
+            file=sys.stderr,
+        )
+    model = from_args(args, vocab=vocab)
     table = rules(model)
     _check(weights, table)
     return Source(weights, model, table, spec)

@@ -184,6 +184,21 @@ def test_weights_that_the_arguments_do_not_tell_of_are_refused(tmp_path: Path) -
         open_checkpoint(found)
 
 
+def test_rows_that_pad_an_unknown_vocabulary_are_kept_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = MODELS["llama"]
+    args = args_of(model, vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "no"))
+    found = written.write(
+        tmp_path / "run", model, rules(model), values(model), layout=written.FSDP_DTENSOR, args=args, iteration=1,
+        dtype=torch.float32, transformer_engine=False,
+    )  # fmt: skip
+    assert open_checkpoint(found).model.vocab == model.rows
+    assert "the rows that pad it to 16 are kept" in capsys.readouterr().err
+    assert cli.main(["export", "--checkpoint", str(found), "--to", "torch_dist", "--tokenizer", "x", "out"]) == 2
+    assert "--tokenizer is for --to hf" in capsys.readouterr().err
+
+
 def test_an_export_replaces_a_former_one_alone_and_only_when_asked(tmp_path: Path) -> None:
     """It once deleted the run that it had read."""
     out, source = tmp_path / "out", tmp_path / "run" / "iter_0000001"
