@@ -41,7 +41,8 @@ def reason_of(error: BaseException) -> str:
 def _first_line(error: BaseException) -> str:
     if isinstance(error, KeyError):  # its text is the key alone
         return repr(error)
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    first, *others = str(error).strip().splitlines() or [type(error).__name__]
+    line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
     # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
     return "a file could not be written in full" if "unexpected pos" in line else line
 

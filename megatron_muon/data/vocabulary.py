@@ -35,6 +35,18 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
     return dtype, index.sequence_count
 
 
+def require_files(prefix: str, flag: str) -> None:
+    """Refuses a prefix, given by a flag, without PREFIX.bin or PREFIX.idx."""
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).exists():
+            if prefix.endswith((".bin", ".idx")) and Path(prefix).exists():
+                raise UserError(f"{flag} {prefix}: leave {prefix[-4:]} out; type {flag} {prefix[:-4]}")
+            raise UserError(
+                f"{prefix}{suffix} does not exist; {flag} takes the prefix of a .bin and an .idx file; type "
+                f"megatron-muon data prepare --input TEXT --output {prefix}"
+            )
+
+
 def check_vocabulary(prefix: str, args: argparse.Namespace) -> None:
     """Refuses data that another tokenizer made, or with ids that the model has no row for, by a `UserError`.
 

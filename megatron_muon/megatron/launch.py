@@ -308,10 +308,10 @@ def _train() -> None:
     import torch
     from megatron.core.enums import ModelType
     from megatron.training import pretrain
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megatron_muon.megatron.model.gpt import forward_step, train_valid_test_datasets
+    from megatron_muon.megatron.model.gpt import forward_step, gpt_config, train_valid_test_datasets
     from megatron_muon.megatron.validation import DEFAULTS
     from megatron_muon.offload.run import close_runs
 
@@ -320,7 +320,7 @@ def _train() -> None:
     together = False
     try:
         pretrain(
-            pretrain_cfg_container_from_args(args, gpt_config_from_args(args)),
+            pretrain_cfg_container_from_args(args, gpt_config(args)),
             train_valid_test_datasets,
             ModelType.encoder_or_decoder,
             forward_step,

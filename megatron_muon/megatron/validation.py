@@ -198,11 +198,12 @@ def _build_model(args: argparse.Namespace) -> None:
     Transformer Engine's need a GPU. Only a rank of the first pipeline stage could be built; Megatron-FSDP has no other.
     """
     import torch
-    from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+    from megatron.training.argument_utils import pretrain_cfg_container_from_args
 
     from megatron_muon.megatron.model import on_meta
+    from megatron_muon.megatron.model.gpt import gpt_config
 
-    pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain_cfg_container_from_args(args, gpt_config(args))
     if args.transformer_impl != "local" or args.pipeline_model_parallel_size > 1 or torch.distributed.is_initialized():
         return
     with on_meta.process_groups(args) as groups:

@@ -6,6 +6,7 @@ What `Architecture` cannot say has no counterpart on the other side, and is refu
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,36 +15,28 @@ from megatron_muon.errors import UserError
 GPT2, LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE = "gpt2", "llama", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 """What config.json calls them: its `model_type`."""
 
-ROPE_SCALING = 8.0
-"""The factor of --use-rope-scaling: megatron-core 0.19 builds a GPT with it whatever --rope-scaling-factor says."""
+_OTHER_WEIGHTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
+    (
+        *("experimental_attention_variant", "linear_attention_freq", "mtp_num_layers", "spec", "yaml_cfg"),
+        *("hybrid_layer_pattern", "hybrid_override_pattern", "moe_latent_size", "moe_mlp_glu_interleave_size"),
+        *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "moe_shared_expert_gate"),
+        "multi_latent_attention",
+    ),
+    (None, False),
+)
+"""Settings with which a model has weights that nothing here knows how to write, with the values that leave them out."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **_OTHER_WEIGHTS,
     **dict.fromkeys(
         (
-            *("multi_latent_attention", "qk_l2_norm", "attention_output_gate", "rotary_interleaved", "use_mup"),
-            *(
-                "apply_residual_connection_post_layernorm",
-                "layernorm_zero_centered_gamma",
-                "squared_relu",
-                "quick_geglu",
-            ),
-            *("moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
-            *("moe_router_force_load_balancing", "moe_router_force_biased", "moe_shared_expert_gate"),
-        ),
-        (False, None),
-    ),
-    **dict.fromkeys(
-        (
-            *("experimental_attention_variant", "linear_attention_freq", "hybrid_layer_pattern", "mtp_num_layers"),
-            *(
-                "hybrid_override_pattern",
-                "heterogeneous_layers_config_path",
-                "heterogeneous_layers_config_encoded_json",
-            ),
-            *("window_size", "window_attn_skip_freq", "no_rope_freq", "activation_func_clamp_value"),
-            *("rotary_seq_len_interpolation_factor", "moe_shared_expert_intermediate_size", "moe_latent_size"),
-            *("moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk"),
-            *("moe_expert_capacity_factor", "moe_mlp_glu_interleave_size", "spec", "yaml_cfg"),
+            *("qk_l2_norm", "attention_output_gate", "rotary_interleaved", "use_mup"),
+            *("apply_residual_connection_post_layernorm", "layernorm_zero_centered_gamma", "squared_relu"),
+            *("quick_geglu", "moe_router_pre_softmax", "moe_router_enable_expert_bias", "moe_apply_probs_on_input"),
+            *("moe_router_force_load_balancing", "moe_router_force_biased", "window_size", "window_attn_skip_freq"),
+            *("no_rope_freq", "activation_func_clamp_value", "rotary_seq_len_interpolation_factor"),
+            *("moe_shared_expert_intermediate_size", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
+            *("moe_router_group_topk", "moe_expert_capacity_factor"),
         ),
         (None, False),
     ),
@@ -115,11 +108,7 @@ def from_args(args: argparse.Namespace, *, vocab: int | None = None) -> Architec
     Raises:
         UserError: something of it has no counterpart among these model types, by the flag's name.
     """
-    without = [
-        f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {getattr(args, name)}"
-        for name, neutral in _NEUTRAL.items()
-        if getattr(args, name, neutral[0]) not in neutral
-    ]
+    without = _given(args, _NEUTRAL)
     kinds = {"--normalization": args.normalization, "--position-embedding-type": args.position_embedding_type}
     kinds["--swiglu"] = bool(args.swiglu)
     if gated := kinds == dict(zip(kinds, ("RMSNorm", "rope", True), strict=True)):
@@ -148,7 +137,7 @@ def from_args(args: argparse.Namespace, *, vocab: int | None = None) -> Architec
         experts=experts,
         topk=args.moe_router_topk if experts else 0,
         rope_base=float(args.rotary_base),
-        rope_scaling=ROPE_SCALING if args.use_rope_scaling else None,
+        rope_scaling=args.rope_scaling_factor if args.use_rope_scaling else None,
         tanh_gelu=not gated and bool(args.bias_gelu_fusion),
         init_std=args.init_method_std,
         dropout=args.hidden_dropout,
@@ -163,20 +152,37 @@ def from_args(args: argparse.Namespace, *, vocab: int | None = None) -> Architec
     return architecture
 
 
+def check_named(args: argparse.Namespace) -> None:
+    """Refuses, by the flag's name, a run's model whose weights have names in torch_dist that are not known here."""
+    if given := _given(args, _OTHER_WEIGHTS):
+        raise UserError(f"export to torch_dist does not know the weights of a model with {'; '.join(given)}")
+
+
+def _given(args: argparse.Namespace, table: Mapping[str, tuple[Any, ...]]) -> list[str]:
+    """The settings of a table that have none of its values, as flags."""
+    return [
+        f"{_FLAGS.get(name, '--' + name.replace('_', '-'))} {getattr(args, name)}"
+        for name, neutral in table.items()
+        if getattr(args, name, neutral[0]) not in neutral
+    ]
+
+
 def _unsaid(model: Architecture) -> list[str]:
     """What of an architecture its own config.json could not say, by Megatron's flags."""
-    found, kind = [], model.model_type
-    own_heads = model.head_dim * model.heads != model.hidden
-    if kind == GPT2:
-        found += [f"LayerNorm with --num-query-groups {model.groups}"] * (model.groups != model.heads)
-        found += ["LayerNorm with --qk-layernorm"] * model.qk_norm + ["LayerNorm with --num-experts"] * bool(
-            model.experts
-        )
-    if kind in (MIXTRAL, QWEN3_MOE, QWEN3) and (model.linear_bias or model.qkv_bias):
-        found.append("biases (--add-qkv-bias, or no --disable-bias-linear) with --num-experts or --qk-layernorm")
-    if kind in (GPT2, QWEN2) and own_heads:
-        found.append(f"--kv-channels {model.head_dim} with {model.heads} heads of a hidden size of {model.hidden}")
-    return found
+    kind, is_gpt2 = model.model_type, model.model_type == GPT2
+    biased = kind in (MIXTRAL, QWEN3_MOE, QWEN3) and (model.linear_bias or model.qkv_bias)
+    width = model.head_dim * model.heads
+    unsaid = {
+        f"LayerNorm with --num-query-groups {model.groups}": is_gpt2 and model.groups != model.heads,
+        "LayerNorm with --qk-layernorm": is_gpt2 and model.qk_norm,
+        "LayerNorm with --num-experts": is_gpt2 and model.experts,
+        "biases (--add-qkv-bias, or no --disable-bias-linear) with --num-experts or --qk-layernorm": biased,
+        f"--kv-channels {model.head_dim} with {model.heads} heads of a hidden size of {model.hidden}": (
+            (kind in (GPT2, QWEN2) and width != model.hidden)
+            or (kind == LLAMA and model.hidden % model.heads)  # transformers refuses to load it
+        ),
+    }
+    return [what for what, is_so in unsaid.items() if is_so]
 
 
 def to_flags(model: Architecture) -> dict[str, Any]:
@@ -202,7 +208,7 @@ def to_flags(model: Architecture) -> dict[str, Any]:
     else:
         flags |= {"--normalization": "LayerNorm", "--position-embedding-type": "learned_absolute"}
     if model.rope_scaling is not None:
-        flags["--use-rope-scaling"] = True
+        flags |= {"--use-rope-scaling": True, "--rope-scaling-factor": model.rope_scaling}
     if model.experts:
         flags |= {"--num-experts": model.experts, "--moe-router-topk": model.topk, "--moe-ffn-hidden-size": model.ffn}
         flags["--moe-router-load-balancing-type"] = "aux_loss"

@@ -50,10 +50,11 @@ def run(args: argparse.Namespace) -> int:
     with quiet_imports():
         import numpy as np
 
-        from megatron_muon.data.vocabulary import read_head
+        from megatron_muon.data.vocabulary import read_head, require_files
         from megatron_muon.models.in_memory import load, quiet_transformers
 
         quiet_transformers()
+        require_files(args.data, "--data")
         dtype = read_head(args.data)[0]
         loaded = load(args)
     ids = np.memmap(args.data + ".bin", dtype, "r")[: args.max_tokens]

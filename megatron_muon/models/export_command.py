@@ -44,15 +44,20 @@ def configure(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exports."""
     from megatron_muon.models import folder, written
-    from megatron_muon.models.source import dtype_of, open_checkpoint, tokenizer_of
+    from megatron_muon.models.architecture import check_named
+    from megatron_muon.models.source import counterpart, dtype_of, open_weights, tokenizer_of
 
-    if args.to == "torch_dist" and args.tokenizer is not None:
+    to_hf = args.to == "hf"
+    if not to_hf and args.tokenizer is not None:
         raise UserError("--tokenizer is for --to hf: a torch_dist checkpoint holds no tokenizer; leave it out")
     with quiet_imports():
-        source = open_checkpoint(args.checkpoint, verify=not args.no_verify_checkpoint)
-    dtype = dtype_of(args.dtype, source.trained_in)
-    with folder.new_folder(args.out, source=source.weights.folder, overwrite=args.overwrite) as out:
-        if args.to == "hf":
+        weights = open_weights(args.checkpoint, verify=not args.no_verify_checkpoint)
+        run_args, dtype = weights.args, dtype_of(args.dtype, weights.trained_in)
+        source = counterpart(weights) if to_hf else None
+        if source is None:
+            check_named(run_args)
+    with folder.new_folder(args.out, source=weights.folder, overwrite=args.overwrite) as out:
+        if source is not None:
             tokenizer = tokenizer_of(source, args.tokenizer)
             limit = int(args.max_file_gb * 1e9)
             size = folder.write_tensors(out, source.rules, source.read, dtype=dtype, limit=limit)
@@ -62,14 +67,13 @@ def run(args: argparse.Namespace) -> int:
                 tokenizer.save_pretrained(out)
             what = f"{config['architectures'][0]}, {size / 1e6:,.1f} MB in {str(dtype).removeprefix('torch.')}"
         else:
-            run_args = source.weights.args
             written.write(
-                out, source.model, source.rules, source.read, layout=written.TORCH_DIST, args=run_args,
-                iteration=source.weights.iteration, dtype=dtype,
+                out, {name: weights.shape(name) for name in weights}, weights.__getitem__,
+                layout=written.TORCH_DIST, args=run_args, iteration=weights.iteration, dtype=dtype,
                 transformer_engine=run_args.transformer_impl == "transformer_engine",
             )  # fmt: skip
-            what = f"torch_dist, iteration {source.weights.iteration}"
-    print(f"{args.out}: {what}, from {source.weights.folder}")
-    if args.to == "hf" and args.tokenizer != "none":
+            what = f"torch_dist, iteration {weights.iteration}"
+    print(f"{args.out}: {what}, from {weights.folder}")
+    if to_hf and args.tokenizer != "none":
         print(f"try it: megatron-muon generate --checkpoint {args.out} --prompt 'Once upon a time'")
     return 0

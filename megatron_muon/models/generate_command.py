@@ -113,9 +113,10 @@ def _write(loaded: Any, prompt: str, args: argparse.Namespace, most: int = sys.m
 
     tokenizer, model = loaded.tokenizer, loaded.model
     ids = tokenizer(prompt.encode("utf-8", "replace").decode())["input_ids"]
-    if not ids and (start := tokenizer.bos_token_id or tokenizer.eos_token_id) is None:
+    if not ids:
+        ids = [token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id) if token is not None][:1]
+    if not ids:
         raise UserError("this tokenizer has no token that starts a document; give a prompt that is not empty")
-    ids = ids or [start]
     room = model.config.max_position_embeddings - len(ids)
     if room < 1:
         raise UserError(f"the prompt has {len(ids)} tokens, the model takes {model.config.max_position_embeddings}")

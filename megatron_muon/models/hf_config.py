@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.models.architecture import GPT2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, ROPE_SCALING, Architecture
+from megatron_muon.models.architecture import GPT2, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Architecture
 
 CLASSES = {
     GPT2: "GPT2LMHeadModel",
@@ -119,11 +119,8 @@ def from_config(config: Mapping[str, Any], *, rows: int) -> Architecture:
         raise UserError(f"config.json describes a model of type {config['model_type']}; import knows {known}")
     model = _gpt2(config, rows) if kind == GPT2 else _llama_like(kind, config, rows)
     _refuse_what_is_lost(config, model)
-    if model.rope_scaling not in (None, ROPE_SCALING):
-        raise UserError(
-            f"config.json scales rotary frequencies by {model.rope_scaling:g}; megatron-core 0.19 builds models with "
-            f"{ROPE_SCALING:g} alone, whatever --rope-scaling-factor says"
-        )
+    if model.topk == 1:
+        raise UserError("config.json has num_experts_per_tok 1; megatron-core weighs a token's experts with 2 or more")
     return model
 
 

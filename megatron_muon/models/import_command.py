@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.command_parser import CommandParser, positive
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, reason_of
 from megatron_muon.quiet import quiet_imports
 
 DESCRIPTION = """\
@@ -64,14 +64,16 @@ def run(args: argparse.Namespace) -> int:
         multiple = _DIVISOR * args.tensor_parallel
         model = from_config(config, rows=-(-config["vocab_size"] // multiple) * multiple)
         tensors = folder.Tensors(args.folder, prefix="transformer." if config["model_type"] == "gpt2" else "")
-        table = rules(model)
-        folder.check(tensors, table, args.folder, tied=model.tied)
+        every = rules(model)
+        folder.check(tensors, every, args.folder, tied=model.tied)
+        table = {rule.megatron: rule for rule in every if rule.megatron}
         impl = args.transformer_impl or ("transformer_engine" if has_transformer_engine() else "local")
         flags = _flags(args, model, config, tokenizer, impl)
         run_args = _arguments(flags, model.rows)
     with folder.new_folder(args.out, source=args.folder, overwrite=args.overwrite) as out:
         written.write(
-            out, model, table, lambda rule: rule.join([tensors[name] for name in rule.hf]), layout=args.layout,
+            out, {name: rule.shape for name, rule in table.items()},
+            lambda name: table[name].join([tensors[part] for part in table[name].hf]), layout=args.layout,
             args=run_args, iteration=None, dtype=torch.float32, transformer_engine=impl == "transformer_engine",
         )  # fmt: skip
         if tokenizer is not None:
@@ -94,13 +96,13 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     try:
         config = AutoConfig.from_pretrained(str(path)).to_dict()
     except Exception as error:  # whatever a config.json of another kind leads to
-        raise UserError(f"{path / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path / 'config.json'} cannot be read: {reason_of(error)}") from error
     if not any(path.glob("tokenizer*")):
         return config, None
     try:
         return config, AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # each kind of tokenizer has exceptions of its own
-        raise UserError(f"the tokenizer in {path} cannot be loaded: {str(error).splitlines()[0]}") from error
+        raise UserError(f"the tokenizer in {path} cannot be loaded: {reason_of(error)}") from error
 
 
 def _flags(args: argparse.Namespace, model: Any, config: dict[str, Any], tokenizer: Any, impl: str) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.errors import UserError
-from megatron_muon.models.source import Source, check_tokens, dtype_of, open_checkpoint, tokenizer_of
+from megatron_muon.errors import UserError, reason_of
+from megatron_muon.models.source import Source, check_tokens, counterpart, dtype_of, open_weights, tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
     """Loads what a command's arguments name; `untrained`, with weights drawn at random instead.
 
     Raises:
-        UserError: as `source.open_checkpoint`; or there is no tokenizer or no such device.
+        UserError: as `source.open_weights` and `source.counterpart`; or there is no tokenizer or no such device.
     """
     device = args.device
     if device == "auto":
@@ -60,9 +60,9 @@ def load(args: argparse.Namespace, *, untrained: bool = False) -> Loaded:
         loaded = _exported(args, device, untrained=untrained)
         check_tokens(loaded.tokenizer, loaded.model.config.vocab_size)
         return loaded
-    source = open_checkpoint(directory, verify=not args.no_verify_checkpoint)
+    source = counterpart(open_weights(directory, verify=not args.no_verify_checkpoint))
     tokenizer = tokenizer_of(source, args.tokenizer)
-    dtype = _dtype(args.dtype, source.trained_in, device)
+    dtype = _dtype(args.dtype, source.weights.trained_in, device)
     model = _model(source, tokenizer, dtype, untrained=untrained)
     return Loaded(model.to(device).eval(), tokenizer, source.weights.folder, source.weights.args.seq_length)
 
@@ -94,8 +94,9 @@ def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> Load
             model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
         tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer or str(directory))
     except Exception as error:  # whatever a damaged folder leads to
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{directory} cannot be loaded by transformers {transformers.__version__}: {why}") from error
+        raise UserError(
+            f"{directory} cannot be loaded by transformers {transformers.__version__}: {reason_of(error)}"
+        ) from error
     return Loaded(model.to(device).eval(), tokenizer, directory, min(config.max_position_embeddings, 2048))
 
 

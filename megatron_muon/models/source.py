@@ -36,12 +36,6 @@ class Source:
     rules: list[Rule]
     tokenizer: TokenizerSpec
 
-    @property
-    def trained_in(self) -> torch.dtype:
-        """The dtype of the run's matrix products."""
-        args = self.weights.args
-        return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-
     def read(self, rule: Rule) -> Tensor:
         """The weight of a rule; zeros where Megatron has none."""
         return self.weights[rule.megatron] if rule.megatron else torch.zeros(rule.shape)
@@ -56,15 +50,25 @@ class Source:
         return to_config(self.model) | ids | {"torch_dtype": str(dtype).removeprefix("torch.")}
 
 
-def open_checkpoint(directory: Path, *, verify: bool = True) -> Source:
-    """Opens a checkpoint; no tensor is read.
+def open_weights(directory: Path, *, verify: bool) -> Weights:
+    """Opens a checkpoint, `verify` with its checksums; no tensor is read.
 
     Raises:
-        UserError: it cannot be read, or something of the model has no counterpart.
+        UserError: it cannot be read.
     """
     import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
 
-    weights = Weights(files.find(directory), verify=verify)
+    if (directory / "config.json").is_file():
+        raise UserError(f"{directory} is a folder of Hugging Face already; give a checkpoint, or import it first")
+    return Weights(files.find(directory), verify=verify)
+
+
+def counterpart(weights: Weights) -> Source:
+    """A checkpoint as a model of Hugging Face.
+
+    Raises:
+        UserError: something of the model has no counterpart.
+    """
     args = weights.args
     spec = tokenizers.spec_of(args)
     vocab = getattr(args, "vocab_size", None) or tokenizers.size_of(spec)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_muon.data.corpus import OutputPaths
 from megatron_muon.data.tokenizers import BYTE_LEVEL, BYTE_LEVEL_VOCAB_SIZE, HUGGING_FACE, IN_TRAINING, TokenizerSpec
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, reason_of
 
 END_OF_DOCUMENT = "<eod>"
 
@@ -58,8 +58,7 @@ def build(spec: TokenizerSpec) -> Any:
     try:
         return transformers.AutoTokenizer.from_pretrained(spec.model)
     except Exception as error:  # each kind of tokenizer has exceptions of its own
-        why = str(error).splitlines()[0]
-        raise UserError(f"the tokenizer {spec.model} cannot be loaded ({why}); {_REMEDY}") from error
+        raise UserError(f"the tokenizer {spec.model} cannot be loaded ({reason_of(error)}); {_REMEDY}") from error
 
 
 def is_of_bytes(tokenizer: Any) -> bool:

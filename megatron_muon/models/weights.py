@@ -8,6 +8,7 @@ the linear layer that follows it and numbers experts otherwise, and torch_dist s
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,10 +32,10 @@ COMMON_STATE = "common_state/shard_0_1"
 """The entry of a torch_dist checkpoint that holds a list with one dict: arguments, iteration and the like."""
 
 STACKED = "decoder.layers."
-"""torch_dist has one tensor for all layers under this name without a number."""
+"""torch_dist has one tensor for all layers under this name without a number, where layers are alike."""
 
 EXPERTS = "mlp.experts.experts."
-"""torch_dist has one tensor for all layers and experts."""
+"""torch_dist has one tensor for all experts under this name."""
 
 _RENAMED = (
     (r"self_attention\.linear_qkv\.layer_norm_(weight|bias)$", r"input_layernorm.\1"),
@@ -100,6 +101,11 @@ class Weights(Mapping[str, torch.Tensor]):
             raise UserError(f"{folder} holds no weights of a model")
 
     @property
+    def trained_in(self) -> torch.dtype:
+        """The dtype of the run's matrix products."""
+        return torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else torch.float32
+
+    @property
     def _is_torch_dist(self) -> bool:
         return (self.folder / TORCH_DIST_MARK).is_file()
 
@@ -120,20 +126,21 @@ class Weights(Mapping[str, torch.Tensor]):
     def _stacked(self) -> Iterator[tuple[str, _Place]]:
         """The weights of a torch_dist checkpoint, layer by layer, gates apart from what they act on."""
         for name, entry in self._tensors.items():
-            size = tuple(entry.size)
             if name.startswith("optimizer."):
                 continue
-            if not name.startswith(STACKED) or name.removeprefix(STACKED).partition(".")[0].isdecimal():
+            size = tuple(entry.size)
+            match = re.fullmatch(rf"{re.escape(STACKED)}(?:(\d+)\.)?(.*)", name)
+            if match is None:
                 yield from self._halves(name, _Place(name, (0,) * len(size), size, len(size)))
                 continue
-            part = name.removeprefix(STACKED)
-            lead = 2 if part.startswith(EXPERTS) else 1
-            for index in torch.cartesian_prod(*(torch.arange(length) for length in size[:lead])).view(-1, lead):
-                at = tuple(index.tolist())
-                of_layer = part.replace(EXPERTS, f"mlp.experts.local_experts.{at[-1]}.") if lead == 2 else part
+            layer, part = match.groups()
+            experts = part.startswith(EXPERTS)
+            lead = (layer is None) + experts
+            for at in itertools.product(*(range(length) for length in size[:lead])):
+                local = part.replace(EXPERTS, f"mlp.experts.local_experts.{at[-1]}.") if experts else part
                 offsets, sizes = (*at, *(0 for _ in size[lead:])), (*(1 for _ in at), *size[lead:])
                 place = _Place(name, offsets, sizes, len(size) - lead)
-                yield from self._halves(f"{STACKED}{at[0]}.{of_layer}", place)
+                yield from self._halves(f"{STACKED}{at[0] if layer is None else layer}.{local}", place)
 
     def _halves(self, name: str, place: _Place) -> Iterator[tuple[str, _Place]]:
         """A gated projection as its two halves, anything else as it is."""

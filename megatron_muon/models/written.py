@@ -11,7 +11,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.summed_files import SummedFiles
-from megatron_muon.models.architecture import Architecture
-from megatron_muon.models.mapping import Rule
 from megatron_muon.models.weights import COMMON_STATE, EXPERTS, STACKED, TORCH_DIST_MARK
 
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
-
-_LINEAR = ("self_attention.linear_qkv", "self_attention.linear_proj")
-_MLP = ("linear_fc1", "linear_fc2")
 
 
 @dataclass(frozen=True)
@@ -49,9 +44,8 @@ class _Place:
 
 def write(
     save_dir: Path,
-    model: Architecture,
-    rules: list[Rule],
-    read: Callable[[Rule], Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[str], Tensor],
     *,
     layout: str,
     args: argparse.Namespace,
@@ -62,23 +56,22 @@ def write(
     """Writes a checkpoint and names it in the tracker file; its folder.
 
     Args:
-        read: the weight of a rule, in any dtype. It is given away: its memory is freed when it is written.
+        shapes: of the weights, which are named as in `weights`.
+        read: the weight of a name, in any dtype. It is given away: its memory is freed when it is written.
         layout: `FSDP_DTENSOR` or `TORCH_DIST`.
         args: of the run that is to load it.
         iteration: None for what no run of Megatron has trained, a "release".
         transformer_engine: whether the model that loads it has Transformer Engine's layers, whose names differ.
     """
-    kept = [rule for rule in rules if rule.megatron]
     state = {"args": args, "checkpoint_version": 3.0, "iteration": iteration or 0}
     if layout == FSDP_DTENSOR:
-        places = [_of_layer(rule, transformer_engine, args) for rule in kept]
+        places = [_of_layer(name, shape, transformer_engine, args) for name, shape in shapes.items()]
         objects: dict[str, Any] = state
     else:
-        places = [_stacked(rule, model, transformer_engine) for rule in kept]
+        places = [_stacked(name, shape, transformer_engine, args) for name, shape in shapes.items()]
         content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
-        objects = {COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(model)}
-    by_name = {rule.megatron: rule for rule in kept}
-    planner = _Planner(places, objects, lambda name: read(by_name[name]).to(dtype), dtype)
+        objects = {COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places)}
+    planner = _Planner(places, objects, lambda name: read(name).to(dtype), dtype)
     named = "release" if iteration is None else iteration
     folder = files.iteration_folder(save_dir, named)
     writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
@@ -95,9 +88,9 @@ def write(
     return folder
 
 
-def _of_layer(rule: Rule, transformer_engine: bool, args: argparse.Namespace) -> _Place:
+def _of_layer(weight: str, shape: tuple[int, ...], transformer_engine: bool, args: argparse.Namespace) -> _Place:
     """The entry of fsdp_dtensor."""
-    name = rule.megatron
+    name = weight
     if transformer_engine:
         grouped = getattr(args, "moe_grouped_gemm", False)
         name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
@@ -105,41 +98,40 @@ def _of_layer(rule: Rule, transformer_engine: bool, args: argparse.Namespace) ->
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         elif grouped:
             name = re.sub(r"local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)", r"\2.\3\1", name)
-    zeros = (0,) * len(rule.shape)
-    return _Place(rule.megatron, f"model.module.{name}", zeros, rule.shape, rule.shape)
+    return _Place(weight, f"model.module.{name}", (0,) * len(shape), shape, shape)
 
 
-def _stacked(rule: Rule, model: Architecture, transformer_engine: bool) -> _Place:
-    """The part of an entry of torch_dist."""
-    name, sizes = rule.megatron, rule.shape
+def _stacked(weight: str, shape: tuple[int, ...], transformer_engine: bool, args: argparse.Namespace) -> _Place:
+    """The part of an entry of torch_dist: of one for all layers where they are alike, and for all experts."""
+    name, sizes = weight, shape
     offsets, of = (0,) * len(sizes), sizes
     if half := re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name):
         name, of = half[1], (2 * sizes[0], *sizes[1:])
         offsets = (sizes[0] * "wv".index(half[2]), *offsets[1:])
     if layer := re.fullmatch(rf"{re.escape(STACKED)}(\d+)\.(.*)", name):
-        lead: tuple[int, ...] = (int(layer[1]),)
-        lengths: tuple[int, ...] = (model.layers,)
+        alike = not args.num_experts or args.moe_layer_freq == 1
+        lead, lengths = ((int(layer[1]),), (args.num_layers,)) if alike else ((), ())
         part = layer[2]
         if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", part):
-            lead, lengths, part = (*lead, int(expert[1])), (*lengths, model.experts), EXPERTS + expert[2]
+            lead, lengths, part = (*lead, int(expert[1])), (*lengths, args.num_experts), EXPERTS + expert[2]
         part = part.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        if not (transformer_engine and model.experts):
+        if not (transformer_engine and args.num_experts):
             part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
-        name, offsets, of = STACKED + part, (*lead, *offsets), (*lengths, *of)
+        name = STACKED + (part if alike else f"{layer[1]}.{part}")
+        offsets, of = (*lead, *offsets), (*lengths, *of)
         sizes = (*(1 for _ in lead), *sizes)
-    return _Place(rule.megatron, name, offsets, sizes, of)
+    return _Place(weight, name, offsets, sizes, of)
 
 
-def _extra_states(model: Architecture) -> Iterator[str]:
+def _extra_states(places: Iterable[_Place]) -> Iterator[str]:
     """Entries that hold nothing and that megatron-core's linear layers ask for all the same."""
-    mlp = (f"{EXPERTS}{part}" for part in _MLP) if model.experts else (f"mlp.{part}" for part in _MLP)
-    for part in (*_LINEAR, *mlp):
-        for layer in range(model.layers):
-            if not part.startswith(EXPERTS):
-                yield f"{STACKED}{part}._extra_state/shard_{layer}_{model.layers}"
-                continue
-            for expert in range(model.experts):
-                yield f"{STACKED}{part}._extra_state/shard_{layer}.{expert}_{model.layers}.{model.experts}"
+    for place in places:
+        if linear := re.fullmatch(r"(.*\.linear_\w+)\.weight", place.entry):
+            lead = len(place.of) - 2
+            at, of = (
+                ".".join(map(str, some[:lead] or default)) for some, default in ((place.offsets, "0"), (place.of, "1"))
+            )
+            yield f"{linear[1]}._extra_state/shard_{at}_{of}"
 
 
 class _Planner(DefaultSavePlanner):

@@ -32,6 +32,12 @@ LLAMA = ("--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", 
 GROUPS = ("--group-query-attention", "--num-query-groups", "2")
 UNTIED = ("--untie-embeddings-and-output-weights",)
 MIXTURE = (*LLAMA, *GROUPS, *UNTIED, "--num-experts", "4", "--moe-router-topk", "2")
+SHARED = (
+    *(*LLAMA, *GROUPS, "--num-experts", "4", "--moe-layer-freq", "([0]*1+[1]*1)", "--moe-router-topk", "2"),
+    *("--moe-router-score-function", "sigmoid", "--moe-router-enable-expert-bias", "--moe-ffn-hidden-size", "24"),
+    *("--moe-shared-expert-intermediate-size", "24"),
+)
+"""A dense layer, then one with experts as DeepSeek has them, but for its attention."""
 MODELS = {
     "llama": (*LLAMA, *GROUPS, *UNTIED),
     "llama tied": LLAMA,
@@ -43,6 +49,15 @@ MODELS = {
     "qwen3_moe": (*MIXTURE, "--qk-layernorm", "--moe-ffn-hidden-size", "24"),
     "gpt2": ("--position-embedding-type", "learned_absolute"),
     "gpt2 without biases": ("--position-embedding-type", "learned_absolute", "--disable-bias-linear", *UNTIED),
+    "shared experts": SHARED,
+    "squared relu": (
+        "--squared-relu",
+        "--no-bias-gelu-fusion",
+        "--position-embedding-type",
+        "rope",
+        "--rotary-percent",
+        "0.5",
+    ),
 }
 ZERO = {f"zero-{stage}": strategy for stage, strategy in enumerate(("optim", "optim_grads", "optim_grads_params"), 1)}
 
@@ -63,14 +78,16 @@ LAYOUTS = {
     "HSDP": layout(4, "--num-distributed-optimizer-instances", "2"),
     "bf16": layout(2, "--bf16"),
 }
+MISSING = {"shared experts": "--moe-shared-expert-intermediate-size 24", "squared relu": "--squared-relu True"}
+"""Models that only Megatron has, and why."""
 CASES = [
-    *((model, "zero-3") for model in MODELS),
+    *((model, "zero-3") for model in MODELS if model not in MISSING),
     *(("llama", name) for name in LAYOUTS if not name.startswith(("EP", "zero-3"))),
     *(("mixtral", name) for name in ("EP 2", "EP 2 x TP 2", "no_shard")),
     ("gpt2", "TP 2"),
     ("qwen3", "TP 2 x DP 2"),
 ]
-COME_BACK = [model for model in MODELS if model != "gpt2 without biases"]
+COME_BACK = [model for model in MODELS if model not in ("gpt2 without biases", *MISSING)]
 """Hugging Face's GPT-2 has biases: a model without them comes back with zeros."""
 
 OFTEN = [("llama", "TP 2 x DP 2"), ("gpt2", "zero-3"), ("mixtral", "EP 2")]
@@ -182,6 +199,24 @@ def test_megatron_loads_an_export_to_torch_dist(
         train, model, tmp_path / "dist", "--optimizer", "adam", "--lr", "0.1", "--ckpt-format", "torch_dist"
     )
     torch.testing.assert_close(transformers(tmp_path / "hf"), ours, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("model", wide_but([], MISSING))
+def test_megatron_loads_an_export_of_what_hugging_face_lacks(
+    train: Trainings,
+    trained: Callable[[str, str], Path],
+    tmp_path: Path,
+    model: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint = trained(model, "zero-3")
+    command("export", "--checkpoint", checkpoint, "--to", "torch_dist", tmp_path / "dist")
+    adam = ("--optimizer", "adam", "--lr", "0.1", "--ckpt-format", "torch_dist")
+    torch.testing.assert_close(
+        megatron(train, model, tmp_path / "dist", *adam), megatron(train, model, checkpoint, *MUON), atol=1e-6, rtol=0
+    )
+    assert cli.main(["export", "--checkpoint", str(checkpoint), "--to", "hf", str(tmp_path / "hf")]) == 2
+    assert MISSING[model] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", wide_but(["gpt2"], COME_BACK))

@@ -25,8 +25,8 @@ from megatron_muon.models import eval_command, folder, tokenizer, written
 from megatron_muon.models.architecture import Architecture
 from megatron_muon.models.generate_command import Shown
 from megatron_muon.models.mapping import Rule, rules
-from megatron_muon.models.source import open_checkpoint
-from megatron_muon.models.weights import Weights
+from megatron_muon.models.source import counterpart, open_weights
+from megatron_muon.models.weights import STACKED, Weights
 from tests.unit.test_models_mapping import MODELS, args_of
 
 
@@ -40,13 +40,54 @@ def values(model: Architecture) -> Callable[[Rule], Tensor]:
     return lambda rule: made[rule.megatron]
 
 
-def saved(place: Path, model: Architecture, layout: str, *, te: bool = False, grouped: bool = False) -> Path:
-    """A checkpoint in `place`."""
-    args = args_of(model, bf16=False, fp16=False, moe_grouped_gemm=grouped)
+def write(
+    place: Path,
+    model: Architecture,
+    args: argparse.Namespace,
+    *,
+    layout: str = written.FSDP_DTENSOR,
+    te: bool = False,
+) -> Path:
+    """A checkpoint of a model's weights with other arguments."""
+    table, read = {rule.megatron: rule for rule in rules(model) if rule.megatron}, values(model)
+    shapes = {name: rule.shape for name, rule in table.items()}
     return written.write(
-        place, model, rules(model), values(model), layout=layout, args=args, iteration=7, dtype=torch.float32,
+        place, shapes, lambda name: read(table[name]), layout=layout, args=args, iteration=7, dtype=torch.float32,
         transformer_engine=te,
     )  # fmt: skip
+
+
+def saved(place: Path, model: Architecture, layout: str, *, te: bool = False, grouped: bool = False) -> Path:
+    """A checkpoint in `place`."""
+    return write(place, model, args_of(model, bf16=False, fp16=False, moe_grouped_gemm=grouped), layout=layout, te=te)
+
+
+@pytest.mark.parametrize("experts", [0, 2])
+def test_weights_that_hugging_face_has_no_place_for_go_to_torch_dist_and_come_back(
+    tmp_path: Path, experts: int
+) -> None:
+    """Layers of two kinds have entries of their own, experts share one; and so for layers that are alike."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (6, 4)}
+    for layer in range(2):
+        name = f"decoder.layers.{layer}"
+        shapes |= {f"{name}.self_attention.linear_kv_down_proj.weight": (3, 4), f"{name}.input_layernorm.weight": (4,)}
+        for expert in range(layer * experts):
+            of_expert = f"{name}.mlp.experts.local_experts.{expert}"
+            shapes |= {f"{of_expert}.linear_fc1.weight_{half}": (5, 4) for half in "wv"}
+            shapes[f"{of_expert}.linear_fc2.weight"] = (4, 5)
+    values = {name: torch.randn(shape) for name, shape in shapes.items()}
+    args = args_of(MODELS["llama"], num_layers=2, num_experts=experts or None, moe_layer_freq=[0, 1])
+    for number, (place, read) in enumerate(((tmp_path / "a", values), (tmp_path / "b", None))):
+        source = read or Weights(files.find(tmp_path / "a"))
+        written.write(
+            place, shapes, lambda name, of=source: of[name].clone(), layout=written.TORCH_DIST, args=args,
+            iteration=number, dtype=torch.float32, transformer_engine=False,
+        )  # fmt: skip
+        found = Weights(files.find(place))
+        assert found.keys() == shapes.keys()
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+    stacked = {name.startswith(STACKED) and not name.removeprefix(STACKED)[0].isdecimal() for name in found._tensors}
+    assert (True in stacked) == (experts == 0)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama tied, with biases", "qwen3_moe", "gpt2"])
@@ -168,20 +209,20 @@ def make_data(place: Path) -> str:
 
 def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a directory"):
-        open_checkpoint(tmp_path / "nowhere")
+        open_weights(tmp_path / "nowhere", verify=True)
     with pytest.raises(UserError, match=r"has no latest_checkpointed_iteration\.txt"):
-        open_checkpoint(tmp_path)
+        open_weights(tmp_path, verify=True)
+    (tmp_path / "config.json").touch()
+    with pytest.raises(UserError, match="is a folder of Hugging Face already"):
+        open_weights(tmp_path, verify=True)
 
 
 def test_weights_that_the_arguments_do_not_tell_of_are_refused(tmp_path: Path) -> None:
     model = MODELS["llama"]
     args = args_of(replace(model, layers=1), bf16=False)
-    found = written.write(
-        tmp_path, model, rules(model), values(model), layout=written.FSDP_DTENSOR, args=args, iteration=1,
-        dtype=torch.float32, transformer_engine=False,
-    )  # fmt: skip
+    found = write(tmp_path, model, args)
     with pytest.raises(UserError, match=r"has weights without a counterpart: decoder.layers.1.input_layernorm.weight"):
-        open_checkpoint(found)
+        counterpart(open_weights(found, verify=True))
 
 
 def test_rows_that_pad_an_unknown_vocabulary_are_kept_with_a_warning(
@@ -189,11 +230,8 @@ def test_rows_that_pad_an_unknown_vocabulary_are_kept_with_a_warning(
 ) -> None:
     model = MODELS["llama"]
     args = args_of(model, vocab_size=None, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tmp_path / "no"))
-    found = written.write(
-        tmp_path / "run", model, rules(model), values(model), layout=written.FSDP_DTENSOR, args=args, iteration=1,
-        dtype=torch.float32, transformer_engine=False,
-    )  # fmt: skip
-    assert open_checkpoint(found).model.vocab == model.rows
+    found = write(tmp_path / "run", model, args)
+    assert counterpart(open_weights(found, verify=True)).model.vocab == model.rows
     assert "the rows that pad it to 16 are kept" in capsys.readouterr().err
     assert cli.main(["export", "--checkpoint", str(found), "--to", "torch_dist", "--tokenizer", "x", "out"]) == 2
     assert "--tokenizer is for --to hf" in capsys.readouterr().err

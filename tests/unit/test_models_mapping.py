@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon import cpu
 from megatron_muon.errors import UserError
 from megatron_muon.models.architecture import _NEUTRAL, Architecture, from_args, to_flags
 from megatron_muon.models.hf_config import from_config, to_config
@@ -21,6 +22,7 @@ from megatron_muon.quiet import quiet_imports
 with quiet_imports():
     import transformers
 
+    from megatron_muon.megatron import validation
     from megatron_muon.megatron.flags import arguments
 
 PLAIN = Architecture(
@@ -150,6 +152,7 @@ def test_a_setting_without_a_counterpart_is_refused_by_name(setting: str) -> Non
         ("gpt2", {"group_query_attention": True, "num_query_groups": 2}, "--num-query-groups 2"),
         ("gpt2", {"kv_channels": 5}, "--kv-channels 5"),
         ("qwen2", {"kv_channels": 5}, "--kv-channels 5"),
+        ("llama", {"num_attention_heads": 8, "kv_channels": 3}, "--kv-channels 3 with 8 heads"),
         ("mixtral", {"add_qkv_bias": True}, "biases"),
         ("mixtral", {"moe_router_load_balancing_type": "sinkhorn"}, "sinkhorn"),
     ],
@@ -197,14 +200,27 @@ def test_keys_of_published_models_that_change_nothing_are_taken(model: str, publ
     assert from_config(settled(MODELS[model]) | published, rows=16) == MODELS[model]
 
 
-def test_only_the_factor_with_which_megatron_scales_positions_is_taken() -> None:
-    """Its flag says 32 and the model that it builds has 8: megatron.training passes the flag over."""
-    scaled = settled(MODELS["llama 3.1"])
-    key = next(key for key in ("rope_parameters", "rope_scaling") if scaled.get(key))
-    with pytest.raises(UserError, match="rotary frequencies by 32"):
-        from_config(scaled | {key: scaled[key] | {"factor": 32.0}}, rows=16)
-    args = args_of(MODELS["llama 3.1"], rope_scaling_factor=32.0)
-    assert from_args(args).rope_scaling == 8.0
+def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
+    """megatron.training 0.19 passes --rope-scaling-factor over: each model had the factor 8."""
+    cpu.install(force=True)
+    from megatron_muon.megatron.model import on_meta
+    from megatron_muon.planning.matrices import LOCAL
+
+    model = replace(MODELS["llama"], hidden=48, head_dim=8, rope_scaling=32.0)
+    args = args_of(model, seq_length=9, micro_batch_size=1, no_persist_layer_norm=True)
+    vars(args).update(LOCAL | {"rank": 0, "world_size": 1})
+    assert from_args(args) == from_config(settled(model), rows=model.rows) == model
+    validation.complete(args, PARSER())
+    with on_meta.process_groups(args) as groups:
+        found = on_meta.build_model(args, groups).rotary_pos_emb.inv_freq
+    config = transformers.AutoConfig.for_model(**settled(model))
+    torch.testing.assert_close(found, transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config).inv_freq)
+
+
+def test_one_expert_for_a_token_is_refused() -> None:
+    """megatron-core refuses it: the softmax over one expert is 1, without a gradient."""
+    with pytest.raises(UserError, match="num_experts_per_tok 1"):
+        from_config(settled(MODELS["mixtral"]) | {"num_experts_per_tok": 1}, rows=16)
 
 
 def test_mistral_without_a_window_is_llama() -> None:

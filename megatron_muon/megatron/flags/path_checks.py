@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.core.numbers import is_number
-from megatron_muon.data.vocabulary import check_vocabulary, read_head
+from megatron_muon.data.vocabulary import check_vocabulary, read_head, require_files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.layout_file import check_dump_file
 
@@ -22,14 +22,7 @@ def require_data(args: argparse.Namespace) -> None:
         made = "(made by megatron-muon data prepare)"
         raise UserError(f"no training data: give --data-path PREFIX {made}, or --mock-data for random tokens")
     for prefix in prefixes:
-        for suffix in (".bin", ".idx"):
-            if not Path(prefix + suffix).exists():
-                if prefix.endswith((".bin", ".idx")) and Path(prefix).exists():
-                    raise UserError(f"--data-path {prefix}: leave {prefix[-4:]} out; type --data-path {prefix[:-4]}")
-                raise UserError(
-                    f"{prefix}{suffix} does not exist; --data-path takes the prefix of a .bin and an .idx file; type "
-                    f"megatron-muon data prepare --input TEXT --output {prefix}"
-                )
+        require_files(prefix, "--data-path")
         read_head(prefix)
         if prefix in (args.data_path or ()):
             _check_split(prefix, args.split or "969, 30, 1")

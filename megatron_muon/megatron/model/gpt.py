@@ -1,10 +1,11 @@
-"""What megatron.training.pretrain wants to be told about a GPT: batches, loss, datasets.
+"""What megatron.training.pretrain wants to be told about a GPT: model, batches, loss, datasets.
 
 megatron-core's wheel ships the training loop but not the script around it. Nothing here knows which optimizer runs.
 """
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.models import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 
 from megatron_muon.megatron import LOSS
@@ -29,6 +32,16 @@ _DATA_SETTINGS = (
     *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "context_parallel_size"),
 )
 Batch = dict[str, torch.Tensor | None]
+
+
+def gpt_config(args: argparse.Namespace) -> GPTModelConfig:
+    """The model that validated flags describe.
+
+    megatron-core 0.19 leaves out --rope-scaling-factor, so that each model would have the default of 8.
+    """
+    config: GPTModelConfig = gpt_config_from_args(args)
+    config.rope_scaling_factor = args.rope_scaling_factor
+    return config
 
 
 def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]]) -> Batch:

@@ -13,9 +13,9 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_layer
-from megatron.training.argument_utils import gpt_config_from_args
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.patching import Patches
 
 
@@ -45,7 +45,7 @@ def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, run
     Engine. The local core attention of 0.19 takes neither context parallelism nor the two head sizes of latent
     attention; it has no parameters. The projections of latent experts are Transformer Engine's alone.
     """
-    config = gpt_config_from_args(args)
+    config = gpt_config(args)
     config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
     with Patches() as changes, torch.device("meta"):
         if not runnable:
