@@ -149,6 +149,10 @@ def _check_heads(args: argparse.Namespace) -> None:
     experts, top_k = args.num_experts, args.moe_router_topk
     if experts and top_k > experts:
         raise UserError(f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it")
+    if experts and args.bias_gelu_fusion and not (args.swiglu or args.quick_geglu):
+        raise UserError(
+            "megatron-core has no fused GELU for the experts of --num-experts; give --swiglu, or --no-bias-gelu-fusion"
+        )
 
 
 def _validate(args: argparse.Namespace) -> None:

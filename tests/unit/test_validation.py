@@ -25,7 +25,7 @@ MODEL = (
     *("--micro-batch-size", "2", "--global-batch-size", "8", "--train-iters", "2", "--lr", "0.01"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "256", "--eval-iters", "0", "--mock-data"),
 )
-LAYOUTS = ("", "--tensor-model-parallel-size 4", "--num-experts 4 --expert-model-parallel-size 2")
+LAYOUTS = ("", "--tensor-model-parallel-size 4", "--num-experts 4 --expert-model-parallel-size 2 --swiglu")
 MUON = ("--optimizer", "muon", "--use-megatron-fsdp")
 RANKS = 4
 
@@ -46,8 +46,15 @@ CASES = {
     "weight decay": ("--weight-decay -1", ("--start-weight-decay -1.0",)),
     "tokenizer": ("--tokenizer-type HuggingFaceTokenizer", ("HuggingFaceTokenizer needs --tokenizer-model",)),
     "EP without experts": ("--expert-model-parallel-size 2", ("no --num-experts", "--expert-model-parallel-size 2")),
-    "experts over EP": ("--num-experts 3 --expert-model-parallel-size 2", ("--num-experts 3", "parallel-size 2")),
+    "experts over EP": (
+        "--swiglu --num-experts 3 --expert-model-parallel-size 2",
+        ("--num-experts 3", "parallel-size 2"),
+    ),
     "top k": ("--num-experts 2 --moe-router-topk 3", ("--moe-router-topk 3", "--num-experts 2")),
+    "fused GELU of experts": (
+        "--num-experts 2",
+        ("no fused GELU", "--num-experts; give --swiglu, or --no-bias-gelu-fusion"),
+    ),
     "checkpoint format": ("--ckpt-format torch_dist", ("--ckpt-format torch_dist", "--use-megatron-fsdp")),
     "dropout": ("--hidden-dropout 2", ("--hidden-dropout 2.0", "between 0 and 1")),
     "recomputation": ("--recompute-granularity full", ("recompute_method", "no --recompute-method")),
