@@ -7,12 +7,12 @@ import importlib.util
 import itertools
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon import exit_codes
 from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 DESCRIPTION = """\
 Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on two ranks: in the
@@ -30,45 +30,34 @@ EXAMPLES = """\
 examples:
   megatron-muon quickstart
   megatron-muon quickstart --muon-lr 0.01
-  megatron-muon quickstart --nproc 4 -- --data-parallel-sharding-strategy optim
+  megatron-muon quickstart --nproc 4 --micro-batch-size 2
+  megatron-muon quickstart --data-parallel-sharding-strategy optim
 
 exit status:
-  that of the first step that ends with another than 0
+  that of the first step that fails, or 0
 """
 
-_CONFIG = "configs/quickstart.yaml"
 _OUT = Path("runs/quickstart")
 
 
-@dataclass(frozen=True)
-class Quickstart:
-    """One run of the quickstart: its folder, its ranks, and flags of pretrain_gpt.py that win over the file's."""
-
-    out: Path
-    nproc: int
-    flags: tuple[str, ...] = ()
-
-
-def _prepare(_: Quickstart) -> list[str]:
-    # Of another Python's library the text is made anew; text that is up to date stays.
-    return ["data", "prepare", "--stdlib", "--output", "data/stdlib", "--overwrite"]
-
-
-def _train(of: Quickstart) -> list[str]:
-    flags = ["--", *of.flags] if of.flags else []
-    return ["train", "--config", _CONFIG, "--nproc", str(of.nproc), "--out", str(of.out), *flags]
-
-
-def _sum_up(of: Quickstart) -> list[str]:
-    return ["summary", str(of.out)]
-
-
-def _write(of: Quickstart) -> list[str]:
-    return ["generate", "--checkpoint", str(of.out), "--prompt", "def ", "--untrained", "--wrap", "96"]
-
-
-STEPS: tuple[Callable[[Quickstart], list[str]], ...] = (_prepare, _train, _sum_up, _write)
-"""The commands, in their order, as the arguments of `megatron-muon`."""
+def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
+    """The steps, as arguments of `megatron-muon`; `flags` of pretrain_gpt.py win over the file's."""
+    return [
+        # --overwrite: the text of another Python's library is replaced; text that is up to date is kept.
+        ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"],
+        [
+            "train",
+            "--config",
+            str(QUICKSTART),
+            "--nproc",
+            str(nproc),
+            "--out",
+            str(out),
+            *(("--", *flags) if flags else ()),
+        ],
+        ["summary", str(out)],
+        ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained", "--wrap", "96"],
+    ]
 
 
 def configure(parser: CommandParser) -> None:
@@ -84,11 +73,9 @@ def run(args: argparse.Namespace) -> int:
     """Takes the steps, until one fails; its exit status."""
     from megatron_muon.cli import main
 
-    of = Quickstart(free_folder(), args.nproc, tuple(args.flags))
-    for step in STEPS:
-        arguments = step(of)
-        if step is _write and importlib.util.find_spec("transformers") is None:
-            print("transformers is not installed, so the model writes nothing: pip install 'megatron-muon[hf]'")
+    for arguments in commands(free_folder(), args.nproc, args.flags):
+        if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
+            print("transformers is not installed, so no text is shown; to see some: pip install 'megatron-muon[hf]'")
             break
         print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
         sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command

@@ -1,4 +1,4 @@
-"""Warnings: those of libraries about what is not installed are left out of imports, those of this package stand out.
+"""Silences what libraries warn about while they are imported, and prints this package's own warnings as single lines.
 
 Imports are quiet for commands that prepare or read data, where a missing GPU or Apex is nobody's concern, and for
 training, which lists the defaults that it fills in for what is missing.
@@ -8,14 +8,16 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from megatron_muon.patching import Patches
 
 
 @contextlib.contextmanager
 def quiet_imports() -> Iterator[None]:
-    """Within the context nobody warns, by `warnings` or a logger; afterwards all do as before."""
+    """Suppresses warnings, and log messages up to WARNING, within the context."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -28,17 +30,18 @@ def quiet_imports() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_warnings_in_one_line() -> Iterator[None]:
-    """Within the context a warning of this package is a line as the others that it prints; `train` shows those."""
-    show, here = warnings.showwarning, str(Path(__file__).parent)
+    """Prints this package's warnings as `megatron-muon: warning:` lines, which `train` shows, within the context."""
+    here = str(Path(__file__).parent)
+    with Patches() as patches:
 
-    def showwarning(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
-        if filename.startswith(here) and issubclass(category, UserWarning):
-            print(f"megatron-muon: warning: {message}", file=sys.stderr, flush=True)
-        else:
-            show(message, category, filename, *where, **more)
+        @patches.around(warnings, "showwarning")
+        def showwarning(
+            show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *where: Any,
+            **more: Any,
+        ) -> None:  # fmt: skip
+            if filename.startswith(here) and issubclass(category, UserWarning):
+                print(f"megatron-muon: warning: {message}", file=sys.stderr, flush=True)
+            else:
+                show(message, category, filename, *where, **more)
 
-    warnings.showwarning = showwarning
-    try:
         yield
-    finally:
-        warnings.showwarning = show

@@ -11,13 +11,14 @@ _COPIES = _PACKAGE / "shipped"
 FOLDER = _COPIES if _COPIES.is_dir() else _PACKAGE.parent
 """Where they lie, under the names that they have in the repository."""
 
-CONFIGS = "configs"
+QUICKSTART, QUICKSTART_DATA = Path("configs/quickstart.yaml"), Path("data/stdlib")
+"""The experiment file of the quickstart, and the prefix of its data."""
 
 
 def find(file: Path) -> Path:
     """The file itself; where it does not exist and has a name like configs/NAME.yaml, the package's own."""
     theirs = FOLDER / file
-    is_config = file.parts[:1] == (CONFIGS,) and ".." not in file.parts
+    is_config = file.parts[:1] == QUICKSTART.parts[:1] and ".." not in file.parts
     return theirs if is_config and not file.exists() and theirs.is_file() else file
 
 

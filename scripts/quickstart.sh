@@ -22,7 +22,7 @@ goes to runs/quickstart-2, and so on. FLAGs are those of pretrain_gpt.py and win
 For an experiment file of your own, type megatron-muon train --config FILE.
 
 Environment:
-  NPROC             ranks (default 2)
+  NPROC             ranks (default 2; 4 need --micro-batch-size 2)
   OMP_NUM_THREADS   threads of each rank (default 1)
   PYTHON            the Python 3.12 or 3.13 to make .venv with (default: found)
 TEXT

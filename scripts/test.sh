@@ -33,7 +33,7 @@ while (($#)); do
             break
             ;;
         *)
-            echo "test.sh: '$1' is no part; parts are lint, unit and functional, pytest's arguments come after --" >&2
+            echo "test.sh: '$1' is not a part; parts are lint, unit and functional, pytest's arguments come after --" >&2
             exit 2
             ;;
     esac

@@ -77,7 +77,7 @@ def run_tests(python: Path, source: Path, *arguments: str) -> dict[str, Any]:
     with log.open("wb") as stream:
         command = [python, "-m", "pytest", "-q", "--junit-xml", report, *arguments]
         ended = subprocess.run(command, cwd=source, env=environ, stdout=stream, stderr=subprocess.STDOUT, check=False)
-    if not report.exists():
+    if ended.returncode not in (0, 1) or not report.exists():
         raise SystemExit(
             f"versions.py: pytest ended with {ended.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
         )

@@ -33,9 +33,8 @@ from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.megatron.tell import tell
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.quiet import own_warnings_in_one_line, quiet_imports
+from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
-QUICKSTART = Path(shipped.CONFIGS, "quickstart.yaml")
-QUICKSTART_CORPUS = Path("data/stdlib")
 UNNAMED = Path("runs/pretrain_gpt")
 """Where a run that names no model leaves what it writes, unless it says so itself."""
 
@@ -135,9 +134,9 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
     from megatron_muon import cpu
     from megatron_muon.megatron import validation
 
-    is_quickstart = args.data_path == [str(QUICKSTART_CORPUS)]
+    is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
     if is_quickstart and writes:
-        ensure_stdlib_corpus(QUICKSTART_CORPUS)
+        ensure_stdlib_corpus(QUICKSTART_DATA)
     elsewhere = device == "cuda" and cpu.installed()
     check_data = not elsewhere and (writes or not is_quickstart)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""What a training tells whoever has launched it; `TOLD` lists the events. Nothing is written where nobody asked."""
+"""Reports a training's progress to its launcher; `TOLD` lists the events. Without a launcher nothing is written."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_muon.megatron import STATUS_FOLDER, TOLD
 
 
 def tells() -> bool:
-    """Whether this rank is the one of its machine that tells a launcher: the last, which has the loss as Megatron's."""
+    """Whether this rank reports to the launcher: the last of its machine, as the last of all has the loss."""
     place, size = (os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return STATUS_FOLDER in os.environ and place.isdigit() and size.isdigit() and int(place) == int(size) - 1
 
 
 def tell(event: str, **facts: Any) -> None:
-    """Tell of an event, on the rank that tells. No launcher can end a training: a file that fails is passed over."""
+    """Report an event, on the rank that reports. A file that cannot be written is ignored: the training goes on."""
     if tells():
         with contextlib.suppress(OSError), Path(os.environ[STATUS_FOLDER], TOLD).open("a", encoding="utf-8") as file:
             file.write(json.dumps({"event": event, **facts}) + "\n")

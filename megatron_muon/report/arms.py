@@ -18,10 +18,14 @@ from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.runs.records import PHASES, LossPoint, Record, is_run, read_record
 
 _NAMES = {"adam": "AdamW", "muon": "Muon", "adaptive_muon": "AdaptiveMuon", "lion": "Lion", "sgd": "SGD"}
-_PLACES = (
-    *("seed", "save", "load", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path"),
+_NO_SETTINGS = {
+    *("seed", "save", "tensorboard_dir", "config", "rank", "local_rank", "data_cache_path"),
     *("wandb_project", "wandb_entity", "wandb_exp_name", "wandb_save_dir"),
-)
+    *("profile", "use_pytorch_profiler", "profile_step_start", "profile_step_end", "profile_ranks"),
+    *("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"),
+    *("num_floating_point_operations_so_far", "ckpt_step"),
+}
+"""What may differ between runs that are otherwise alike: places, what was watched, how far an earlier start came."""
 
 
 def display_name(optimizer: str) -> str:
@@ -41,23 +45,23 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Over what is a finite number; None where nothing is."""
+        """Of the finite values; None if there are none."""
         numbers = [value for value in values if value is not None and math.isfinite(value)]
         if not numbers:
             return None
         std = statistics.stdev(numbers) if len(numbers) > 1 else None
         return cls(statistics.fmean(numbers), std, min(numbers), max(numbers), len(numbers))
 
-    def shown(self, form: str = ".4f") -> str:
-        """Mean, and spread where there is one."""
+    def __format__(self, form: str) -> str:
+        """Mean, and deviation where there is one."""
         return f"{self.mean:{form}}" + (f" ± {self.std:{form}}" if self.std is not None else "")
 
 
 @dataclass(frozen=True, eq=False)
 class Seeds[R: Any]:
-    """Runs that differ in their seed alone; each has an `outcome`, has `diverged` or not, and has figures.
+    """Runs that differ in their seed alone; each has an `outcome`, `diverged`, and figures as attributes.
 
-    `settings` tell them from others, and the figure `compared_by` is their final loss.
+    `settings` tell these runs from others; `compared_by` names the figure that is their final loss.
     """
 
     name: str
@@ -138,11 +142,11 @@ class Arm(Seeds[Record]):
     @property
     def peak_bytes(self) -> int | None:
         """The most that a rank's memory held in any run."""
-        return max((run.peak_bytes or 0 for run in self.runs), default=0) or None
+        return max(run.peak_bytes or 0 for run in self.runs) or None
 
     @property
     def drawn(self) -> tuple[Record, ...]:
-        """Its sound runs; where it has none, all of them, for what they have come to."""
+        """Its sound runs; if it has none, all of them, as far as they got."""
         return self.sound or self.runs
 
     def train(self, window: int) -> list[CurvePoint]:
@@ -182,28 +186,35 @@ def find_runs(places: Sequence[Path]) -> list[Path]:
 def read_arms(folders: Iterable[Path]) -> tuple[list[Arm], list[Record]]:
     """The arms, and the runs left out because they ended before their first step."""
     records = [read_record(folder) for folder in folders]
-    kept, empty = ([run for run in records if bool(run.train) is logged] for logged in (True, False))
+    kept, empty = [run for run in records if run.train], [run for run in records if not run.train]
     if not kept:
         raise UserError(f"none of the {len(records)} runs has logged a step; see {records[0].folder}/train.log")
     have_flags = all(record.settings for record in kept)
-    told_by = [record.settings if have_flags else record.args for record in kept]
+    told_by = [_settings(record.settings if have_flags else record.args) for record in kept]
     keys = _differing_keys(told_by)
     groups: dict[tuple[tuple[str, str], ...], list[Record]] = {}
     for record, settings in zip(kept, told_by, strict=True):
         groups.setdefault(tuple((key, settings[key]) for key in keys if key in settings), []).append(record)
+    compared_by = "validation_last" if any(run.validation for run in kept) else "loss_last"
     arms = []
     for group, runs in groups.items():
         runs.sort(key=lambda run: (run.seed or 0, str(run.folder)))
-        name = ",".join(f"{key}={value}" for key, value in group) or runs[0].folder.name
-        compared_by = "validation_last" if any(run.validation for run in runs) else "loss_last"
+        name = ",".join(f"{key}={value}" for key, value in group)
+        name = name or (runs[0].folder.resolve().name if len(runs) == 1 else f"optimizer={runs[0].optimizer}")
         arms.append(Arm(name, group, tuple(runs), compared_by))
     return sorted(arms, key=lambda arm: (arm.optimizer, arm.rate or 0.0, arm.name)), empty
+
+
+def _settings(values: Mapping[str, str]) -> dict[str, str]:
+    """What tells experiments apart; a --load of the run's own checkpoints does not."""
+    own = {"load"} if values.get("load") in ("None", values.get("save")) else set()
+    return {key: value for key, value in values.items() if key not in _NO_SETTINGS | own}
 
 
 def _differing_keys(every: Sequence[Mapping[str, str]]) -> list[str]:
     """Keys whose values are not the same in all runs, the optimizer and rates first."""
     keys = dict.fromkeys(key for settings in every for key in settings)
-    found = [key for key in keys if key not in _PLACES and len({settings.get(key) for settings in every}) > 1]
+    found = [key for key in keys if len({settings.get(key) for settings in every}) > 1]
     first = ("optimizer", "lr", "muon_lr")
     return sorted(found, key=lambda key: first.index(key) if key in first else len(first))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import sys
 from pathlib import Path
@@ -15,8 +14,8 @@ DESCRIPTION = """\
 Reads runs of `megatron-muon train` and whole folders of `megatron-muon sweep`, and writes DIR/report.html, one file
 that any browser shows, and the same page as DIR/report.md with PNG pictures beside it: losses against steps, tokens and
 seconds with seeds as bands, final loss against learning rate, time and memory, Muon and AdamW side by side, and the
-commands, versions, commits and machines behind them. report.json has the figures. Runs that differ in their seed alone
-are taken together; the best settings of each optimizer stand for it. Runs whose data, split or sequence length differ
+commands, versions, commits and machines behind them. report.json has the figures. Runs that differ only in their
+seed are grouped; each optimizer is represented by its best settings. Runs whose data, split or sequence length differ
 are shown and not compared.
 """
 
@@ -41,8 +40,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UserError("reports need matplotlib; install it with: pip install matplotlib")
     from megatron_muon.report.arms import find_runs, read_arms
     from megatron_muon.report.html import html_page
     from megatron_muon.report.page import FIGURES, HTML, PAGE, Report, count
@@ -62,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise UserError(f"cannot write to {str(args.out)!r}: {error.strerror}; give another --out DIR") from None
     print(f"{args.out / HTML}: {count(len(report.runs), 'run')} of {count(len(arms), 'setting')}")
-    print(f"the same as Markdown, its pictures and figures beside it: {', '.join((PAGE, *pictures, FIGURES))}")
+    print(f"also written: {', '.join((PAGE, *pictures, FIGURES))}")
     for record in empty:
-        print(f"left out, no step was logged: {record.folder}")
+        print(f"left out (no step logged): {record.folder}")
     return 0

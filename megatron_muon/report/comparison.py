@@ -38,7 +38,7 @@ _MOST_CURVES = 6
 
 
 class Crossing(NamedTuple):
-    """Where a validation curve first comes to a loss: on a line between two validations; at the first, a bound."""
+    """Where a validation curve first reaches a loss: on a line between two validations; at the first, a bound."""
 
     steps: float
     seconds: float
@@ -52,8 +52,8 @@ class Comparison:
     Attributes:
         target: the baseline's final validation loss, mean over seeds, at its step and seconds that follow.
         differing: what makes a step cost something else, by name, with each one's value; nothing is concluded then.
-        baseline_first_there: the step at which the baseline itself first came to the target.
-        steps: where the mean curve of the arm came to the target; None where it did not.
+        baseline_first_there: the step at which the baseline itself first reached the target.
+        steps: where the mean curve of the arm reached the target; None where it did not.
         steps_by_seed: of each seed by itself that came there.
     """
 
@@ -129,7 +129,7 @@ def _compare(arm: Arm, baseline: Arm, curve: Sequence[CurvePoint]) -> Comparison
 
 
 def reach(points: Sequence[LossPoint], target: float) -> Crossing | None:
-    """Where a validation curve first comes to a loss; None where it does not."""
+    """Where a validation curve first reaches a loss; None where it does not."""
     before: LossPoint | None = None
     for point in points:
         if point.loss <= target:
@@ -154,10 +154,14 @@ def _other_circumstances(runs: Sequence[Record], others: Sequence[Record]) -> st
         return "they ran on other machines or numbers of processes"
     if not (loads := load_of(runs)) or not (other_loads := load_of(others)):
         return None
-    mean, other_mean, cores = statistics.fmean(loads), statistics.fmean(other_loads), runs[0].run["machine"]["cores"]
+    mean, other_mean, cores = statistics.fmean(loads), statistics.fmean(other_loads), _cores(runs)
     if abs(mean - other_mean) < _OTHER_LOAD_PART * cores:
         return None
     return f"the machine's load before them was {mean:.1f} and {other_mean:.1f} on {cores} cores"
+
+
+def _cores(runs: Iterable[Record]) -> int:
+    return next(int(run.run["machine"]["cores"]) for run in runs if run.run.get("machine"))
 
 
 def _places(runs: Iterable[Record]) -> set[tuple[object, ...]]:

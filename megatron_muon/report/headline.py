@@ -10,11 +10,11 @@ from megatron_muon.report.markdown import code, plain, table
 
 HOW_STEPS_ARE_COUNTED = """\
 Steps to a loss: the target is the baseline's final validation loss, the mean of its seeds. The other's validation
-losses are averaged over its seeds at each validation; where that curve first comes to the target or below, the step is
-taken from the straight line between this validation and the one before. Where that is the first validation, the step is
-a bound, "at or before". The ratio is that step by the baseline's last one. Seconds are read off the same line, between
+losses are averaged over its seeds at each validation; where that curve first reaches the target, the step is taken from
+the straight line between this validation and the one before. Where that is the first validation, the step is a bound,
+"at or before". The ratio is that step divided by the baseline's last. Seconds are read off the same line, between
 the mean seconds of the seeds at both ends: time in the training loop, validation included, start-up not. A single
-seed's own crossing is found likewise."""
+seed's own crossing is found the same way."""
 
 
 def headline(arms: Sequence[Arm], best: Sequence[Arm], compared: Sequence[Comparison]) -> list[str]:
@@ -45,15 +45,15 @@ def _conclusion(one: Comparison) -> str:
     name, base = _name(one.arm), _name(one.baseline)
     goal = f"{base}'s final validation loss of {one.target:.4f}"
     if one.steps is None or one.steps_ratio is None:
-        return f"**{name} did not come to {goal} in {one.arm.runs[0].iterations:,} steps.**"
+        return f"**{name} did not reach {goal} in {one.arm.runs[0].iterations:,} steps.**"
     if one.steps_are_a_bound and one.steps_ratio >= 1:
         return (
-            f"**{name} had come to {goal} by its first validation, at step {one.steps:,.0f} of {base}'s "
-            f"{one.baseline_steps:,}: that tells nothing; validate more often.**"
+            f"**{name} had reached {goal} by its first validation, at step {one.steps:,.0f} of {base}'s "
+            f"{one.baseline_steps:,}: this says nothing; validate more often.**"
         )
     bound = at_most(one.steps_are_a_bound)
     words = (
-        f"**{name} comes to {goal} in {bound}{one.steps_ratio:.2f} of the steps**: "
+        f"**{name} reaches {goal} in {bound}{one.steps_ratio:.2f} of the steps**: "
         f"{'at or before step ' if bound else ''}{one.steps:,.0f} instead of {one.baseline_steps:,}"
         f"{', its first validation' if bound else ''}"
     )
@@ -61,7 +61,7 @@ def _conclusion(one: Comparison) -> str:
         words += f", in {bound}{one.seconds_ratio:.2f} of the time"
         words += f" (which says little: {one.other_circumstances})" if one.other_circumstances else ""
     if one.baseline_first_there < one.baseline_steps:
-        words += f". {base} itself first came to it at step {one.baseline_first_there:,.0f}"
+        words += f". {base} itself first reached it at step {one.baseline_first_there:,.0f}"
     if (own := one.steps_by_seed) and len(one.arm.sound) > 1:
         low, high = own.low / one.baseline_steps, own.high / one.baseline_steps
         is_bound = any(run.validation[0].loss <= one.target for run in one.arm.sound if run.validation)

@@ -58,7 +58,7 @@ summary { cursor: pointer; color: var(--accent); }
 """Dark pages turn pictures round in brightness, not in hue."""
 
 _LEAST_SCALE = 0.48
-"""Of pictures on narrow pages, where their letters can still be read; wider ones scroll."""
+"""Smallest scale of a picture at which its text can be read; narrower pages scroll it."""
 
 _UNBROKEN = 32
 """Letters of code that stay in one line of the narrowest pages."""
@@ -86,13 +86,8 @@ _PAGE = """\
 def html_page(markdown: str, pictures: Mapping[str, bytes]) -> str:
     """The page of a report; `pictures` are PNG files by the name that the Markdown has for them."""
     parser = MarkdownIt("commonmark").enable("table")
-    for name, rule in (
-        ("image", _image),
-        ("code_inline", _code),
-        ("code_block", _lines),
-        ("html_block", _fold),
-        ("html_inline", _fold),
-    ):
+    rules = {"image": _image, "code_inline": _code, "code_block": _lines, "html_block": _fold, "html_inline": _fold}
+    for name, rule in rules.items():
         parser.add_render_rule(name, rule)
     parser.add_render_rule("table_open", lambda *_: '<div class="wide" tabindex="0"><table>\n')
     parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
@@ -114,11 +109,11 @@ def html_page(markdown: str, pictures: Mapping[str, bytes]) -> str:
 
 
 def _image(self: RendererHTML, tokens: Sequence[Token], at: int, _: Any, environment: MutableMapping[str, Any]) -> str:
-    """A picture of the report within the page; of any other, the words that stand for it."""
+    """One of the report's pictures as an image; any other as its alternative text."""
     words, name = escape(tokens[at].content), str(tokens[at].attrGet("src"))
     if (picture := environment["pictures"].get(name)) is None:
         return words
-    width, height = (int.from_bytes(picture[at : at + 4]) for at in (16, 20))  # of a PNG file
+    width, height = (int.from_bytes(picture[place : place + 4]) for place in (16, 20))  # of a PNG file
     size = f'width="{width}" height="{height}" style="min-width: {width * _LEAST_SCALE:.0f}px"'
     data = base64.b64encode(picture).decode("ascii")
     return f'<span class="picture"><img alt="{words}" {size} src="data:image/png;base64,{data}"></span>'
@@ -130,7 +125,7 @@ def _code(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
 
 
 def _lines(self: RendererHTML, tokens: Sequence[Token], at: int, *_: Any) -> str:
-    """A block of code, such as commands: what does not fit into a line goes on indented."""
+    """A block of code, such as commands: long lines wrap with an indent."""
     lines = (f'<span class="line">{_breakable(line)}</span>' for line in tokens[at].content.splitlines())
     return f"<pre><code>{'\n'.join(lines)}</code></pre>\n"
 

@@ -40,18 +40,19 @@ _SMOOTHED_PART = 50
 """Training losses are averaged over a window of this part of the logged steps."""
 
 _ABOUT_CURVES = (
-    "Lines are means over the seeds, bands reach from the least to the most. {smoothed}The height of the first "
-    "twentieth of the run is cut off. Seconds are those in the training loop, with validation and without start-up."
+    "Lines are means over the seeds, bands span the lowest to the highest. {smoothed}Higher losses of the first "
+    "twentieth of the run are cut off. Seconds are those in the training loop, with validation and without start-up."
 )
-_NO_CURVES = "No loss that was logged is a finite number."
+_NO_CURVES = "No logged loss is a finite number."
 _ABOUT_RATES = (
-    "Mean over the seeds, bars from the least to the most; the line goes through the best setting of each rate. "
+    "Mean over the seeds, bars from the lowest to the highest; the line goes through the best setting of each rate. "
     "The final loss is the last {final}. For Muon the rate is `--muon-lr` where it is given, else `--lr`."
 )
 _ABOUT_TIMES = (
-    f"Medians after the first {WARMUP_STEPS} steps, of all in a shorter run, means over the seeds. Muon's phases are "
-    "measured in every K-th step of `--muon-metrics-interval K`. The optimizer's time needs `--timing-log-level 1 "
-    "--log-timers-to-tensorboard`; what is not a phase of Muon, AdamW's whole step too, is the rest of it."
+    f"Medians of the steps after the first {WARMUP_STEPS} (of all in a shorter run), averaged over the seeds. Muon's "
+    "phases are measured in every K-th step of `--muon-metrics-interval K`. The optimizer's time needs "
+    "`--timing-log-level 1 --log-timers-to-tensorboard`; all that is not a phase of Muon, including "
+    "AdamW's whole step, is the rest."
 )
 _ABOUT_MEMORY = "Optimizer state of all ranks, on device, host and disk together."
 _ABOUT_MEMORY_OF_CPUS = " Peak memory on a CPU is a process's resident set, Python and libraries included."
@@ -69,7 +70,7 @@ class Report:
         self.best, self.shown = best_arms(arms), shown_arms(arms)
         self.compared = compare(self.best)
         self.concluded = [one for one in self.compared if not one.differing]
-        self.final = "validation loss" if any(run.validation for run in self.runs) else "training loss"
+        self.final = "validation loss" if arms[0].compared_by == "validation_last" else "training loss"
         logged = max((len(run.train) for arm in self.shown for run in arm.runs), default=1)
         self.window = max(1, logged // _SMOOTHED_PART)  # logged steps that training losses are averaged over
         self.labels = _labels(self.shown)
@@ -82,9 +83,9 @@ class Report:
         ]
         drawn = {name: plots.draw_losses(out / name, curves, axis, self.concluded) for name, axis in LOSSES.items()}
         drawn[RATES] = not not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms, final=self.final)
-        drawn[TRANSFER] = bool(self.families) and plots.draw_transfer(
-            out / TRANSFER, self.families, key=self.transfer, final=self.final
-        )
+        if self.families:
+            plots.draw_transfer(out / TRANSFER, self.families, key=self.transfer, final=self.final)
+        drawn[TRANSFER] = bool(self.families)
         times = {"milliseconds of a training step (median)": {name: arm.step_parts() for name, arm in named.items()}}
         drawn[STEP_TIMES] = plots.draw_bars(out / STEP_TIMES, times, width=10.0)
         states = {name: arm.runs[0].state_bytes for name, arm in named.items()}
@@ -181,10 +182,14 @@ class Report:
             (f"training loss, last {LAST_STEPS} logged steps", _mean("loss_last", ".4f")),
         ]
         if self.concluded:
-            target, baseline = self.concluded[0].target, plain(display_name(self.concluded[0].baseline.optimizer))
+            target, baseline_arm = self.concluded[0].target, self.concluded[0].baseline
+            baseline = plain(display_name(baseline_arm.optimizer))
             found = {one.arm: one for one in self.concluded}
             rows += [
-                (f"steps to {baseline}'s final validation loss", lambda arm: _steps(arm, target)),
+                (
+                    f"steps to {baseline}'s final validation loss",
+                    lambda arm: _steps(arm, target) if arm in (baseline_arm, *found) else None,
+                ),
                 ("of its steps", lambda arm: _ratio(found.get(arm), "steps_ratio")),
                 ("of its time", lambda arm: _ratio(found.get(arm), "seconds_ratio")),
             ]
@@ -235,10 +240,10 @@ class Report:
         lines = []
         for title in origins[0]:
             counts = Counter(origin[title] or "not recorded" for origin in origins)
-            for value, count in counts.items():
-                some = f" ({count} of {len(self.runs)} runs)" if len(counts) > 1 else ""
+            for value, runs in counts.items():
+                some = f" ({runs} of {len(self.runs)} runs)" if len(counts) > 1 else ""
                 lines.append(f"- {title}: {plain(value)}{some}")
-        lines += [f"- Left out, no step was logged: {code(str(run.folder))}" for run in self.empty]
+        lines += [f"- Left out (no step logged): {code(str(run.folder))}" for run in self.empty]
         rows = []
         for run in self.runs:
             torchrun, started = run.run.get("torchrun"), str(run.run.get("started", "-"))
@@ -286,9 +291,7 @@ def _end(text: str) -> str:
 
 def _shown(value: Spread | float | None, form: str) -> str | None:
     """A number, or the mean and deviation of one over seeds; None where it is not known."""
-    if value is None:
-        return None
-    return value.shown(form) if isinstance(value, Spread) else f"{value:{form}}"
+    return None if value is None else f"{value:{form}}"
 
 
 def _mean(figure: str, form: str) -> _Cell:

@@ -74,15 +74,15 @@ def draw_losses(file: Path, arms: Sequence[Curves], axis: str, compared: Sequenc
     """Training and validation loss over one of `AXES`; the target of the first comparison is marked."""
     label, across = AXES[axis]
     sides = {"training loss": [arm.train for arm in arms], "validation loss": [arm.validation for arm in arms]}
-    sides = {
+    known = {
         name: [[point for point in curve if getattr(point, across) is not None] for curve in curves]
         for name, curves in sides.items()
-        if any(curves)
     }
-    if not any(map(any, sides.values())):
+    shown = {name: curves for name, curves in known.items() if any(curves)}
+    if not shown:
         return False
-    with _figure(file, panels=len(sides), width=6.0, height=4.4) as panels:
-        for panel, (name, curves) in zip(panels, sides.items(), strict=True):
+    with _figure(file, panels=len(shown), width=6.0, height=4.4) as panels:
+        for panel, (name, curves) in zip(panels, shown.items(), strict=True):
             for number, (arm, points) in enumerate(zip(arms, curves, strict=True)):
                 if points:
                     _draw_curve(panel, points, across, number, arm.label)
@@ -127,7 +127,7 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
     return True
 
 
-def draw_transfer(file: Path, families: Sequence[Family], *, key: str, final: str) -> bool:
+def draw_transfer(file: Path, families: Sequence[Family], *, key: str, final: str) -> None:
     """Final loss against learning rate: a panel for each family, a line for each value of the setting `key`."""
     values = list(dict.fromkeys(line.value for family in families for line in family.lines))
     with _figure(file, panels=len(families), width=5.0, height=4.4) as panels:
@@ -144,7 +144,6 @@ def draw_transfer(file: Path, families: Sequence[Family], *, key: str, final: st
             panel.set_title(textwrap.fill(family.name, 40))
             _label_rates(panel, sorted({rate for line in family.lines for rate in line.losses}), final)
         _add_legend(panels)
-    return True
 
 
 def draw_bars(file: Path, panels: Mapping[str, Bars], *, width: float, unit: float = 1.0) -> bool:
@@ -252,7 +251,7 @@ def _mark_diverged(panel: Any, diverged: Mapping[int, tuple[str, Mapping[float, 
 
 
 def _mark_target(panel: Any, compared: Comparison, axis: str) -> None:
-    """The baseline's final loss, and where the other comes to it."""
+    """The baseline's final loss, and where the other reaches it."""
     words = f"final loss of {display_name(compared.baseline.optimizer)}: {compared.target:.3f}"
     panel.axhline(compared.target, color="0.35", linewidth=1.0, linestyle=(0, (2, 2)), zorder=1, label=words)
     at = compared.steps if axis == "steps" else compared.seconds

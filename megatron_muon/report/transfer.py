@@ -18,7 +18,7 @@ _RATES = ("lr", "min_lr", "muon_lr", "muon_min_lr")
 
 ABOUT = (
     "For each value of {key}: the rate with the lowest final {final}, the loss there, and the loss at the rate that "
-    "is best for {first}, the first value: what is lost by taking that rate over. A best rate that is the least or the "
+    "is best for {first}, the first value: the cost of reusing that rate. A best rate that is the least or the "
     "most of those tried may lie beyond. Where other rates were varied too, a point is the best of them."
 )
 
@@ -68,13 +68,13 @@ def families(arms: Sequence[Arm], key: str) -> list[Family]:
     telling = [name for name in differing if name != key and name not in _RATES and not _follows(name, key, settings)]
     found: dict[str, dict[str, list[Arm]]] = {}
     for arm, each in zip(arms, settings, strict=True):
-        if arm.rate is not None and key in each:
+        if arm.rate is not None:
             name = ", ".join(f"{other}={each[other]}" for other in telling if other in each)
-            found.setdefault(name, {}).setdefault(each[key], []).append(arm)
-    made = [Family(name, _lines(by_value)) for name, by_value in found.items()]
-    if not any(family.lines for family in made):
+            found.setdefault(name, {}).setdefault(each.get(key, "not given"), []).append(arm)
+    made = [Family(name, lines) for name, by_value in found.items() if (lines := _lines(by_value))]
+    if not made:
         raise UserError(f"--transfer {key}: no value of it has a learning rate whose runs have all finished")
-    return [family for family in made if family.lines]
+    return made
 
 
 def _follows(name: str, key: str, settings: Sequence[Mapping[str, str]]) -> bool:
@@ -107,8 +107,8 @@ def transfer_table(found: Sequence[Family], key: str) -> str:
                     code(family.name) if family.name else "all",
                     plain(line.value),
                     f"{line.best:g}{', at the edge' if line.at_edge else ''}",
-                    line.losses[line.best].shown(),
-                    line.losses[first].shown() if lost is not None else "-",
+                    f"{line.losses[line.best]:.4f}",
+                    f"{line.losses[first]:.4f}" if lost is not None else "-",
                     f"{lost:+.4f}" if lost is not None else "-",
                 ]
             )

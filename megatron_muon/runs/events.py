@@ -16,8 +16,6 @@ from typing import NamedTuple
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS_PREFIX, LOSS
 
-LOSS_TAG = LOSS
-
 EVENT_FILES = "events.out.tfevents.*"
 """The files of a TensorBoard folder."""
 
@@ -79,7 +77,7 @@ def validations(events: RunEvents) -> dict[str, list[Point]]:
     At the last iteration Megatron evaluates the test set too and writes it under the same tag, later; hence the first
     point of each iteration.
     """
-    prefix = f"{LOSS_TAG} validation"
+    prefix = f"{LOSS} validation"
     found = {}
     for tag, points in sorted(events.scalars.items()):
         if tag.startswith(prefix) and not tag.endswith((" ppl", " vs samples")) and points:
@@ -116,9 +114,9 @@ def read_events(directory: Path) -> RunEvents:
         for tag, points in start.scalars.items():
             scalars.setdefault(tag, []).extend(points)
         events.args.update(start.args)
-        written = zip(start.scalars.get(LOSS_TAG, []), start.scalars.get(f"{LOSS_TAG} vs samples", []), strict=False)
+        written = zip(start.scalars.get(LOSS, []), start.scalars.get(f"{LOSS} vs samples", []), strict=False)
         samples.update((loss.step, count.step) for loss, count in written)
-    times = [point.wall_time for point in events.points(LOSS_TAG)]
+    times = [point.wall_time for point in events.points(LOSS)]
     for first, following in itertools.pairwise([*(start.began for start in starts), math.inf]):
         last = max((time for time in times if first <= time < following), default=first)
         events.starts.append((first, last))

@@ -48,8 +48,9 @@ class Ended:
 
 
 def python_path(env: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable that makes this package importable, before what `env` has of it."""
-    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))}
+    """The variable that makes a checkout importable, before what `env` has of it; an installed package is anyway."""
+    own = str(ROOT) if (ROOT / "pretrain_gpt.py").is_file() else ""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (own, env.get("PYTHONPATH"))))}
 
 
 def environment(ranks: int, *, nodes: int = 1, settings: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -158,7 +159,7 @@ def watch(
 
 
 def _kill(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Kills a launch: what lies below its process, and what bears the mark, whoever is its parent by now."""
+    """Kills a launch: the descendants of its process, and every process with its mark, whatever its parent is now."""
     marked = [one for one in psutil.process_iter(["environ"]) if (one.info["environ"] or {}).get(_MARK) == mark]
     for one in {*(descendants(process.pid) if process.poll() is None else ()), *marked}:
         with contextlib.suppress(psutil.Error):
@@ -178,15 +179,15 @@ def _copy_lines(stream: IO[bytes], log: IO[bytes], on_line: Callable[[str], obje
 
 
 def while_read[T](call: Callable[[T], object] | None) -> Callable[[T], None]:
-    """`call` until it finds that whoever reads what is shown has read enough: the run and its log go on."""
-    calls = [call] if call is not None else []
+    """Calls `call` until the reader of our output is gone (`| head`); the run and its log continue."""
 
     def called(value: T) -> None:
+        nonlocal call
         try:
-            for each in calls:
-                each(value)
+            if call is not None:
+                call(value)
         except OSError:
-            calls.clear()
+            call = None
 
     return called
 
@@ -203,11 +204,12 @@ def _without_traceback_of_signals(lines: Iterable[str]) -> Iterator[str]:
                 held.clear()
         yield from held
         held.clear()
+    yield from held
 
 
 @contextlib.contextmanager
 def signals_handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Has SIGINT, SIGTERM and SIGHUP handled so; in the main thread only, as Python wants it. Ignored ones stay so."""
+    """Installs `handler` for those of SIGINT, SIGTERM and SIGHUP that are not ignored; in the main thread alone."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

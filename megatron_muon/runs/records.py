@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import FACTS
+from megatron_muon.megatron import FACTS, LOSS
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG, Point, RunEvents, after_warmup, read_events, validations
+from megatron_muon.runs.events import EVENT_FILES, Point, RunEvents, after_warmup, read_events, validations
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
@@ -91,7 +91,7 @@ class Record:
         self._read_times()
 
     def _read_losses(self) -> None:
-        self.train = self._losses(self.events.points(LOSS_TAG))
+        self.train = self._losses(self.events.points(LOSS))
         self.losses = [point.loss for point in self.train]
         self.loss_last = statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
         self.iterations = self.train[-1].step if self.train else 0
@@ -126,7 +126,7 @@ class Record:
         self.train_seconds = self.events.train_seconds
         iterations = points("iteration-time") or [
             Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
-            for before, after in itertools.pairwise(points(LOSS_TAG))
+            for before, after in itertools.pairwise(points(LOSS))
             if after.step > before.step
         ]
         steps, optimizer, batches = (
@@ -223,9 +223,9 @@ def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, nee
         if needs_steps:
             raise
         events = RunEvents()
-    if needs_steps and not events.points(LOSS_TAG):
+    if needs_steps and not events.points(LOSS):
         raise UserError(
-            f"the log in {str(places.tensorboard)!r} holds no {LOSS_TAG!r}; the run ended before its first step"
+            f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; the run ended before its first step"
         )
     return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
 

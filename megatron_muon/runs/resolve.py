@@ -214,6 +214,11 @@ def settle(request: Request) -> Resolved:
         return amended.argv
 
     settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
+    if request.writes and settled.device == "cuda" and ranks > gpus:  # a dry run or submit is for another machine
+        raise UserError(
+            f"{ranks} processes on this machine need as many GPUs, and it has {gpus}; give --nproc {gpus}, "
+            "or --device cpu"
+        )
     config, actions = settled.config, settled.parser._option_string_actions
     assert config is not None
     chosen = pairs(settled.argv[len(settled.defaults) :], actions)
@@ -263,6 +268,7 @@ def _amend(
     unset = given_flags(line) - {token.partition("=")[0] for token in line}
     values = {flag: " ".join(value) for flag, value in config.flags if flag not in unset}
     chosen = {flag: " ".join(value) for flag, value in pairs(line, actions)}
+    typed_flags = chosen.keys()
     rebased: dict[str, str] = {}
     notes = []
     if request.keeps_places:
@@ -274,7 +280,7 @@ def _amend(
         chosen = {**values, **rebased, **chosen}
     folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
     flags |= rebased
-    profiled = traces.flags(request, folder, ranks)
+    profiled = traces.flags(request, folder, ranks, {**values, **chosen}, typed_flags)
     sources = {**dict.fromkeys(given_flags(profiled), FROM_LINE), **dict.fromkeys(given_flags(from_sets), FROM_SET)}
     sources |= dict.fromkeys(given_flags(typed), FROM_LINE) | dict.fromkeys(flags, FROM_FOLDER)
     return _Amended([*profiled, *line, *(token for item in flags.items() for token in item)], sources, folder, notes)

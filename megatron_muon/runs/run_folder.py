@@ -33,9 +33,9 @@ import msgspec
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
-from megatron_muon.megatron import FACTS, WANDB_RUN
+from megatron_muon.megatron import FACTS, LOSS, WANDB_RUN
 from megatron_muon.megatron.flags.monitoring import TRACE, TRACES
-from megatron_muon.runs.events import EVENT_FILES, LOSS_TAG
+from megatron_muon.runs.events import EVENT_FILES
 
 CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
 TENSORBOARD, CHECKPOINTS, WANDB = "tensorboard", "checkpoints", "wandb"
@@ -67,7 +67,7 @@ class RunFolder:
     @property
     def has_steps(self) -> bool:
         """Whether a training has logged a step in the TensorBoard folder: its events begin with the arguments alone."""
-        tag = LOSS_TAG.encode()
+        tag = LOSS.encode()
         return any(tag in file.read_bytes() for file in self.tensorboard.glob(EVENT_FILES))
 
 

@@ -23,7 +23,7 @@ _OUTCOMES = {
 _KILLED = re.compile(
     r"^ +rank +: (\d+) .*\n +exitcode +: -\d+ .*\n.*\n +traceback : Signal \d+ \((\w+)\)", re.MULTILINE
 )
-"""A rank that a signal ended, in torchrun's report: such a rank cannot tell by itself."""
+"""A rank that a signal ended, in torchrun's report: such a rank cannot report it."""
 
 _FIRST_KILLED = re.compile(
     r"^Root Cause .*\n.*\n.*\n.*\n +rank +: (\d+) .*\n.*\n.*\n +traceback : Signal \d+ \((?!SIGTERM)(\w+)\)",
@@ -32,47 +32,37 @@ _FIRST_KILLED = re.compile(
 """The same of the rank that failed first: what the others then say follows from it."""
 
 
-def error_of(ranks: Iterable[Mapping[str, Any]], output: str) -> str | None:
-    """The line that says why a run failed.
-
-    Args:
-        ranks: what each left of its end, see `megatron.STATUS_FOLDER`.
-        output: what the run printed.
-
-    Returns:
-        The error of the rank that failed first, or which rank a signal ended; None where neither is to be seen.
-    """
-    first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
-    pattern = _KILLED if first is None else _FIRST_KILLED
-    if (first is None or first["status"] != exit_codes.USAGE) and (killed := pattern.search(output)):
-        why = "; where nobody sent it, the host's memory was full: see dmesg" if killed[2] == "SIGKILL" else ""
-        return f"rank {killed[1]} was ended by {killed[2]}{why}"
-    if first is not None:
-        return str(first["error"])
-    return None
-
-
 _REPORT = re.compile(r"^[EW]\d{4} .*(Sending process \d+ closing signal|failed \(exitcode)", re.MULTILINE)
-"""torchrun begins to tell that a rank has failed: what matters stands before."""
+"""The first line of torchrun's report of a failed rank: what matters stands above it."""
 
 _TRACE_LINES = 16
 
 
-def trace_of(ranks: Iterable[Mapping[str, Any]], output: str) -> tuple[str, ...]:
-    """The last lines of what a failed run said of its failure; the arguments are those of `error_of`.
+def failure_of(ranks: Iterable[Mapping[str, Any]], output: str) -> tuple[str | None, tuple[str, ...]]:
+    """The line that says why a run failed, and the last lines that show how.
 
-    A traceback where a rank left one; nothing where its line says all; else, such as for a rank that could not be
-    imported or crashed, the end of what was printed before torchrun took notice.
+    Of the rank that failed first: its error and the end of its traceback, or which signal ended it. Where no rank left
+    an error (it could not be imported, it crashed): the end of what was printed before torchrun took notice.
+
+    Args:
+        ranks: what each left of its end, see `megatron.STATUS_FOLDER`.
+        output: what the run printed.
     """
-    ended = sorted((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]))
-    if ended and ended[0]["status"] != exit_codes.USAGE and _FIRST_KILLED.search(output):
-        return ()
-    if ended:
-        text = str(ended[0].get("trace", ""))
+    first = min((rank for rank in ranks if rank.get("error")), key=lambda rank: float(rank["time"]), default=None)
+    if first is not None and first["status"] == exit_codes.USAGE:
+        return str(first["error"]), ()
+    killed = (_KILLED if first is None else _FIRST_KILLED).search(output)
+    error: str | None = None
+    if first is not None:
+        error, text = str(first["error"]), "" if killed else str(first.get("trace", ""))
     else:
         report = _REPORT.search(output)
-        text = output[: report.start()] if report and output[: report.start()].strip() else output
-    return tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_TRACE_LINES:]
+        before = output[: report.start()] if report else ""
+        text = before if before.strip() else output
+    if killed:
+        why = "; if nobody sent it, the host ran out of memory: see dmesg" if killed[2] == "SIGKILL" else ""
+        error = f"rank {killed[1]} was ended by {killed[2]}{why}"
+    return error, tuple(line.rstrip() for line in text.splitlines() if line.strip())[-_TRACE_LINES:]
 
 
 def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mapping[str, Any]) -> dict[str, Any]:
@@ -81,7 +71,7 @@ def summary_of(folder: RunFolder, *, status: int, error: str | None, run: Mappin
     Args:
         folder: the run's.
         status: exit status.
-        error: `error_of` the last start.
+        error: of the last start, see `failure_of`.
         run: contents of run.json.
     """
     outcome = _OUTCOMES.get(status, "failed")

@@ -1,13 +1,13 @@
-"""The terminal that a training is watched on: printed lines, and below them live lines where there is a terminal.
+"""What a command shows while trainings run: printed lines and, on a terminal, live lines below them.
 
-`Status` is what is known of one run from what its ranks tell, and the live line that shows it; `Screen` keeps live
-lines at the bottom of a terminal. In a pipe, a log, on a dumb terminal and with NO_COLOR lines are all there is,
-without control codes.
+`Status` holds the state of one run as its ranks report it and renders its live line; `Screen` keeps live lines at the
+bottom of a terminal. In a pipe or a log, on a dumb terminal and with NO_COLOR, only plain lines are printed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import time
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 _SPINNER, _PLAIN_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "|/-\\"
 _BAR, _LEAST_BAR = 24, 6
 _SILENT_S = 10.0
-"""Seconds without news after which the live line says for how long; three steps, where these take longer."""
+"""After this many seconds without news, or three times the step time if longer, the live line says so."""
+
+STOPPING = "stopping"
+"""The stage of a run that was asked to end; it stays to the end."""
 
 
 def is_terminal() -> bool:
@@ -41,62 +44,66 @@ class Status:
         self.step: int | None = None
         self.steps: int | None = None
         self.figures: dict[str, Any] = {}
-        self.heard = self._since = self._told = time.monotonic()
+        self.heard = self._since = self._figures_at = time.monotonic()
 
     def enter(self, stage: str | None) -> None:
-        """The run does something else than before; None is steps."""
+        """Starts a new stage; None means that steps are being taken."""
         self.stage, self.heard = stage, time.monotonic()
         self._since = self.heard
 
-    def take(self, told: Mapping[str, Any]) -> None:
-        """What a rank told: an event of `megatron.TOLD`."""
-        self.heard = time.monotonic()
-        if told["event"] == "stage":
-            self.enter(told["stage"])
-        elif told["event"] in ("tick", "step"):
-            self.step = told["step"]
-            if self.stage is not None:
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Updates the state from an event of `megatron.TOLD`."""
+        self.heard, kind = time.monotonic(), event["event"]
+        if kind in ("tick", "step"):
+            self.step = event["step"]
+        if kind == "step":
+            self.steps, self.figures, self._figures_at = event["steps"], dict(event), self.heard
+        if self.stage != STOPPING:
+            if kind == "stage":
+                self.enter(event["stage"])
+            elif kind in ("tick", "step") and self.stage is not None:
                 self.enter(None)
-        if told["event"] == "step":
-            self.steps, self._told = told["steps"], self.heard
-            self.figures = {**told, "seconds_left": told.get("seconds_left", self.figures.get("seconds_left"))}
+
+    def silent_for(self, patience_s: float) -> float | None:
+        """Seconds without news, if they are more than `patience_s` and than three steps take; else None."""
+        silent = time.monotonic() - self.heard
+        return silent if silent > max(patience_s, 3 * (self.figures.get("step_s") or 0.0)) else None
 
     def fields(self) -> list[wording.Field]:
         """What the live line says now."""
-        now = time.monotonic()
+        now, stage = time.monotonic(), self.stage  # which another thread may change
         if self.step is None:
-            return [wording.Field(f"{self.stage or 'waiting'} {wording.clock(now - self._since)}", self.stage or "")]
-        told = dict(self.figures)
-        if (left := told.get("seconds_left")) is not None:
-            told["seconds_left"] = max(0.0, left - (now - self._told))
-        if self.stage is not None:  # no step is taken: how fast the last were is beside the point
-            told = {name: told.get(name) for name in ("loss", "seconds_left")}
-        fields = wording.live_fields(told, self.step, self.steps)
-        if self.stage is not None:
-            fields.insert(1, wording.Field(f"{self.stage} {wording.clock(now - self._since)}", self.stage))
-        elif now - self.heard > max(_SILENT_S, 3 * (told.get("step_s") or 0.0)):
-            silent = f"no step for {wording.clock(now - self.heard)}"
-            fields.insert(1, wording.Field(silent, silent))
+            return [wording.Field(f"{stage or 'waiting'} {wording.clock(now - self._since)}", stage or "")]
+        figures = dict(self.figures)
+        if (left := figures.get("seconds_left")) is not None:
+            figures["seconds_left"] = max(0.0, left - (now - self._figures_at))
+        if stage is not None:  # no steps are being taken, so the speed of the last ones is left out
+            figures = {name: figures.get(name) for name in ("loss", "seconds_left")}
+        fields = wording.live_fields(figures, self.step, self.steps)
+        if stage is not None:
+            fields.insert(1, wording.Field(f"{stage} {wording.clock(now - self._since)}", stage))
+        elif silent := self.silent_for(_SILENT_S):
+            fields.insert(1, wording.Field(f"no step for {wording.clock(silent)}"))
         return fields
 
     def line(self, width: int, *, plain: bool = False) -> Text:
-        """The live line: a bar, or what stands for one before the first step, and the fields."""
+        """The live line: the fields after a bar, or after a spinner until the number of steps is known."""
         from rich.text import Text
 
         fields = self.fields()
         if self.name:
-            fields.insert(0, wording.Field(self.name, self.name))
+            fields.insert(0, wording.Field(self.name))
         if self.step is None or not self.steps:
             frames = _PLAIN_SPINNER if plain else _SPINNER
             frame = frames[int(time.monotonic() * 8) % len(frames)]
             return Text.assemble((frame, "cyan"), " ", wording.fit(fields, width - 2), no_wrap=True, overflow="crop")
-        shortest = len("  ".join(field.short for field in fields))
+        shortest = len("  ".join(field.short or field.text for field in fields))
         room = _LEAST_BAR + 6 if shortest + _LEAST_BAR + 6 <= width else 0
         return progress_bar(self.step / self.steps, wording.fit(fields, width - room), width, plain=plain)
 
 
 def progress_bar(done: float, words: str, width: int, *, plain: bool = False) -> Text:
-    """A line of a bar and words, or of words alone where there is no room; `plain` for terminals without UTF-8."""
+    """A progress bar and words, or the words alone if there is no room; `plain` for terminals without UTF-8."""
     from rich.text import Text
 
     space = min(_BAR, width - len(words) - 2)
@@ -108,13 +115,13 @@ def progress_bar(done: float, words: str, width: int, *, plain: bool = False) ->
 
 
 class Screen:
-    """Printed lines, and below them, on a terminal, the live lines that `lines` gives for a width; all threads print.
+    """Prints lines from any thread and, on a terminal, keeps below them the live lines of `lines(width, plain)`.
 
     A context; within it what anything in this process prints stands above the live lines.
     """
 
-    def __init__(self, lines: Callable[[int, bool], Sequence[Text]], *, live: bool | None = None) -> None:
-        self.live = is_terminal() if live is None else live
+    def __init__(self, lines: Callable[[int, bool], Sequence[Text]], *, live: bool = True) -> None:
+        self.live = live and is_terminal()
         self._lines = lines
         self._shown: Live | None = None
         self._console: Console | None = None
@@ -125,6 +132,8 @@ class Screen:
         return min(wording.WIDTH, self._console.width) if self._console is not None else wording.WIDTH
 
     def __enter__(self) -> Screen:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a character that cannot be shown must not end a training
+            sys.stdout.reconfigure(errors="replace")
         if self.live:
             from rich.console import Console
             from rich.live import Live
@@ -139,8 +148,8 @@ class Screen:
             self._shown.stop()
             self._shown = None
 
-    def print(self, text: str = "", style: str = "") -> None:
-        """A line above the live ones, whole: a terminal breaks it where it must."""
+    def print(self, text: str, style: str = "") -> None:
+        """Prints a line above the live ones, unbroken: the terminal wraps it."""
         if self._console is None:
             print(text, flush=True)
             return
@@ -153,12 +162,12 @@ class Screen:
 
         assert self._console is not None
         width = self._console.width - 1  # a full last column wraps on some terminals
-        return Text("\n").join(self._lines(width, self._console.encoding.lower().find("utf") < 0))
+        return Text("\n").join(self._lines(width, "utf" not in self._console.encoding.lower()))
 
 
 @contextlib.contextmanager
 def told_that(stage: str) -> Iterator[None]:
-    """Shows within the context what goes on: a live line, or one plain line on standard error."""
+    """Shows `stage` while the context runs: a live line, or one plain line on standard error."""
     status = Status(stage)
     if not is_terminal():
         print(f"{stage} ...", file=sys.stderr, flush=True)

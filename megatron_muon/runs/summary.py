@@ -1,10 +1,9 @@
-"""`megatron-muon summary`: what a run came to, on one page; what the training did not write is said to be missing."""
+"""`megatron-muon summary`: the results of a run on one page; what the training did not write is reported as missing."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,8 @@ from megatron_muon.command_parser import write_json
 from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import LAST_STEPS, ONLY_SET, Record, read_record
 from megatron_muon.runs.run_folder import CONFIG, RUN
-from megatron_muon.runs.wording import command_lines
-
-QUICKSTART_DATA = "data/stdlib"
-"""The data of configs/quickstart.yaml."""
+from megatron_muon.runs.wording import command_lines, duration
+from megatron_muon.shipped import QUICKSTART_DATA
 
 EXAMPLES = """\
 examples:
@@ -61,7 +58,7 @@ def figures(record: Record) -> dict[str, Any]:
 
 def validation_label(name: str) -> str:
     """What the loss of a validation set is called."""
-    return "validation loss" if name in (ONLY_SET, "") else f"validation loss {name}"
+    return "validation loss" if name == ONLY_SET else f"validation loss {name}"
 
 
 def show(record: Record) -> None:
@@ -86,9 +83,8 @@ def show(record: Record) -> None:
 
 def rows(record: Record) -> list[tuple[str, str]]:
     """The summary's lines as (label, value)."""
-    late = record.losses[-LAST_STEPS:]
-    loss = f"{record.losses[0]:.3f} -> {statistics.fmean(late):.3f} in {record.iterations:,} iterations"
-    lines = [("loss", f"{loss} (mean of the last {len(late)})")]
+    loss = f"{record.losses[0]:.3f} -> {record.loss_last:.3f} in {record.iterations:,} iterations"
+    lines = [("loss", f"{loss} (mean of the last {min(len(record.losses), LAST_STEPS)})")]
     if record.diverged_at is not None:
         when = f"from iteration {record.diverged_at:,} on"
         lines.append(("warning", f"diverged: the loss is not a number {when}; lower the learning rate"))
@@ -101,7 +97,7 @@ def rows(record: Record) -> list[tuple[str, str]]:
     speed, early = "not in the log", ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
     if record.tokens_per_second is not None and record.step_ms is not None:
         speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}"
-    lines.append(("speed", f"{speed}; training took {_duration(record.train_seconds)}"))
+    lines.append(("speed", f"{speed}; training took {duration(record.train_seconds)}"))
     flags = "--timing-log-level 1 --no-barrier-with-level-1-timing --log-timers-to-tensorboard"
     share = record.optimizer_share
     lines.append(
@@ -126,7 +122,7 @@ def next_commands(record: Record) -> tuple[tuple[str, str], ...]:
         elif record.run.get("nodes", 1) == 1:
             purpose = f"the same with {other.capitalize()}; a learning rate of its own is --set lr=RATE"
             commands.append((purpose, [*_with_optimizer(record, other), "--out", str(there)]))
-    if QUICKSTART_DATA in record.args.get("data_path", ""):
+    if str(QUICKSTART_DATA) in record.args.get("data_path", ""):
         own = ["megatron-muon", "data", "prepare", "--input", "PATH", "--output", "data/mine"]
         commands.append(("your own text, for --data-path data/mine", own))
     return tuple((purpose, shlex.join(command)) for purpose, command in commands)
@@ -145,11 +141,3 @@ def _with_optimizer(record: Record, optimizer: str) -> list[str]:
         sets += [f"{flag[2:]}=null" for flag in flags if flag.startswith(("--muon-", "--adaptive-muon-"))]
     command = ["megatron-muon", "train", "--config", str(config), "--nproc", str(record.run.get("ranks", 1))]
     return [*command, *(token for setting in sets for token in ("--set", setting))]
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

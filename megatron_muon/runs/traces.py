@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint import files
-from megatron_muon.megatron.flags.monitoring import TRACES, profile_flags
+from megatron_muon.megatron.flags.monitoring import TRACES
+from megatron_muon.runs.node import names_own_step
 from megatron_muon.runs.run_folder import RUN, RunFolder, traces_of
 
 if TYPE_CHECKING:
@@ -13,20 +16,37 @@ if TYPE_CHECKING:
     from megatron_muon.runs.train import Experiment
 
 STEPS = (10, 13)
-"""Recorded where nobody says which, counted from where a run starts: what happens once is over by then."""
+"""Recorded by default, counted from where the run starts; one-time work is done by then."""
 
 
-def flags(request: Request, folder: RunFolder, ranks: int) -> list[str]:
-    """Megatron's flags for what is asked for; on several machines the ranks of one of them are recorded."""
+def flags(
+    request: Request, folder: RunFolder, ranks: int, given: Mapping[str, str], typed: Collection[str]
+) -> list[str]:
+    """Megatron's flags for `--profile`; on several machines, only the first one's ranks are recorded.
+
+    Args:
+        given: all flags and their values.
+        typed: those of the command line.
+    """
     if not request.profile:
         return []
     steps = request.profile
     if not isinstance(steps, tuple):
-        saved = files.latest(folder.checkpoints) if request.resume and folder.checkpoints is not None else None
-        done = saved if isinstance(saved, int) else 0
+        done = _done(request, folder, given, typed)
         steps = STEPS[0] + done, STEPS[1] + done
-    several = request.nodes.count > 1
-    return profile_flags(steps) + (["--profile-ranks", *map(str, range(ranks))] if several else [])
+    start, end = map(str, steps)
+    asked = ["--profile", "--use-pytorch-profiler", "--profile-step-start", start, "--profile-step-end", end]
+    return asked + (["--profile-ranks", *map(str, range(ranks))] if request.nodes.count > 1 else [])
+
+
+def _done(request: Request, folder: RunFolder, given: Mapping[str, str], typed: Collection[str]) -> int:
+    """The iteration that a run goes on from, as its flags say."""
+    own = folder.checkpoint if request.resume else None
+    if own is None and ("--finetune" in given or not given.get("--load")):
+        return 0
+    asked = given.get("--ckpt-step") if own is None or names_own_step(typed) else None
+    found = str(asked or files.latest(own.parent if own else Path(given["--load"])))
+    return int(found) if found.isdecimal() else 0
 
 
 def note(experiment: Experiment) -> str:
@@ -36,8 +56,9 @@ def note(experiment: Experiment) -> str:
     written = [file for file in traces_of(folder) if file.stat().st_mtime >= started]
     if written:
         more = f" and {len(written) - 1} more" if len(written) > 1 else ""
-        where = f"{written[0]}{more}"
-        return f"trace: {where}; open it at https://ui.perfetto.dev (docs/monitoring.md says what to look for)"
+        return (
+            f"trace: {written[0]}{more}; open it at https://ui.perfetto.dev (docs/monitoring.md says what to look for)"
+        )
     if experiment.request.profile:
-        return f"no trace in {folder.tensorboard.parent / TRACES}: the run ended before the steps to record"
+        return f"no trace in {folder.tensorboard.parent / TRACES}: this start did not take the steps to record"
     return ""

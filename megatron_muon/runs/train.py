@@ -31,7 +31,7 @@ from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
 from megatron_muon.runs.processes import Ended, environment, pretrain_program, torchrun, watch
 from megatron_muon.runs.resolve import FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.run_summary import error_of, summary_of, trace_of
+from megatron_muon.runs.run_summary import failure_of, summary_of
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Outcome:
 
 
 class Listener(Protocol):
-    """Whoever shows a run: gets every line of its output, what its ranks tell, and a call twenty times a second."""
+    """Shows a run: receives its output line by line, its events, and a call twenty times a second."""
 
     def line(self, line: str, /) -> object:
         """A line of the ranks' output without its end, from another thread."""
@@ -113,7 +113,7 @@ class Listener(Protocol):
 
 
 class Told:
-    """Reads the lines that ranks add to a file of events, from its beginning on."""
+    """Reads a file of events while ranks append to it."""
 
     def __init__(self, file: Path) -> None:
         self._file, self._read, self._rest = file, 0, b""
@@ -125,7 +125,11 @@ class Told:
             data = stream.read()
             self._read += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
-            return [json.loads(line) for line in lines]
+            events = []
+            for line in lines:
+                with contextlib.suppress(ValueError):  # cut short where the disk was full
+                    events.append(json.loads(line))
+            return events
         return []
 
 
@@ -137,7 +141,7 @@ def prepare(request: Request, resolved: Resolved | UserError | None = None) -> E
         RunFailedError: the process that settles failed; what it printed has been shown.
     """
     nodes = request.nodes
-    if request.out is not None and nodes.rank == 0:  # told at once, where the flags have no say
+    if request.out is not None and nodes.rank == 0:  # with --out the flags do not matter: refused before the slow part
         _refuse_taken(run_folder.locate({}, {}, out=request.out, default="")[0], request)
     if resolved is None:
         (resolved,) = resolve_each([request])
@@ -167,13 +171,13 @@ def _refuse_taken(folder: RunFolder, request: Request) -> None:
 def execute(
     experiment: Experiment,
     *,
-    listener: Listener | None = None,
+    listener: Listener,
     stop: threading.Event | None = None,
     env: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Runs what `prepare` returned to its end and writes its folder; `stop` as for `watch`.
 
-    Variables of `env` win over all others of the ranks.
+    `env` overrides the ranks' other variables.
 
     Raises:
         UserError: another run is under way in the folder, or has been there since `prepare` looked.
@@ -213,7 +217,7 @@ def _launch(
     experiment: Experiment,
     run: Mapping[str, Any],
     keeps: list[int],
-    listener: Listener | None,
+    listener: Listener,
     stop: threading.Event | None,
     env: Mapping[str, str] | None,
 ) -> tuple[int, str | None, tuple[str, ...]]:
@@ -228,10 +232,9 @@ def _launch(
         told = Told(Path(ends, TOLD))
 
         def tick(got: int | None) -> None:
-            if listener is not None:
-                for event in told.new():
-                    listener.event(event)
-                listener.tick(got)
+            for event in told.new():
+                listener.event(event)
+            listener.tick(got)
 
         ended = watch(
             experiment.torchrun,
@@ -242,7 +245,7 @@ def _launch(
                 STATUS_FOLDER: ends,
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(experiment.request.grace_s),  # seconds to save, else 30
             },
-            on_line=listener.line if listener is not None else None,
+            on_line=listener.line,
             on_tick=tick,
             append=append,
             keeps=keeps,
@@ -252,11 +255,11 @@ def _launch(
         ranks = {file.stem: run_folder.read_json(file) for file in Path(ends).glob("*.json")}
     output = log.read_bytes()[began_at:].decode("utf-8", "replace")
     status = _exit_status(ended, ranks.get("0", {}).get("status"))
-    return status, error_of(ranks.values(), output), trace_of(ranks.values(), output)
+    return status, *failure_of(ranks.values(), output)
 
 
 def _exit_status(ended: Ended, rank: int | None) -> int:
-    """The run's status: what its first rank left counts for more than torchrun's, which is 1 for anything but 0."""
+    """The run's status: the first rank's, if it left one; torchrun's is 1 for every failure."""
     if ended.signal == signal.SIGINT:
         return exit_codes.INTERRUPTED
     if ended.signal is not None:

@@ -65,12 +65,14 @@ def configure(parser: CommandParser) -> None:
     folder.add_argument("--resume", action="store_true",
         help="go on from the run's own checkpoint, where there is one; "
         "may be given from the first start on")  # fmt: skip
-    folder.add_argument("--overwrite", action="store_true", help="delete the run that lies there, and start anew")
+    folder.add_argument("--overwrite", action="store_true", help="delete the run in that folder and start over")
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
-    how.add_argument("--quiet", action="store_true", help="show what runs where, warnings, and how it ended only")
+    how.add_argument("--quiet", action="store_true", help="show only the heading, warnings, errors and the end")
     how.add_argument(
-        "--verbose", action="store_true", help="also show every setting, and all output of the ranks as it comes"
+        "--verbose",
+        action="store_true",
+        help="show every setting, and all output of the ranks instead of a line for each log interval",
     )
     how.add_argument("--profile", action="store_true",
         help="have torch's profiler write a trace of a few iterations, beside tensorboard/, with the optimizer's "

@@ -1,49 +1,51 @@
 """What `megatron-muon train` shows of a run: its heading, what its ranks tell, and how it ended.
 
-What a run did travels as data: the events of `megatron.TOLD`. Of the ranks' own output only this package's warnings,
-notes and errors are shown, as they stand; all of it is in train.log.
+Progress arrives as data, the events of `megatron.TOLD`. Of what the ranks print, only this package's warnings, notes
+and errors are shown; all of it is in train.log.
 """
 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_muon.runs import run_folder, traces, wording
 from megatron_muon.runs.run_summary import in_words
-from megatron_muon.runs.screen import Screen, Status
+from megatron_muon.runs.screen import STOPPING, Screen, Status
 
 if TYPE_CHECKING:
     from megatron_muon.runs.train import Experiment, Outcome
 
 _SHOWN = ("megatron-muon: warning: ", "megatron-muon: note: ", "pretrain_gpt.py: error: ")
-"""How lines of the ranks begin that are meant for whoever started the run."""
+"""Prefixes of the ranks' lines that are meant for the user."""
+
+_OF_THE_MODEL = ("tensor", "pipeline", "expert")
+"""Kinds of parallelism with which a rank holds only part of the model, apart from FSDP's sharding."""
 
 _PATIENCE_S = 60.0
-"""Where there is no live line: seconds without news after which a line says what goes on; then twice as long."""
+"""Without a live line: after so many seconds without news a line says what the run is doing; the next waits longer."""
 
 
 class Watcher:
     """Shows one run on a screen.
 
     Args:
-        verbose: all output of the ranks as it comes, too.
-        quiet: nothing of the training but warnings and errors.
+        verbose: show all output of the ranks instead of a line for each event.
+        quiet: show only the heading, warnings, errors and the end.
     """
 
-    def __init__(self, *, verbose: bool = False, quiet: bool = False, live: bool | None = None) -> None:
+    def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
         self.status = Status()
-        self.screen = Screen(lambda width, plain: [self.status.line(width, plain=plain)], live=False if quiet else live)
+        self.screen = Screen(lambda width, plain: [self.status.line(width, plain=plain)], live=not quiet)
         self._verbose, self._quiet = verbose, quiet
         self._noted: set[str] = set()
         self._patience, self._stops = _PATIENCE_S, False
         self._is_model_parallel = False
 
     def enter(self, stage: str) -> None:
-        """What goes on before there are ranks; a line of its own where no live line can say it."""
+        """Starts a stage before there are ranks; prints a line if there is no live line."""
         self.status.enter(stage)
         if not (self.screen.live or self._quiet):
             self.screen.print(f"{stage} ...")
@@ -60,7 +62,8 @@ class Watcher:
             self.screen.print(f"\nsettings of {experiment.request.config}")
             self.screen.print("\n".join(experiment.settings_lines))
             self.screen.print(f"\ncommand     {experiment.shown_command}\n")
-        self._is_model_parallel = is_model_parallel(experiment.resolved.settings)
+        sizes = (experiment.resolved.settings.get(f"{kind}_model_parallel_size") for kind in _OF_THE_MODEL)
+        self._is_model_parallel = any((size or 1) > 1 for size in sizes)
         ranks = experiment.resolved.ranks
         self.status.enter(f"starting {ranks} rank{'s' if ranks > 1 else ''}")
 
@@ -71,32 +74,31 @@ class Watcher:
         elif line.startswith(_SHOWN):
             self._note(line)
 
-    def event(self, told: Mapping[str, Any]) -> None:
+    def event(self, event: Mapping[str, Any]) -> None:
         """An event of the training."""
-        self.status.take(told)
+        self.status.take(event)
         self._patience = _PATIENCE_S
-        if self._stops:
-            self.status.stage = "stopping"
+        width, kind = self.screen.width, event["event"]
+        if kind == "step":
+            self._noted.clear()  # what is said again in the next interval is news
         if self._quiet or self._verbose:
             return
-        width, kind = self.screen.width, told["event"]
         if kind == "model":
-            self.screen.print(f"  model       {model_line(told, is_part=self._is_model_parallel)}")
+            self.screen.print(f"  model       {model_line(event, is_part=self._is_model_parallel)}")
         elif kind == "step":
-            self.screen.print(wording.step_line(told, width))
+            self.screen.print(wording.step_line(event, width))
         elif kind == "validation":
-            self.screen.print(wording.validation_line(told, width), "bold")
+            self.screen.print(wording.validation_line(event, width), "bold")
         elif kind == "saved":
-            self.screen.print(wording.saved_line(told))
+            self.screen.print(wording.saved_line(event))
 
     def tick(self, got: int | None) -> None:
-        """Is called all the time, with the signal that this process got or None."""
+        """Called many times a second, with the signal that this process got or None."""
         if got is not None and not self._stops:
             self._stops = True
-            self.status.enter("stopping")
+            self.status.enter(STOPPING)
             self.screen.print(f"{signal.Signals(got).name}: asking the ranks to end; a second signal kills them")
-        silent = time.monotonic() - self.status.heard
-        if silent > self._patience and not (self.screen.live or self._quiet):
+        if not (self.screen.live or self._quiet) and (silent := self.status.silent_for(self._patience)):
             self._patience *= 2
             doing = self.status.stage or f"after step {self.status.step}"
             self.screen.print(f"nothing new for {wording.clock(silent)}: {doing}")
@@ -104,9 +106,10 @@ class Watcher:
     def end(self, outcome: Outcome, experiment: Experiment) -> None:
         """How it ended, and what to type next."""
         summary, log = outcome.summary, experiment.own_file(run_folder.LOG)
+        file = experiment.own_file(run_folder.SUMMARY)
         if not outcome.started:
-            self.screen.print(f"finished before: {summary['iterations']} iterations; see {_file(experiment)}")
-        elif not summary:  # of another machine than the first
+            self.screen.print(f"already finished: {summary['iterations']} iterations; see {file}")
+        elif not summary:  # not the first machine
             self.screen.print(f"ended with status {outcome.status}; see {log}")
         else:
             words = wording.wrapped(in_words(summary), width=self.screen.width)
@@ -119,9 +122,9 @@ class Watcher:
             if summary["go_on"]:
                 to = "to go on" if summary["checkpoint"] else "nothing was saved; to start again"
                 self.screen.print(f"{to}: {summary['go_on']}")
-            self.screen.print(f"see {_file(experiment)}, {log}")
-        if outcome.started and (note := traces.note(experiment)):
-            self.screen.print(note)
+            self.screen.print(f"see {file}, {log}")
+            if note := traces.note(experiment):
+                self.screen.print(note)
 
     def _note(self, text: str) -> None:
         if text not in self._noted:  # every rank says the same
@@ -133,26 +136,25 @@ class Watcher:
 
 def heading(experiment: Experiment) -> list[str]:
     """What runs where, in a few lines."""
-    resolved, nodes = experiment.resolved, experiment.request.nodes
-    told = resolved.settings
-    lines = [run_folder.name_of(Path(experiment.request.config)) if not experiment.request.keeps_places else
-             experiment.folder.root.name]  # fmt: skip
-    model = [f"{told['num_layers']} layers of {told['hidden_size']}", f"{told['num_attention_heads']} heads"]
-    if told.get("num_experts"):
-        model.append(f"{told['num_experts']} experts")
-    lines[0] += f": {told['optimizer']} on a GPT with {', '.join(model)}"
+    resolved, nodes, settings = experiment.resolved, experiment.request.nodes, experiment.resolved.settings
+    forms = {"num_layers": "{} layers", "hidden_size": "width {}", "num_attention_heads": "{} heads"}
+    shape = [form.format(settings[key]) for key, form in forms.items() if settings.get(key)]
+    if settings.get("num_experts"):
+        shape.append(f"{settings['num_experts']} experts")
+    model = f" with {', '.join(shape)}" if shape else ""  # which a checkpoint's arguments may tell
+    lines = [f"{run_folder.name_of(Path(experiment.request.config))}: {settings['optimizer']} on a GPT{model}"]
     where = {"cuda": "GPU", "cpu": "CPU"}[resolved.device]
     ranks = f"{resolved.ranks} on {where}s" if resolved.ranks > 1 else f"1 on a {where}"
     if nodes.count > 1:
-        ranks = f"{nodes.count} machines x {ranks}; this is number {nodes.rank}"
-    if told.get("use_megatron_fsdp"):
-        ranks += f", Megatron-FSDP {told['data_parallel_sharding_strategy']}"
-    for name, word in (("tensor", "tensor"), ("pipeline", "pipeline"), ("context", "context"), ("expert", "expert")):
-        suffix = "_model_parallel_size" if name != "context" else "_parallel_size"
-        if (told.get(name + suffix) or 1) > 1:
-            ranks += f", {word} parallel {told[name + suffix]}"
+        ranks = f"{nodes.count} machines x {ranks}; this is machine {nodes.rank}"
+    if settings.get("use_megatron_fsdp"):
+        ranks += f", Megatron-FSDP {settings['data_parallel_sharding_strategy']}"
+    for kind in (*_OF_THE_MODEL, "context"):
+        size = settings.get(f"{kind}_parallel_size" if kind == "context" else f"{kind}_model_parallel_size") or 1
+        if size > 1:
+            ranks += f", {kind} parallel {size}"
     lines.append(f"  ranks       {ranks}")
-    lines.append(f"  steps       {_steps(told)}")
+    lines.append(f"  steps       {_steps(settings)}")
     lines.append(f"  run folder  {experiment.folder.root}")
     if experiment.checkpoint is not None:
         lines.append(f"  going on    from {experiment.checkpoint}")
@@ -162,29 +164,25 @@ def heading(experiment: Experiment) -> list[str]:
     return lines
 
 
-def _steps(told: Mapping[str, Any]) -> str:
-    text = f"{told['train_iters']:,}" if told.get("train_iters") else f"{told.get('train_samples') or '?'} samples"
-    if (batch := told.get("global_batch_size")) and told.get("seq_length"):
-        text += f" of {batch * told['seq_length']:,} tokens, {batch} sequences of {told['seq_length']}"
+def _steps(settings: Mapping[str, Any]) -> str:
+    text = (
+        f"{settings['train_iters']:,}"
+        if settings.get("train_iters")
+        else f"{settings.get('train_samples') or '?'} samples"
+    )
+    if (batch := settings.get("global_batch_size")) and settings.get("seq_length"):
+        text += f" of {batch * settings['seq_length']:,} tokens, {batch} sequences of {settings['seq_length']}"
     repeated = ("validation", "eval_interval", "eval_iters"), ("checkpoint", "save_interval", "save")
-    every = [f"{what} every {told[key]:,}" for what, key, on in repeated if told.get(on) and told.get(key)]
+    every = [f"{what} every {settings[key]:,}" for what, key, on in repeated if settings.get(on) and settings.get(key)]
     return f"{text}; {', '.join(every)}" if every else text
 
 
-def is_model_parallel(settings: Mapping[str, Any]) -> bool:
-    """Whether a rank has a part of the model only, apart from what FSDP shards."""
-    names = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
-    return any((settings.get(name) or 1) > 1 for name in names)
-
-
-def model_line(told: Mapping[str, Any], *, is_part: bool) -> str:
-    """How large the model is and what Muon has of it: the event `model`."""
-    text = f"{told['parameters']:,} parameters" + (" of a model-parallel rank" if is_part else "")
-    if told.get("muon_parameters") is not None:
-        ours = told["muon_parameters"]
-        text += f", {ours:,} in all are Muon's" if is_part else f", {ours / told['parameters']:.1%} of them Muon's"
-    return f"{text}, on {told['device']}" if told.get("device") else text
-
-
-def _file(experiment: Experiment) -> Path:
-    return experiment.folder.root / run_folder.SUMMARY
+def model_line(event: Mapping[str, Any], *, is_part: bool) -> str:
+    """The size of the model and Muon's part of it: the event `model`."""
+    text = f"{event['parameters']:,} parameters" + (" on a model-parallel rank" if is_part else "")
+    if event.get("muon_parameters") is not None:
+        ours = event["muon_parameters"]
+        text += (
+            f"; Muon's are {ours:,} over all ranks" if is_part else f", {ours / event['parameters']:.1%} of them Muon's"
+        )
+    return f"{text}, on {event['device']}" if event.get("device") else text

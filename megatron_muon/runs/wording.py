@@ -1,4 +1,4 @@
-"""What a training tells, in words that fit a line: figures, sizes, times. Plain text, no torch.
+"""Turns events, figures, sizes and times into text that fits a line. Plain text, no torch.
 
 A line is made of fields. Where it is wider than it may be, fields take their short form, and then the least important
 ones are left out.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 WIDTH = 100
@@ -21,68 +21,67 @@ SPARE = 9
 
 
 class Field(NamedTuple):
-    """A part of a line: its text, a shorter one, and how soon it is left out; 0 is never."""
+    """A part of a line: its text, a shorter form, and when it is dropped: the highest number first, 0 never."""
 
     text: str
-    short: str
+    short: str = ""
     leave: int = 0
 
 
 def fit(fields: Iterable[Field], width: int) -> str:
     """The fields in a line of at most `width` columns."""
-    left = list(fields)
-    line = "  ".join(field.text for field in left)
-    if len(line) > width:
-        left = [field for field in left if field.leave < SPARE]
-        line = "  ".join(field.text for field in left)
-    if len(line) > width:
-        line = "  ".join(field.short for field in left)
-    while len(line) > width and any(field.leave for field in left):
-        left.remove(max(left, key=lambda field: field.leave))
-        line = "  ".join(field.short for field in left)
-    return line[:width]
+    given = list(fields)
+    lines = ["  ".join(field.text for field in given), "  ".join(field.text for field in given if field.leave < SPARE)]
+    lines += ["  ".join(f.short or f.text for f in given if f.leave < level) for level in range(SPARE, 0, -1)]
+    return next((line for line in lines if len(line) <= width), lines[-1][:width])
 
 
-def step_line(told: Mapping[str, Any], width: int = WIDTH) -> str:
+_FIGURES: dict[str, Callable[[Any], Field]] = {
+    "loss": lambda loss: Field(f"loss {_number(loss, '.4f')}"),
+    "grad_norm": lambda norm: Field(f"grad norm {_norm(norm)}", f"norm {_norm(norm)}", 3),
+    "lr": lambda rate: Field(f"lr {rate:.1e}", leave=4),
+    "muon_lr": lambda rate: Field(f"Muon's lr {rate:.1e}", f"Muon's {rate:.1e}", 5),
+    "skipped": lambda steps: Field(f"{steps} skipped"),
+    "tokens_per_s": lambda speed: Field(f"{_rate(speed)} tokens/s", f"{_rate(speed)} tok/s"),
+    "mfu": lambda mfu: Field(f"MFU {mfu:.1%}", f"MFU {mfu:.0%}", 1),
+    "optimizer_share": lambda share: Field(f"optimizer {share:.0%}", f"opt {share:.0%}", 2),
+    "peak_bytes": lambda peak: Field(size(peak), leave=SPARE),
+    "seconds_left": lambda left: Field(f"{clock(left)} left"),
+}
+"""How the figures of the event `step` are written, in the order of a line."""
+
+_LIVE = ("loss", "tokens_per_s", "mfu", "optimizer_share", "peak_bytes", "seconds_left")
+
+
+def step_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
     """A log interval: the event `step` of `megatron.TOLD`."""
-    number = f"step {_of(told['step'], told['steps'])}"
-    details = []
-    if (norm := told.get("grad_norm")) is not None:
-        shown = f"{norm:.2f}" if norm < 1000 else f"{norm:.2e}"
-        details.append(Field(f"grad norm {shown}", f"norm {shown}", 3))
-    if told.get("lr") is not None:
-        details.append(Field(f"lr {told['lr']:.1e}", f"lr {told['lr']:.1e}", 4))
-    if told.get("muon_lr") is not None:
-        details.append(Field(f"Muon's lr {told['muon_lr']:.1e}", f"Muon's {told['muon_lr']:.1e}", 5))
-    if told.get("skipped"):
-        details.append(Field(f"{told['skipped']} skipped", f"{told['skipped']} skipped"))
-    speed = *_speed(told), *_memory(told, SPARE), *_left(told)
-    return fit([Field(number, number), *_loss(told), *details, *speed], width)
+    figures = _figures({**event, "skipped": event.get("skipped") or None}, _FIGURES)
+    return fit([Field(f"step {_of(event['step'], event['steps'])}"), *figures], width)
 
 
-def live_fields(told: Mapping[str, Any], step: int | None, steps: int | None) -> list[Field]:
-    """What the live line shows: the last step, and the figures of the last log interval."""
-    number = [] if step is None else [Field(f"step {_of(step, steps)}", _of(step, steps))]
-    return [*number, *_loss(told), *_speed(told), *_memory(told, 3), *_left(told)]
+def live_fields(event: Mapping[str, Any], step: int, steps: int | None) -> list[Field]:
+    """What the live line shows: the last step, and the figures of the last log interval; memory is not spare there."""
+    figures = (field._replace(leave=min(field.leave, 3)) for field in _figures(event, _LIVE))
+    return [Field(f"step {_of(step, steps)}", _of(step, steps)), *figures]
 
 
-def validation_line(told: Mapping[str, Any], width: int = WIDTH) -> str:
+def validation_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
     """An evaluation: the event `validation`."""
-    name = f" {told['set']}" if told["set"] else ""
-    loss = told["loss"]
-    fields = [Field(f"{told['data']} loss{name} {_number(loss, '.4f')}", f"{told['data']} loss{name} {loss:.4f}")]
+    name = f" {event['set']}" if event["set"] else ""
+    loss = event["loss"]
+    fields = [Field(f"{event['data']} loss{name} {_number(loss, '.4f')}")]
     if math.isfinite(loss) and loss < 20:
         fields.append(Field(f"perplexity {math.exp(loss):,.2f}", f"ppl {math.exp(loss):,.2f}", 1))
-    when = f"at step {told['step']:,}"
-    if told["last"] and told["data"] == "validation":
-        when = "after the last step, on other batches"
-    return fit([*fields, Field(when, when, 3), Field(f"took {duration(told['seconds'])}", "", 2)], width)
+    when = f"at step {event['step']:,}"
+    if event["last"] and event["data"] == "validation":
+        when = "after training, on different batches"
+    return fit([*fields, Field(when, leave=3), Field(f"took {duration(event['seconds'])}", leave=SPARE)], width)
 
 
-def saved_line(told: Mapping[str, Any]) -> str:
+def saved_line(event: Mapping[str, Any]) -> str:
     """A checkpoint: the event `saved`."""
-    what = "being written" if told["background"] else f"saved in {duration(told['seconds'])}"
-    return f"checkpoint of step {told['step']:,} {what}: {told['folder']}"
+    what = "is being written to" if event["background"] else f"saved in {duration(event['seconds'])} to"
+    return f"checkpoint of step {event['step']:,} {what} {event['folder']}"
 
 
 def wrapped(text: str, *, indent: int = 2, width: int = WIDTH) -> list[str]:
@@ -123,7 +122,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """As `duration`, for what runs on a screen: without decimals."""
+    """Like `duration`, without decimals, for times that tick on the screen."""
     return f"0:{round(seconds):02}" if seconds < 9.95 else duration(seconds)
 
 
@@ -140,28 +139,13 @@ def _number(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "not a number"
 
 
-def _loss(told: Mapping[str, Any]) -> list[Field]:
-    loss = told.get("loss")
-    return [] if loss is None else [Field(f"loss {_number(loss, '.4f')}", f"loss {_number(loss, '.4f')}")]
+def _figures(event: Mapping[str, Any], names: Iterable[str]) -> list[Field]:
+    return [_FIGURES[name](event[name]) for name in names if event.get(name) is not None]
 
 
-def _speed(told: Mapping[str, Any]) -> list[Field]:
-    fields = []
-    if (speed := told.get("tokens_per_s")) is not None:
-        shown = f"{speed:,.0f}" if speed < 999_500 else f"{speed / 1e6:,.2f} M"
-        fields.append(Field(f"{shown} tokens/s", f"{shown} tok/s"))
-    if (mfu := told.get("mfu")) is not None:
-        fields.append(Field(f"MFU {mfu:.1%}", f"MFU {mfu:.0%}", 1))
-    if (share := told.get("optimizer_share")) is not None:
-        fields.append(Field(f"optimizer {share:.0%}", f"opt {share:.0%}", 2))
-    return fields
+def _norm(norm: float) -> str:
+    return f"{norm:.2f}" if norm < 1000 else f"{norm:.2e}"
 
 
-def _memory(told: Mapping[str, Any], leave: int) -> list[Field]:
-    peak = told.get("peak_bytes")
-    return [] if peak is None else [Field(size(peak), size(peak), leave)]
-
-
-def _left(told: Mapping[str, Any]) -> list[Field]:
-    left = told.get("seconds_left")
-    return [] if left is None else [Field(f"{clock(left)} left", f"{clock(left)} left")]
+def _rate(speed: float) -> str:
+    return f"{speed:,.0f}" if speed < 999_500 else f"{speed / 1e6:,.2f} M"

@@ -60,7 +60,7 @@ def configure(parser: CommandParser) -> None:
     add("--nodes", type=positive, required=True, metavar="N", help="nodes of the job")
     ranks = parser.add_mutually_exclusive_group()
     ranks.add_argument("--gpus-per-node", type=positive, metavar="G",
-        help="ask SLURM for so many, and start a rank on each")  # fmt: skip
+        help="GPUs to ask for on each node, with a rank on each")  # fmt: skip
     ranks.add_argument("--nproc-per-node", type=positive, metavar="P",
         help="ranks on each node, where SLURM gives out whole nodes or there are no GPUs "
         "(what the job finds: a rank for each GPU, or one)")  # fmt: skip
@@ -70,7 +70,7 @@ def configure(parser: CommandParser) -> None:
     add("--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)")
     add("--array", type=Path, metavar="FILE", help="an array job: a task for each line of FILE, which holds its flags")
     add("--at-once", type=positive, metavar="M",
-        help="with --array: so many tasks at a time (as many as there is room for)")  # fmt: skip
+        help="with --array: tasks that may run at once (no limit)")  # fmt: skip
     add("--sbatch", action="append", default=[], metavar="OPTION",
         help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
     add("--dry-run", action="store_true", help="check everything, show the command and the script, submit nothing")
@@ -109,11 +109,9 @@ def run(args: argparse.Namespace) -> int:
 
 def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, str]]:
     """sbatch with its options, the script and the script's arguments; the variables that the script reads."""
-    options = {
-        **{f"--{name.replace('_', '-')}": getattr(args, name) for name in ("nodes", "job_name", "gpus_per_node")},
-        **{f"--{name}": getattr(args, name) for name in ("time", "partition", "account")},
-        "--array": args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else ""),
-    }
+    names = ("nodes", "job_name", "gpus_per_node", "time", "partition", "account")
+    options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    options["--array"] = args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else "")
     command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
     command += [*args.sbatch, str(SCRIPT), str(args.config), *args.flags]
     has_python = os.environ.get("VENV") or os.environ.get("CONTAINER_IMAGE")
@@ -129,13 +127,14 @@ def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, s
 def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) -> list[tuple[str, str]]:
     """(name, value) of what a user should see; `first` are the flags of the first run."""
     each = f"{args.ranks} = {args.nodes * args.ranks} ranks" if args.ranks else "a rank for each GPU, or one"
+    ahead = "" if any(option.startswith("--signal") for option in args.sbatch) else "; SIGTERM three minutes ahead"
     array = [] if args.array is None else [("tasks", f"{tasks}, from {args.array}")]
     return [
         ("config", str(args.config)),
         ("flags", shlex.join(args.flags) or "none beside the file's"),
         *array,
         ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
-        ("time limit", f"{args.time or 'the partition’s'}; SIGTERM three minutes ahead"),
+        ("time limit", (args.time or "the partition’s") + ahead),
         ("checkpoints", "of each task in a folder of its own" if array else _checkpoints(first, args.flags)),
         ("python", os.environ.get("CONTAINER_IMAGE") or os.environ.get("VENV") or sys.prefix),
         ("logs", f"{LOGS}/{args.job_name}-JOB.log, and for each node {LOGS}/{args.job_name}-JOB-NUMBER-HOST.log"),
@@ -172,7 +171,7 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
     """The parsed flags of every task's run.
 
     Raises:
-        UserError: a flag that does not exist, sizes that do not fit the ranks, no --save or one that tasks share.
+        UserError: a flag that does not exist, no --save or one that tasks share.
     """
     from megatron_muon.megatron.flags import config_file
     from megatron_muon.quiet import quiet_imports
@@ -194,8 +193,6 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
             )
         if run.save_interval is None:
             raise UserError(f"--save {run.save} needs --save-interval N too; add it after --")
-        if args.ranks:
-            arguments.check_parallelism(run, args.nodes * args.ranks)
         if (first := folders.setdefault(run.save, number)) != number:
             raise UserError(
                 f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {run.save}; "

@@ -139,7 +139,8 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
     done = len(plans) - len(to_do)
     print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
     failed: dict[Task, str] = {}
-    with Display(len(plans), done) as display:
+    display = Display(len(plans), done)
+    with display.screen:
         sweep = Sweep(to_do, args.jobs, display)
 
         def ended(plan: Plan, outcome: Outcome) -> None:

@@ -147,4 +147,4 @@ def _kind(point: Seeds[Row]) -> tuple[str | None, ...]:
 
 def _cell(point: Seeds[Row], name: str, form: str = ".4f") -> str:
     spread = point.spread(name)
-    return spread.shown(form) if spread else "-"
+    return f"{spread:{form}}" if spread else "-"

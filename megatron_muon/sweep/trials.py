@@ -139,37 +139,30 @@ class Display:
         self.screen = Screen(self._lines)
         self._total, self._done, self._start = total, done, time.monotonic()
         self._under_way: dict[Plan, Status] = {}
-        self._began: dict[Plan, float] = {}
-        self._told: dict[Plan, float] = {}
-
-    def __enter__(self) -> Display:
-        self.screen.__enter__()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.screen.__exit__()
+        self._printed: dict[Plan, float] = {}
 
     def started(self, plan: Plan) -> None:
         """A run begins."""
-        self._began[plan] = self._told[plan] = time.monotonic()
+        self._printed[plan] = time.monotonic()
         self._under_way[plan] = Status("starting", name=plan.task.name)
         if not self.screen.live:
             self.screen.print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
 
-    def event(self, plan: Plan, told: Mapping[str, Any]) -> None:
-        """What a run tells, see `megatron.TOLD`."""
-        self._under_way[plan].take(told)
-        if not self.screen.live and told["event"] == "step" and time.monotonic() - self._told[plan] >= _LINE_EVERY_S:
-            self._told[plan] = time.monotonic()
-            self.screen.print(f"{plan.task.name}: {wording.step_line(told)}")
+    def event(self, plan: Plan, event: Mapping[str, Any]) -> None:
+        """An event of a run, see `megatron.TOLD`."""
+        self._under_way[plan].take(event)
+        since = time.monotonic() - self._printed[plan]
+        if not self.screen.live and event["event"] == "step" and since >= _LINE_EVERY_S:
+            self._printed[plan] = time.monotonic()
+            room = max(40, wording.WIDTH - len(plan.task.name) - 2)
+            self.screen.print(f"{plan.task.name}: {wording.step_line(event, room)}")
 
     def ended(self, plan: Plan, outcome: Outcome) -> None:
         """A run has ended."""
         del self._under_way[plan]
         self._done += 1
-        seconds = time.monotonic() - self._began[plan]
         words = in_words(outcome.summary, why=True)
-        self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {seconds:.0f} s")
+        self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
 
     def _lines(self, width: int, plain: bool) -> list[Text]:
         passed = wording.clock(time.monotonic() - self._start)
@@ -186,12 +179,12 @@ class _Heard:
     indexed: Callable[[], None]
 
     def line(self, line: str) -> None:
-        """Is in the run's log."""
+        """Shows nothing: the run's log has it."""
 
-    def event(self, told: Mapping[str, Any]) -> None:
-        if told["event"] in ("tick", "step") or told.get("stage") == FIRST_STEP:
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
             self.indexed()
-        self.display.event(self.plan, told)
+        self.display.event(self.plan, event)
 
     def tick(self, got: int | None) -> None:
         """Signals reach the sweep."""

@@ -97,7 +97,7 @@ NOT_HERE = {
     r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
     r"docker build -f scripts/containers/": "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py",
     r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
-    r"kubectl apply -f scripts/kubernetes/": "needs a cluster; test_installed.py runs what its pods run",
+    r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
     r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
 }
 """Commands that are not run, by their beginning, with the reason; the files that they name must exist."""

@@ -70,7 +70,7 @@ Start = Callable[[int], subprocess.Popen[bytes]]
 @pytest.fixture
 def pod(installed: Path, tmp_path: Path, corpus: tuple[str, ...]) -> Iterator[Start]:
     """Starts what a pod of scripts/kubernetes/pytorchjob.yaml runs, with what the operator sets, on a tiny model."""
-    _, job = yaml.safe_load_all((cli.ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
+    job = yaml.safe_load((cli.ROOT / "scripts/kubernetes/pytorchjob.yaml").read_text("utf-8"))
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
     flags = (*cli.MUON, *cli.TINY, *corpus, "--train-iters", "60", "--save", "ck", "--global-batch-size", "4")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump({"MODEL_ARGS": dict(as_pairs(flags))}))

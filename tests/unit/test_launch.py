@@ -14,6 +14,7 @@ from megatron_muon import exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import STATUS_FOLDER, launch
 from megatron_muon.megatron.launch import settle_one_process
+from megatron_muon.megatron.model import gpt
 from megatron_muon.offload import run as offload
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -89,8 +90,8 @@ def ended(tmp_path, monkeypatch):
             patched.setattr(launch, "prepare", lambda *_, **__: PREPARED)
             patched.setattr(launch, "_ended_by_signal", lambda: signal)
             patched.setattr(arguments, "parse_and_validate_args", lambda **_: None)
-            for name in ("gpt_config_from_args", "pretrain_cfg_container_from_args"):
-                patched.setattr(argument_utils, name, lambda *_: None)
+            patched.setattr(argument_utils, "pretrain_cfg_container_from_args", lambda *_: None)
+            patched.setattr(gpt, "gpt_config", lambda *_: None)
             patched.setattr(megatron.training, "pretrain", fails)
             patched.setattr(offload, "close_runs", lambda: print("closed", flush=True))
             patched.setattr(dist, "is_initialized", lambda: is_initialized[0])

@@ -116,7 +116,8 @@ def test_another_megatron_is_not_patched(patches, monkeypatch):
 
 
 def settle(folder, *, environ=None, **flags):
-    args, environ = flags_of(folder, **{"load": str(folder / "saves"), **flags}), {} if environ is None else environ
+    own = str(folder / "saves")
+    args, environ = flags_of(folder, **{"load": own, "save": own, **flags}), {} if environ is None else environ
     monitoring.settle_run(args, environ)
     return args, environ
 
@@ -140,9 +141,10 @@ def test_a_run_that_goes_on_is_the_same_run(folder):
 def test_what_starts_anew_is_another_run(folder):
     """Its first steps would be dropped, since the run there has had later ones."""
     ids = [settle(folder, load=None)[1]["WANDB_RUN_ID"], settle(folder, ckpt_step=2)[1]["WANDB_RUN_ID"]]
+    ids.append(settle(folder, save=str(folder / "others"))[1]["WANDB_RUN_ID"])  # another run's checkpoint
     (folder / "saves" / "latest_checkpointed_iteration.txt").unlink()
     ids.append(settle(folder)[1]["WANDB_RUN_ID"])
-    assert len(set(ids)) == 3
+    assert len(set(ids)) == 4
     assert json.loads((folder / "wandb.json").read_text())["id"] == ids[-1]
 
 
@@ -168,6 +170,8 @@ def test_a_run_of_a_sweep_has_its_points_name(tmp_path):
     trial = tmp_path / "compare" / "lr=8e-3" / "seed=1"
     args, _ = settle(trial, load=None, environ={"WANDB_RUN_GROUP": "compare"})
     assert args.wandb_exp_name == "lr=8e-3/seed=1"
+    args, _ = settle(tmp_path / "a", load=None, tensorboard_dir=None, save=str(tmp_path / "a" / "checkpoints"))
+    assert args.wandb_exp_name == "a"
 
 
 # What is shown

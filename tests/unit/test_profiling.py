@@ -114,10 +114,27 @@ def test_wandb_that_is_not_installed_is_refused_on_every_rank(parser, monkeypatc
 # `train --profile`
 
 
-def flags_of(folder, **asked) -> list[str]:
-    return traces.flags(
-        Request("x.yaml", **asked), RunFolder(folder, folder / "tensorboard", folder / "saves"), ranks=2
-    )
+def flags_of(folder, given=(), typed=(), **asked) -> list[str]:
+    places = RunFolder(folder, folder / "tensorboard", folder / "saves")
+    return traces.flags(Request("x.yaml", **asked), places, 2, dict(given), typed)
+
+
+def test_steps_count_from_the_checkpoint_that_is_loaded(tmp_path):
+    """A run from another's checkpoint at step 1000 was to record steps that it never takes."""
+    for name, step in (("saves", 200), ("other", 1000)):
+        (tmp_path / name / f"iter_{step:07}").mkdir(parents=True)
+        (tmp_path / name / "latest_checkpointed_iteration.txt").write_text(str(step))
+    load = {"--load": str(tmp_path / "other")}
+    first = {"--ckpt-step": "4"}
+    for given, typed, resume, start in (
+        (load, (), False, "1010"),
+        (load | {"--finetune": ""}, (), False, "10"),
+        (load | first, first, False, "14"),
+        ({}, (), True, "210"),
+        (first, first, True, "14"),
+        (first, (), True, "210"),  # of the file: for the first start
+    ):
+        assert flags_of(tmp_path, given, typed, profile=True, resume=resume)[3] == start, (given, typed, resume)
 
 
 def test_train_records_three_iterations_after_the_first_nine(tmp_path):
@@ -155,7 +172,7 @@ def test_the_run_says_where_its_traces_lie(tmp_path):
     folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
     (tmp_path / "run.json").touch()  # as a start does
     run = SimpleNamespace(folder=folder, request=Request("x.yaml", profile=True))
-    assert traces.note(run).startswith(f"no trace in {tmp_path}/torch_profile: the run ended before")
+    assert traces.note(run).startswith(f"no trace in {tmp_path}/torch_profile: this start did not")
     (tmp_path / "torch_profile").mkdir()
     for rank in (0, 1):
         (tmp_path / "torch_profile" / f"rank-{rank}.json.gz").touch()

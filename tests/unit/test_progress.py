@@ -83,9 +83,9 @@ def settings_of(**more):
         (150, {"do_test": True}, 3 * 4.0),
         (150, {"do_valid": False}, 0.0),
         (150, {"eval_iters": [6, 6]}, 2 * 4.0),
-        (150, {"save": "x", "save_interval": 50}, 2 * 4.0 + 7.0),
-        (150, {"save": "x", "save_interval": 30}, 2 * 4.0 + 2 * 7.0),  # at 180 and at the end
-        (200, {}, 4.0),
+        (150, {"save": "x", "save_interval": 50}, 2 * 4.0 + 2 * 7.0),  # this step's is still to come
+        (150, {"save": "x", "save_interval": 30}, 2 * 4.0 + 3 * 7.0),  # at 180 and at the end too
+        (200, {}, 2 * 4.0),
     ],
 )
 def test_the_time_left_counts_evaluations_and_saves(iteration, more, seconds):

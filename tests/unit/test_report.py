@@ -153,7 +153,7 @@ def test_not_reached_is_said(tmp_path):
     make_run(tmp_path / "runs" / "adam", falling(0.1), optimizer="adam")
     make_run(tmp_path / "runs" / "muon", falling(0.01))
     text, _ = page_of(tmp_path)
-    assert "**Muon did not come to AdamW's final validation loss of" in text
+    assert "**Muon did not reach AdamW's final validation loss of" in text
     assert "| not reached |" in text
 
 
@@ -235,7 +235,7 @@ def test_a_first_validation_at_the_end_tells_nothing(tmp_path):
     make_run(tmp_path / "runs" / "adam", falling(0.02), optimizer="adam", steps=10)
     make_run(tmp_path / "runs" / "muon", falling(0.2), steps=20)
     text, _ = page_of(tmp_path)
-    assert "by its first validation, at step 10 of AdamW's 10: that tells nothing; validate more often.**" in text
+    assert "by its first validation, at step 10 of AdamW's 10: this says nothing; validate more often.**" in text
     assert "of the steps**" not in text
     assert "Learning rates decay over different numbers of steps (AdamW 10, Muon 20)" in text
 
@@ -245,7 +245,7 @@ def test_a_baseline_that_was_there_before_is_told(tmp_path):
     make_run(tmp_path / "runs" / "adam", lambda step: 3.0 + abs(step - 30) / 10, optimizer="adam")
     make_run(tmp_path / "runs" / "muon", falling(0.05))
     text, found = page_of(tmp_path)
-    assert "AdamW itself first came to it at step 20." in text
+    assert "AdamW itself first reached it at step 20." in text
     assert found["comparisons"][0]["baseline_first_there"] == pytest.approx(20)
     assert "| steps to AdamW's final validation loss | 20 |" in text
 
@@ -271,10 +271,13 @@ def test_times_are_told_with_what_they_were_taken_under(tmp_path, of_muon, says)
 
 def test_seeds_that_differ_are_told_and_a_run_without_validation_missed_no_loss(tmp_path):
     make_run(tmp_path / "runs" / "adam", falling(0.05), optimizer="adam", seed=1)
-    make_run(tmp_path / "runs" / "muon", falling(0.1), seed=2, validation=False)
-    text = page_of(tmp_path)[0]
-    assert "The seeds differ (AdamW 1; Muon 2)" in text
-    assert "did not come to" not in text
+    make_run(tmp_path / "runs" / "muon", falling(0.1), seed=2)
+    assert "The seeds differ (AdamW 1; Muon 2)" in page_of(tmp_path)[0]
+    make_run(tmp_path / "runs" / "lion", falling(0.2), optimizer="lion", validation=False)
+    text, found = page_of(tmp_path)
+    assert "Lion did not reach" not in text
+    (lion,) = [each for each in found["settings"] if each["optimizer"] == "lion"]
+    assert (lion["final_loss"], lion["best"]) == (None, False), "a training loss is not a validation loss"
 
 
 @pytest.mark.parametrize(
@@ -309,7 +312,7 @@ def test_a_dollar_sign_is_drawn_as_one(tmp_path):
 
 def test_a_spread_leaves_out_non_finite_values():
     assert Spread.of([1.0, None, math.nan, 3.0]) == Spread(2.0, math.sqrt(2), 1.0, 3.0, 2)
-    assert Spread.of([2.0]).shown(".1f") == "2.0"
+    assert f"{Spread.of([2.0]):.1f}" == "2.0"
     assert Spread.of([None]) is None
 
 

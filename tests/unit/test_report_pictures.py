@@ -107,7 +107,7 @@ def test_where_no_loss_is_a_number_the_page_says_so(make: Make, draw: Draw, repo
     figures = draw()
     assert "loss-steps.png" not in figures
     page = report().page(list(figures), places=[], command="report")
-    assert "## Loss\n\nNo loss that was logged is a finite number.\n" in page
+    assert "## Loss\n\nNo logged loss is a finite number.\n" in page
 
 
 def test_two_rates_are_two_points(make: Make, draw: Draw) -> None:

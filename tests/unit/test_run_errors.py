@@ -29,16 +29,16 @@ FINE = {"status": 0, "error": None, "time": 0.0}
     ("ranks", "log", "error"),
     [
         ([CRASHED, WRONG, FINE], KILLED, "--lr x is wrong; type y"),  # the first
-        ([LOST], KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
+        ([LOST], KILLED, "rank 1 was ended by SIGKILL; if nobody sent it, the host ran out of memory: see dmesg"),
         ([LOST], KILLED.replace("KILL", "TERM"), "RuntimeError: Connection closed by peer"),
         ([FINE, CRASHED], "", "torch.OutOfMemoryError: CUDA out of memory"),
-        ([{}], KILLED, "rank 1 was ended by SIGKILL; where nobody sent it, the host's memory was full: see dmesg"),
+        ([{}], KILLED, "rank 1 was ended by SIGKILL; if nobody sent it, the host ran out of memory: see dmesg"),
         ([], KILLED.replace("KILL", "SEGV"), "rank 1 was ended by SIGSEGV"),
         ([FINE], "nothing to be seen", None),
     ],
 )
 def test_the_line_that_says_why_is_found(ranks, log, error):
-    assert run_summary.error_of(ranks, log) == error
+    assert run_summary.failure_of(ranks, log)[0] == error
 
 
 REPORT = (
@@ -63,4 +63,4 @@ REPORT = (
 )
 def test_the_lines_that_show_why_are_found(ranks, log, shown):
     """Of a rank that could not be imported, of torchrun itself, of a rank that left a traceback."""
-    assert run_summary.trace_of(ranks, log) == shown
+    assert run_summary.failure_of(ranks, log)[1] == shown

@@ -202,10 +202,11 @@ def test_an_installed_package_needs_no_checkout(submit, tmp_path, monkeypatch):
 
 
 def test_the_script_starts_the_installed_package_where_there_is_no_checkout(tmp_path):
-    for name, code in (("scontrol", "echo node0"), ("srun", 'printf "%s\\n" "$@"'), ("venv/bin/python", "exit 1")):
+    for name, code in (("scontrol", "echo node0"), ("srun", 'printf "%s\\n" "$@"'), ("venv/bin/python3", "exit 1")):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"#!/bin/sh\n{code}\n")
         (tmp_path / name).chmod(0o755)
+    (tmp_path / "pretrain_gpt.py").touch()  # as in a checkout of Megatron-LM, which is not ours
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node0", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NAME": "it"}
     env = {**job, "SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path}:/usr/bin:/bin"}
 

@@ -232,7 +232,7 @@ def test_two_sweeps_do_not_share_a_folder(tmp_path):
 STEP = {"event": "step", "step": 12, "steps": 20, "loss": 2.851484, "lr": 0.01}
 ENDED = {
     "outcome": "finished", "status": 0, "iterations": 20, "loss_last": 2.5, "validation_loss": {"validation": 2.25},
-    "diverged": False, "error": None,
+    "diverged": False, "error": None, "seconds": 9.5,
 }  # fmt: skip
 
 
@@ -243,7 +243,8 @@ def test_progress(tmp_path, monkeypatch, capsys, terminal):
     monkeypatch.setattr(screen, "is_terminal", lambda: terminal)
     monkeypatch.setattr(sweep, "_LINE_EVERY_S", 0.0)
     plan = plan_of(tmp_path / "run")
-    with sweep.Display(2, 1) as display:
+    display = sweep.Display(2, 1)
+    with display.screen:
         display.started(plan)
         display.event(plan, {"event": "stage", "stage": "reading the data"})
         display.event(plan, STEP)

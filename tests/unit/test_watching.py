@@ -12,17 +12,14 @@ from typing import Any
 import pytest
 
 from megatron_muon.runs import screen, watching
-from megatron_muon.runs.resolve import FILLED_IN, Flag, Request, Resolved
+from megatron_muon.runs.resolve import FILLED_IN, Flag, Nodes, Request, Resolved
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.runs.screen import Status
 from megatron_muon.runs.train import Experiment, Outcome, Told
 from megatron_muon.runs.watching import Watcher
+from tests.unit.test_wording import STEP as KNOWN
 
-STEP = {
-    "event": "step", "step": 130, "steps": 200, "loss": 2.01234, "grad_norm": 0.8123, "lr": 8e-3, "muon_lr": None,
-    "skipped": 0, "step_s": 0.871, "tokens_per_s": 2351.4, "mfu": 0.41, "optimizer_share": 0.214,
-    "peak_bytes": 970e6, "seconds_left": 62.4,
-}  # fmt: skip
+STEP = KNOWN | {"mfu": 0.41}
 EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "stage", "stage": "building the model"},
     {"event": "model", "parameters": 3_287_296, "muon_parameters": 3_145_728, "device": None},
@@ -79,16 +76,16 @@ def test_in_a_pipe_a_run_is_plain_lines(tmp_path: Path, capsys: pytest.CaptureFi
         == """\
 checking the settings of configs/my.yaml ...
 megatron-muon: environment wins over my.yaml: A=1, not 2
-my: muon on a GPT with 32 layers of 4096, 32 heads, 8 experts
+my: muon on a GPT with 32 layers, width 4096, 32 heads, 8 experts
   ranks       8 on CPUs, Megatron-FSDP optim_grads_params, tensor parallel 2, expert parallel 4
   steps       100,000 of 4,194,304 tokens, 512 sequences of 8192; validation every 1,000, checkpoint
               every 5,000
   filled in   2 flags that this machine needs; --dry-run lists all settings
-  model       3,287,296 parameters of a model-parallel rank, 3,145,728 in all are Muon's
+  model       3,287,296 parameters on a model-parallel rank; Muon's are 3,145,728 over all ranks
 step   1/200  loss 5.5948  grad norm 17.90  lr 8.0e-04  900 MB
 step 130/200  loss 2.0123  norm 0.81  lr 8.0e-03  2,351 tok/s  MFU 41%  opt 21%  1:02 left
 validation loss 1.9190  perplexity 6.81  at step 130  took 4.2 s
-checkpoint of step 130 saved in 0.4 s: runs/x/checkpoints
+checkpoint of step 130 saved in 0.4 s to runs/x/checkpoints
 megatron-muon: warning: 3 updates were not finite; these matrices kept their weights: a.long.name
   a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name
 pretrain_gpt.py: error: --lr 0 is wrong"""
@@ -138,10 +135,16 @@ def test_a_run_that_hangs_is_seen_to(monkeypatch: pytest.MonkeyPatch, capsys: py
     watcher = Watcher()
     watcher.event(STEP)
     now = time.monotonic()
+    slow = Watcher()
+    slow.event(STEP | {"step_s": 90.0})
     for seconds, silent in ((5, False), (45, True)):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
-        assert ("no step for 0:45" in watcher.status.line(120).plain) is silent
+        assert ("no step for" in watcher.status.line(120).plain) is silent
+        assert "no step for" not in slow.status.line(120).plain
     capsys.readouterr()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 200)
+    slow.tick(None)
+    assert capsys.readouterr().out == ""  # two of its steps
     for seconds in range(0, 500, 5):
         monkeypatch.setattr(time, "monotonic", lambda seconds=seconds: now + seconds)
         watcher.tick(None)
@@ -155,6 +158,27 @@ def test_a_signal_is_answered_at_once(capsys: pytest.CaptureFixture[str]) -> Non
     for got in (None, 2, 2):
         watcher.tick(got)
     assert capsys.readouterr().out == "SIGINT: asking the ranks to end; a second signal kills them\n"
+    for event in EVENTS:
+        watcher.event(event)
+    assert watcher.status.stage == "stopping"
+
+
+def test_a_warning_is_shown_again_in_the_next_interval(capsys: pytest.CaptureFixture[str]) -> None:
+    """A matrix that was never finite was told of once, as if it had recovered."""
+    watcher = Watcher()
+    for _ in range(2):
+        for _ in range(2):  # of two ranks
+            watcher.line("megatron-muon: warning: it")
+        watcher.event(STEP)
+    assert capsys.readouterr().out.count("warning: it") == 2
+
+
+def test_another_machine_than_the_first_ends_without_its_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the first had refused the folder there is no run.json: a traceback took the place of the status."""
+    Watcher().end(Outcome(130, {}), experiment_in(tmp_path / "x", nodes=Nodes(2, 1, "node0:29500")))
+    assert capsys.readouterr().out.startswith("ended with status 130; see ")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +230,7 @@ def test_a_failure_is_shown_with_its_traceback_and_what_to_type(
 
 
 def test_events_are_read_as_they_come(tmp_path: Path) -> None:
-    """A line that is half written is read when it is whole."""
+    """A line that is half written is read when it is whole; one that a full disk cut is passed over."""
     file = tmp_path / "told.jsonl"
     told = Told(file)
     assert told.new() == []
@@ -215,8 +239,8 @@ def test_events_are_read_as_they_come(tmp_path: Path) -> None:
         stream.write(f"{first}\n{second[:9]}")
         stream.flush()
         assert told.new() == [EVENTS[0]]
-        stream.write(f"{second[9:]}\n")
+        stream.write(f"{second[9:]}\n{first[:9]}{second}\n{first}\n")
         stream.flush()
-        assert told.new() == [EVENTS[1]]
+        assert told.new() == [EVENTS[1], EVENTS[0]]
     assert told.new() == []
     assert watching.model_line(EVENTS[1], is_part=False) == "3,287,296 parameters, 95.7% of them Muon's"

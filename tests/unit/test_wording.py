@@ -71,7 +71,7 @@ VALIDATION = {"step": 200, "loss": 1.919, "set": "", "data": "validation", "last
     [
         ({}, "validation loss 1.9190  perplexity 6.81  at step 200  took 4.2 s"),
         ({"set": "code"}, "validation loss code 1.9190  perplexity 6.81  at step 200  took 4.2 s"),
-        ({"last": True}, "validation loss 1.9190  perplexity 6.81  after the last step, on other batches  took 4.2 s"),
+        ({"last": True}, "validation loss 1.9190  perplexity 6.81  after training, on different batches  took 4.2 s"),
         ({"last": True, "data": "test"}, "test loss 1.9190  perplexity 6.81  at step 200  took 4.2 s"),
         ({"loss": math.inf}, "validation loss not a number  at step 200  took 4.2 s"),
     ],
@@ -82,8 +82,8 @@ def test_an_evaluation_in_a_line(more, line):
 
 def test_a_checkpoint_in_a_line():
     told = {"step": 2000, "folder": "runs/x/checkpoints", "seconds": 75.0, "background": False}
-    assert wording.saved_line(told) == "checkpoint of step 2,000 saved in 1:15: runs/x/checkpoints"
-    assert "being written: runs" in wording.saved_line(told | {"background": True})
+    assert wording.saved_line(told) == "checkpoint of step 2,000 saved in 1:15 to runs/x/checkpoints"
+    assert "is being written to runs" in wording.saved_line(told | {"background": True})
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,6 @@ rank."""
 TRACE = "rank-*.json.gz"
 
 
-def profile_flags(steps: tuple[int, int]) -> list[str]:
-    """Megatron's flags for a trace of the iterations from the first of these numbers to the one before the second."""
-    start, end = map(str, steps)
-    return ["--profile", "--use-pytorch-profiler", "--profile-step-start", start, "--profile-step-end", end]
-
-
 def check_profile(args: argparse.Namespace, *, on_cpu: bool) -> None:
     """Refuse a profile that Megatron would not record, or not write."""
     if not args.profile:
@@ -35,7 +29,7 @@ def check_profile(args: argparse.Namespace, *, on_cpu: bool) -> None:
         if args.train_iters is not None and end > args.train_iters:
             raise UserError(
                 f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends "
-                "before; give earlier steps, or train longer"
+                "before; give earlier steps (`train`: --profile-steps FIRST:END), or train longer"
             )
     with reasons:
         if args.use_pytorch_profiler and args.tensorboard_dir is None:

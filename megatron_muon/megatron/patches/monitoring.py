@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases show a run alike: the same names with the same values, and what is known of the run.
+"""TensorBoard and Weights & Biases show the same metrics under the same names, and the same facts about the run.
 
 megatron-core 0.19 logs some of its metrics to one of the two alone, and to Weights & Biases only in a run that logs to
 TensorBoard. Here whatever goes to the first goes to the second. Both are written by the last rank.
@@ -7,11 +7,13 @@ TensorBoard. Here whatever goes to the first goes to the second. Both are writte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import megatron.training.global_vars as global_vars
@@ -22,15 +24,14 @@ from megatron_muon.megatron import FACTS_PREFIX, WANDB_RUN
 from megatron_muon.patching import Patches
 
 OF_SAMPLES = " vs samples"
-"""How Megatron ends the names of TensorBoard's metrics whose axis is the number of samples, not of iterations."""
+"""Ends the name of a TensorBoard metric that is plotted over samples instead of iterations."""
 
 _SPEED = {"tokens-per-second": "tokens_per_s", "mfu": "mfu", "optimizer-share": "optimizer_share"}
 
 
 def speed_metrics(speed: Mapping[str, float | None]) -> dict[str, float]:
-    """What is logged of a run's speed, as far as it is known."""
-    known = {name: speed.get(key) for name, key in _SPEED.items()}
-    return {name: value for name, value in known.items() if value is not None}
+    """The speed metrics that are known, under the names they are logged by."""
+    return {name: value for name, key in _SPEED.items() if (value := speed.get(key)) is not None}
 
 
 def log_to_both(patches: Patches) -> None:
@@ -38,8 +39,8 @@ def log_to_both(patches: Patches) -> None:
 
     0.19 keeps memory (--log-memory-to-tensorboard) and validation perplexity for TensorBoard, and without
     --tensorboard-dir logs neither losses nor validation anywhere. Metrics over samples stay TensorBoard's: their steps
-    are no iterations. The run goes by the name of its folder where it has no other, writes its files there, and goes on
-    as the same run from a checkpoint.
+    are not iterations. A run without a name gets its folder's, writes its files there, and goes on as the same run from
+    a checkpoint.
     """
 
     @patches.around(global_vars, "_set_wandb_writer", takes=["args"])
@@ -57,42 +58,22 @@ def log_to_both(patches: Patches) -> None:
                 "upload later with wandb sync"
             ) from error
         wandb, writer = global_vars.get_wandb_writer(), global_vars.get_tensorboard_writer()
-        if writer is None:
-            patches.replace(global_vars, "_GLOBAL_TENSORBOARD_WRITER", _WandbAlone(wandb))
-        else:
-            patches.around(writer, "add_scalar")(_also_to(wandb))
+        if writer is None:  # without one Megatron logs neither losses nor validation
+            nothing = dict.fromkeys(("add_scalar", "add_text", "flush"), lambda *_, **__: None)
+            writer = SimpleNamespace(**nothing)
+            patches.replace(global_vars, "_GLOBAL_TENSORBOARD_WRITER", writer)
 
-
-def _also_to(wandb: Any) -> Callable[..., None]:
-    def add_scalar(
-        add: Callable[..., None], name: str, value: Any, step: int | None = None, *args: Any, **kwargs: Any
-    ) -> None:
-        add(name, value, step, *args, **kwargs)
-        if not name.endswith(OF_SAMPLES):
-            wandb.log({name: float(value)}, step)
-
-    return add_scalar
-
-
-class _WandbAlone:
-    """What Megatron takes for TensorBoard's writer in a run without one."""
-
-    def __init__(self, wandb: Any) -> None:
-        self._log = _also_to(wandb)
-
-    def add_scalar(self, *args: Any, **kwargs: Any) -> None:
-        """Log a metric."""
-        self._log(lambda *_, **__: None, *args, **kwargs)
-
-    def add_text(self, *_: Any, **__: Any) -> None:
-        """Texts are the run's arguments, which Weights & Biases has."""
-
-    def flush(self) -> None:
-        """Nothing is kept here."""
+        @patches.around(writer, "add_scalar")
+        def add_scalar(
+            add: Callable[..., None], name: str, value: Any, step: int | None = None, *rest: Any, **kwargs: Any
+        ) -> None:
+            add(name, value, step, *rest, **kwargs)
+            if not name.endswith(OF_SAMPLES):
+                wandb.log({name: float(value)}, step)
 
 
 def settle_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> None:
-    """Say which run of Weights & Biases this is, and where its files go, as far as nobody has said so.
+    """Choose the run of Weights & Biases and where its files go, unless flags or the environment do.
 
     A run that goes on from a checkpoint of its own is the same run, by the id in `WANDB_RUN`; one that starts anew, or
     goes back with --ckpt-step, is another, so that nothing of the first is overwritten. So is a copy of a run's folder.
@@ -103,10 +84,13 @@ def settle_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> N
     if "WANDB_RUN_ID" in environ:
         return
     file, here = folder / WANDB_RUN, str(folder.resolve())
-    before = _read(file)
+    before: dict[str, str] = {}
+    with contextlib.suppress(OSError, ValueError, TypeError):  # there is none, or none that can be read
+        before = dict(json.loads(file.read_text("utf-8")))
     was = Path(before.get("folder", here))
     is_copy = str(was) != here and was.exists()
-    goes_on = args.load and not args.finetune and args.ckpt_step is None and files.latest(Path(args.load)) is not None
+    own = args.load and args.save and Path(args.load).resolve() == Path(args.save).resolve()
+    goes_on = own and not args.finetune and args.ckpt_step is None and isinstance(files.latest(Path(args.load)), int)
     if goes_on and "id" in before and not is_copy:
         environ.setdefault("WANDB_RESUME", "allow")
         environ["WANDB_RUN_ID"] = before["id"]
@@ -118,24 +102,17 @@ def settle_run(args: argparse.Namespace, environ: MutableMapping[str, str]) -> N
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """Where the files of a run lie, by its flags: beside a folder `tensorboard`, or in that of --save."""
-    if args.tensorboard_dir:
-        events = Path(args.tensorboard_dir)
-        return events.parent if events.name == "tensorboard" else events
-    return Path(args.save or ".")
+    """Where the files of a run lie, by its flags: beside a folder `tensorboard` or `checkpoints`, else in it."""
+    for place, name in ((args.tensorboard_dir, "tensorboard"), (args.save, "checkpoints")):
+        if place:
+            return Path(place).parent if Path(place).name == name else Path(place)
+    return Path()
 
 
 def _name(folder: Path, group: str | None) -> str:
-    """A run's name: its folder's, within a sweep the path from the sweep's."""
-    parts = folder.resolve().parts
-    return "/".join(parts[parts.index(group) + 1 :] if group in parts[:-1] else parts[-1:])
-
-
-def _read(file: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(file.read_text("utf-8")))
-    except (OSError, ValueError):
-        return {}
+    """A run's name: its folder's, within a sweep with the point's before it."""
+    *_, sweep, point, run = ("", "", *folder.resolve().parts)
+    return f"{point}/{run}" if sweep == group else run
 
 
 def show_facts(facts: Mapping[str, Any]) -> None:

@@ -102,7 +102,7 @@ class Progress:
         """Instead of megatron.training's factory."""
         self._optimizer = optimizer = build(config, model, *args, **kwargs)
         optimizer.step = functools.partial(self._in_optimizer.time, optimizer.step)
-        self._tell(
+        self._write_facts(
             **_origin(),
             # Of this model-parallel rank, as Megatron counts: Megatron-FSDP's are whole over tensor-parallel ranks.
             parameters=sum(getattr(p, "orig_param", p).numel() for chunk in model for p in chunk.parameters()),
@@ -117,10 +117,10 @@ class Progress:
             result = self.steps.time(train_step, *args, iteration=iteration, **kwargs)
         except RuntimeError as error:
             if "Unexpected result" in str(error):  # --rerun-mode disabled: on this rank alone
-                self._tell(by_first_rank=False, diverged_at=iteration + 1)
+                self._write_facts(by_first_rank=False, diverged_at=iteration + 1)
             raise
         if result[3]:  # Megatron's rerun state machine is about to end all ranks
-            self._tell(diverged_at=iteration + 1)
+            self._write_facts(diverged_at=iteration + 1)
         if (now := time.monotonic()) - self._told >= _TICK_S:
             self._told = now
             tell("tick", step=iteration + 1)
@@ -150,13 +150,14 @@ class Progress:
         if self._optimizer is not None and is_first:
             self._has_reported = True
             if not isinstance(self._optimizer, MuonChainedOptimizer):  # whose factory has reported, before any step
-                self._tell(state_bytes=report_state(self._optimizer))
+                self._write_facts(state_bytes=report_state(self._optimizer))
         rate = muon_rate(self._optimizer.param_groups) if self._optimizer is not None else None
         values = {"skipped-iterations": 1.0} if skipped else {}
         if rate is not None and iteration % settings.tensorboard_log_interval == 0:
             values["muon/learning-rate"] = rate
-        if (is_first or logs) and not settings.log_memory_to_tensorboard:
-            values["mem-max-allocated-bytes"] = _peak_of_all_ranks()
+        peak = _peak_of_all_ranks() if is_first or logs else None
+        if peak is not None and not settings.log_memory_to_tensorboard:
+            values["mem-max-allocated-bytes"] = peak
         self._write(values, iteration)
         self._skipped += bool(skipped)
         if is_first or logs:
@@ -164,7 +165,7 @@ class Progress:
             self._write(speed_metrics(speed), iteration)
             tell(
                 "step", step=iteration, steps=settings.train_iters, loss=loss, grad_norm=grad_norm, lr=learning_rate,
-                muon_lr=rate, skipped=self._skipped, peak_bytes=values.get("mem-max-allocated-bytes"), **speed,
+                muon_lr=rate, skipped=self._skipped, peak_bytes=peak, **speed,
             )  # fmt: skip
             self._skipped = 0
         return result
@@ -179,7 +180,7 @@ class Progress:
             for name, value in values.items():
                 writer.add_scalar(name, value, iteration)
 
-    def _tell(self, *, by_first_rank: bool = True, **facts: Any) -> None:
+    def _write_facts(self, *, by_first_rank: bool = True, **facts: Any) -> None:
         """Write what is known of the run beside its events: `FACTS` has the keys."""
         self._facts |= facts
         if (folder := get_args().tensorboard_dir) is not None and (is_first_rank() or not by_first_rank):
@@ -244,8 +245,9 @@ def skipped_line(skipped: Mapping[str, int]) -> str:
     shown = ", ".join(f"{name} ({count})" for name, count in itertools.islice(skipped.items(), _SHOWN_MATRICES))
     more = f" and {len(skipped) - _SHOWN_MATRICES} more" if len(skipped) > _SHOWN_MATRICES else ""
     return (
-        f"megatron-muon: warning: {sum(skipped.values())} updates were not finite; these matrices kept their weights: "
-        f"{shown}{more}. Their momentum may stay as it is: resume from an earlier checkpoint"
+        f"megatron-muon: warning: updates that were not finite: {sum(skipped.values())}; these matrices kept "
+        f"their weights: {shown}{more}. If this goes on, their momentum is not finite either: resume from an earlier "
+        "checkpoint"
     )
 
 

@@ -1,7 +1,8 @@
-"""What a training does besides its steps: told to its launcher, and timed where the time left depends on it."""
+"""Reports what a training does besides steps, and times evaluations and saves for the time left."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +15,11 @@ from megatron_muon.megatron.tell import tell
 from megatron_muon.patching import Patches
 
 _OF_A_STEP = 1 / 3
-"""The part of a step that its forward pass takes: how long evaluations take is reckoned so until one was measured."""
+"""Share of a step that its forward pass takes; estimates an evaluation until one has been measured."""
 
 
 class Stages:
-    """Tells when a training builds, reads, evaluates and saves, and keeps how long the last of the latter two took."""
+    """Reports when a training builds, reads, evaluates and saves; keeps how long the last two took."""
 
     def __init__(self) -> None:
         self._evaluation_s: float | None = None
@@ -35,13 +36,13 @@ class Stages:
             "train": FIRST_STEP,
         }
         for name, stage in names.items():
-            patches.around(training, name)(_after_telling(stage))
+            patches.around(training, name)(functools.partial(_tell_and_call, stage))
         patches.around(training, "evaluate_and_print_results", takes=["prefix", "iteration"])(self.evaluate)
         patches.around(training, "evaluate", takes=["data_iterator", "model"])(self.evaluate_set)
         patches.around(training, "save_checkpoint_and_time", takes=["iteration"])(self.save)
 
     def seconds_left(self, settings: Any, iteration: int, step_s: float) -> float:
-        """What evaluations and saves between this iteration and the end will take."""
+        """What evaluations and saves will take from the log of this iteration, which they follow, to the end."""
         end, left = settings.train_iters or iteration, 0.0
         if getattr(settings, "do_valid", False) and settings.eval_interval:
             each = self._evaluation_s
@@ -49,26 +50,28 @@ class Stages:
                 counts = settings.eval_iters
                 each = (sum(counts) if isinstance(counts, list) else counts) * step_s * _OF_A_STEP
             after = 1 + bool(getattr(settings, "do_test", False))
-            left += each * (_multiples(settings.eval_interval, iteration, end) + after)
+            left += each * (_multiples(settings.eval_interval, iteration - 1, end) + after)
         if settings.save:
             every = settings.save_interval or 0
             at_the_end = not every or end % every != 0
-            left += self._save_s * (_multiples(every, iteration, end) + at_the_end)
+            left += self._save_s * (_multiples(every, iteration - 1, end) + at_the_end)
         return left
 
-    def evaluate(self, call: Callable[..., Any], prefix: str, *args: Any, **kwargs: Any) -> Any:
-        """Instead of megatron.training's evaluation of all sets, which writes their losses under this prefix."""
-        iteration = kwargs["iteration"] if "iteration" in kwargs else args[3]
+    def evaluate(
+        self, call: Callable[..., Any], prefix: str, forward_step: Any, data: Any, model: Any, iteration: int,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Replaces `evaluate_and_print_results`, which evaluates all sets and writes their losses under the prefix."""
         self._evaluates, self._set = (prefix, iteration), 0
         tell("stage", stage="evaluating")
         began = time.monotonic()
-        result = call(prefix, *args, **kwargs)
+        result = call(prefix, forward_step, data, model, iteration, *args, **kwargs)
         self._evaluation_s = time.monotonic() - began
         tell("stage", stage=None)
         return result
 
     def evaluate_set(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Instead of its evaluation of one set."""
+        """Replaces `evaluate`, which evaluates one set."""
         began = time.monotonic()
         result = call(*args, **kwargs)
         settings, (prefix, iteration) = get_args(), self._evaluates
@@ -88,7 +91,7 @@ class Stages:
         return result
 
     def save(self, call: Callable[..., Any], iteration: int, *args: Any, **kwargs: Any) -> Any:
-        """Instead of its save of a checkpoint."""
+        """Replaces `save_checkpoint_and_time`."""
         tell("stage", stage="saving a checkpoint")
         began = time.monotonic()
         result = call(iteration, *args, **kwargs)
@@ -99,12 +102,9 @@ class Stages:
         return result
 
 
-def _after_telling(stage: str) -> Callable[..., Any]:
-    def told(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        tell("stage", stage=stage)
-        return call(*args, **kwargs)
-
-    return told
+def _tell_and_call(stage: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    tell("stage", stage=stage)
+    return call(*args, **kwargs)
 
 
 def _multiples(every: int, after: int, end: int) -> int:
