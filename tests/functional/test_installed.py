@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -125,3 +126,5 @@ def test_pods_are_started_again_after_a_signal_and_go_on(pod: Start, tmp_path: P
     master, worker = pod(0), pod(1)
     assert (worker.wait(POD_S), master.wait(POD_S)) == (0, 0), said()
     assert (tmp_path / "runs/llama3-8b/checkpoints/iter_0000060").is_dir()
+    run = json.loads((tmp_path / "runs/llama3-8b/run.json").read_text())
+    assert (run["starts"], Path(run["resumed_from"]).name) == (2, f"iter_{latest:07d}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import pty
 import re
@@ -16,8 +17,10 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import exit_codes
+from megatron_muon.megatron import FIRST_STEP, STATUS_FOLDER, TOLD
 from tests.functional import cli, warm
 from tests.functional.test_train import Running, command, write_config
+from tests.functional.training import train
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,22 +28,11 @@ _COLOURS, _MOVES = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[A-
 
 
 def write_run(folder: Path, corpus: tuple[str, ...], *flags: str, log_interval: int = 1) -> None:
-    steps = (
-        "--global-batch-size",
-        "4",
-        "--train-iters",
-        "6",
-        "--eval-iters",
-        "1",
-        "--eval-interval",
-        "3",
-        "--log-interval",
-        str(log_interval),
-    )
     model = [*cli.TINY]
     for flag in ("--eval-iters", "--log-interval"):
         del model[(place := model.index(flag)) : place + 2]
-    write_config(folder / "tiny.yaml", *model, *corpus, *cli.MUON, *steps, *flags)
+    steps = f"--global-batch-size 4 --train-iters 6 --eval-iters 1 --eval-interval 3 --log-interval {log_interval}"
+    write_config(folder / "tiny.yaml", *model, *corpus, *cli.MUON, *steps.split(), *flags)
 
 
 def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus):
@@ -60,7 +52,7 @@ def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus
     validations = re.findall(r"^validation loss (\d\.\d{4})  perplexity", run.output, re.MULTILINE)
     assert [float(loss) for loss in validations] == pytest.approx(log.validation_losses, abs=1e-4)
     assert len(validations) == 3
-    assert re.search(r"^checkpoint of step 6 saved in .*: x/checkpoints$", run.output, re.MULTILINE)
+    assert re.search(r"^checkpoint of step 6 saved in .* to x/checkpoints$", run.output, re.MULTILINE)
     assert lines[-2].startswith("finished with status 0 after 6 iterations, training loss ")
     assert lines[-1] == "see x/summary.json, x/train.log"
     assert "Evaluating iter" in log.output
@@ -97,6 +89,8 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
         assert any(stage in each for each in lines), stage
     live = [each for each in lines if "━" in each]
     assert any(re.search(r"━.* 6/6  .*loss \d\.\d{4}  ", each) for each in live), live
+    figures = r"━.* [2-6]/6  loss \d\.\d{4}  [\d,]+ tok(en)?s?/s  opt(imizer)? \d+%  [\d,.]+ [MG]B  \d:\d\d left"
+    assert any(re.search(figures, each) for each in live), live
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     end = text[text.rindex("\x1b[?25h") :]
     assert "finished with status 0 after 6 iterations" in end
@@ -132,3 +126,28 @@ def test_ctrl_c_is_answered_and_the_end_told(tmp_path, corpus):
     assert "interrupted with status 130 after " in after
     assert "nothing was saved; to start again: megatron-muon train --resume --out x" in after
     assert "Traceback" not in after
+
+
+def train_and_tell(rank: int, world_size: int, *, argv: list[str], folder: str, ends: str) -> tuple[int, str]:
+    """In a worker: a run that reports to a launcher."""
+    os.environ |= {STATUS_FOLDER: ends, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
+    return train(rank, world_size, argv=argv, folder=folder)
+
+
+def test_a_training_reports_all_that_it_does_in_its_order(ranks, tmp_path, corpus):
+    """A stage that is not reported leaves the live line at the one before, and a sweep waits for the first step's."""
+    steps = "--micro-batch-size 1 --global-batch-size 2 --train-iters 2 --eval-iters 1 --eval-interval 1"
+    flags = ("--save", "saves", "--save-interval", "2", "--log-memory-to-tensorboard", "--tensorboard-dir", "events")
+    argv = [*cli.TINY, *corpus, *cli.MUON, *steps.split(), *flags, "--log-interval", "1", "--device", "cpu"]
+    answers = ranks(2, train_and_tell, argv=argv, folder=str(tmp_path), ends=str(tmp_path))
+    assert [status for status, _ in answers] == [0, 0], answers[0][1][-3000:]
+    events = [json.loads(line) for line in (tmp_path / TOLD).read_text().splitlines()]
+    stages = [event["stage"] for event in events if event["event"] == "stage"]
+    assert stages[-1] == "ending the ranks"
+    expected = ["initializing Megatron", "building the model", "reading the data", FIRST_STEP]
+    order = iter(stages)
+    assert all(stage in order for stage in (*expected, "evaluating", None, "saving a checkpoint", None)), stages
+    reported = [event for event in events if event["event"] == "step"]
+    assert [event["step"] for event in reported] == [1, 2]
+    assert all(event["peak_bytes"] > 1e6 and event["loss"] > 0 for event in reported)
+    assert {"model", "validation", "saved"} < {event["event"] for event in events}

@@ -280,3 +280,31 @@ def test_a_command_that_needs_megatron_says_what_to_install(tmp_path):
     errors = [line for line in run.stderr.splitlines() if "error:" in line]
     assert len(errors) == len(lines), run.stderr
     assert all(line.endswith("pip install 'megatron-muon[megatron]'") for line in errors)
+
+
+WITH = {
+    "tokenizers": "transformers",
+    "safetensors": "transformers",
+    "yaml": "pyyaml",
+    "megatron": "megatron-core",
+    "markdown_it": "markdown-it-py",
+}
+"""Packages by what installs them, where that has another name or is another package's need."""
+
+
+def test_all_that_is_imported_is_declared() -> None:
+    """A package that only this environment has would be missing after `pip install .`, in an empty environment."""
+    files = [file for file in (ROOT / "megatron_muon").rglob("*.py") if "shipped" not in file.parts]
+    found = set()
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.split(".")[0])
+    declared = [*setup_metadata()["requires"], *(one for extra in setup_metadata()["extras"].values() for one in extra)]
+    names = {canonicalize_name(Requirement(one).name) for one in declared}
+    wanted = {
+        name: canonicalize_name(WITH.get(name, name)) for name in found - sys.stdlib_module_names - {"megatron_muon"}
+    }
+    assert {name for name, package in wanted.items() if package not in names} == set()

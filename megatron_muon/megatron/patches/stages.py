@@ -30,7 +30,7 @@ class Stages:
     def install(self, patches: Patches) -> None:
         """Follow the functions of Megatron's training loop."""
         names = {
-            "get_model": "building the model",
+            "setup_model_and_optimizer": "building the model",
             "load_checkpoint": "loading the checkpoint",
             "build_train_valid_test_data_iterators": "reading the data",
             "train": FIRST_STEP,
