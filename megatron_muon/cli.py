@@ -41,7 +41,7 @@ class Command:
 
 
 COMMANDS = {
-    "quickstart": Command("megatron_muon.quickstart", "train a small GPT in this folder, and sum it up"),
+    "quickstart": Command("megatron_muon.quickstart", "train a small GPT in this folder, and show what it writes"),
     "train": Command("megatron_muon.runs.train_command", "train what an experiment file says"),
     "sweep": Command("megatron_muon.sweep.command", "train at many settings and seeds, and compare"),
     "report": Command("megatron_muon.report.command", "write a page with plots on one run or many"),

@@ -120,7 +120,7 @@ def from_config(config: Mapping[str, Any], *, rows: int) -> Architecture:
     model = _gpt2(config, rows) if kind == GPT2 else _llama_like(kind, config, rows)
     _refuse_what_is_lost(config, model)
     if model.topk == 1:
-        raise UserError("config.json has num_experts_per_tok 1; megatron-core weighs a token's experts with 2 or more")
+        raise UserError("config.json has num_experts_per_tok 1; megatron-core's router needs 2 or more here")
     return model
 
 

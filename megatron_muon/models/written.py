@@ -11,7 +11,7 @@ import io
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from megatron_muon.checkpoint.summed_files import SummedFiles
 from megatron_muon.models.weights import COMMON_STATE, EXPERTS, STACKED, TORCH_DIST_MARK
 
 FSDP_DTENSOR, TORCH_DIST = "fsdp_dtensor", "torch_dist"
+
+_OF_EXPERTS = re.compile(rf"{re.escape(STACKED)}(\d+)\.mlp\.(?:router|experts)\.")
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,11 @@ def write(
         places = [_of_layer(name, shape, transformer_engine, args) for name, shape in shapes.items()]
         objects: dict[str, Any] = state
     else:
-        places = [_stacked(name, shape, transformer_engine, args) for name, shape in shapes.items()]
+        mixed = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if transformer_engine else set()
+        places = [_stacked(name, shape, mixed, args) for name, shape in shapes.items()]
         content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
         objects = {COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places)}
-    planner = _Planner(places, objects, lambda name: read(name).to(dtype), dtype)
+    planner = _Planner(places, objects, read, dtype)
     named = "release" if iteration is None else iteration
     folder = files.iteration_folder(save_dir, named)
     writer = FileSystemWriter(files.begin(folder), per_thread_copy_ahead=0)
@@ -101,21 +104,24 @@ def _of_layer(weight: str, shape: tuple[int, ...], transformer_engine: bool, arg
     return _Place(weight, f"model.module.{name}", (0,) * len(shape), shape, shape)
 
 
-def _stacked(weight: str, shape: tuple[int, ...], transformer_engine: bool, args: argparse.Namespace) -> _Place:
-    """The part of an entry of torch_dist: of one for all layers where they are alike, and for all experts."""
+def _stacked(weight: str, shape: tuple[int, ...], mixed: Collection[str], args: argparse.Namespace) -> _Place:
+    """The part of an entry of torch_dist: of one for all layers where they are alike, and for all experts.
+
+    `mixed` are Transformer Engine's layers with experts, which keep the norm before them by itself.
+    """
     name, sizes = weight, shape
     offsets, of = (0,) * len(sizes), sizes
     if half := re.fullmatch(r"(.*linear_fc1\.(?:weight|bias))_([wv])", name):
         name, of = half[1], (2 * sizes[0], *sizes[1:])
         offsets = (sizes[0] * "wv".index(half[2]), *offsets[1:])
     if layer := re.fullmatch(rf"{re.escape(STACKED)}(\d+)\.(.*)", name):
-        alike = not args.num_experts or args.moe_layer_freq == 1
+        alike = getattr(args, "moe_layer_freq", 1) in (1, None)
         lead, lengths = ((int(layer[1]),), (args.num_layers,)) if alike else ((), ())
         part = layer[2]
         if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", part):
             lead, lengths, part = (*lead, int(expert[1])), (*lengths, args.num_experts), EXPERTS + expert[2]
         part = part.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        if not (transformer_engine and args.num_experts):
+        if layer[1] not in mixed:
             part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         name = STACKED + (part if alike else f"{layer[1]}.{part}")
         offsets, of = (*lead, *offsets), (*lengths, *of)
@@ -146,18 +152,21 @@ class _Planner(DefaultSavePlanner):
     ) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._at = {(place.entry, torch.Size(place.offsets)): place for place in places}
-        self._objects, self._read = objects, read
-        self._properties = TensorProperties(dtype=dtype)
+        self._objects, self._read, self._dtype = objects, read, dtype
         self._written: torch.UntypedStorage | None = None
 
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in self._objects]
         for (entry, offsets), place in self._at.items():
             chunk = ChunkStorageMetadata(offsets, torch.Size(place.sizes))
-            data = TensorWriteData(chunk, self._properties, torch.Size(place.of))
+            data = TensorWriteData(chunk, TensorProperties(dtype=self._dtype_of(entry)), torch.Size(place.of))
             items.append(WriteItem(MetadataIndex(entry, offsets), WriteItemType.SHARD, tensor_data=data))
         self.plan = SavePlan(items)
         return self.plan
+
+    def _dtype_of(self, entry: str) -> torch.dtype:
+        """Megatron keeps a router's biases in fp32, so that rounding chooses no other experts."""
+        return torch.float32 if entry.endswith("router.expert_bias") else self._dtype
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         index = write_item.index
@@ -169,7 +178,7 @@ class _Planner(DefaultSavePlanner):
             self._written.resize_(0)
         assert index.offset is not None
         place = self._at[index.fqn, index.offset]
-        weight = self._read(place.weight).contiguous().view(place.sizes)
+        weight = self._read(place.weight).to(self._dtype_of(place.entry)).contiguous().view(place.sizes)
         storage = weight.untyped_storage()
         if storage.nbytes() != weight.nbytes or not storage.resizable():  # others', as a mapped file's
             weight = weight.clone()

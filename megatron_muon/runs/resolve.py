@@ -280,7 +280,7 @@ def _amend(
         chosen = {**values, **rebased, **chosen}
     folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
     flags |= rebased
-    profiled = traces.flags(request, folder, ranks, {**values, **chosen}, typed_flags)
+    profiled = traces.flags(request, folder, ranks, {**values, **chosen, **flags}, typed_flags)
     sources = {**dict.fromkeys(given_flags(profiled), FROM_LINE), **dict.fromkeys(given_flags(from_sets), FROM_SET)}
     sources |= dict.fromkeys(given_flags(typed), FROM_LINE) | dict.fromkeys(flags, FROM_FOLDER)
     return _Amended([*profiled, *line, *(token for item in flags.items() for token in item)], sources, folder, notes)

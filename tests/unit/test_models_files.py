@@ -71,21 +71,28 @@ def test_weights_that_hugging_face_has_no_place_for_go_to_torch_dist_and_come_ba
     for layer in range(2):
         name = f"decoder.layers.{layer}"
         shapes |= {f"{name}.self_attention.linear_kv_down_proj.weight": (3, 4), f"{name}.input_layernorm.weight": (4,)}
+        shapes |= {f"{name}.pre_mlp_layernorm.weight": (4,)}
+        if layer * experts:
+            shapes[f"{name}.mlp.router.weight"] = (experts, 4)
         for expert in range(layer * experts):
             of_expert = f"{name}.mlp.experts.local_experts.{expert}"
             shapes |= {f"{of_expert}.linear_fc1.weight_{half}": (5, 4) for half in "wv"}
             shapes[f"{of_expert}.linear_fc2.weight"] = (4, 5)
     values = {name: torch.randn(shape) for name, shape in shapes.items()}
-    args = args_of(MODELS["llama"], num_layers=2, num_experts=experts or None, moe_layer_freq=[0, 1])
+    args = args_of(MODELS["llama"], num_layers=2, num_experts=experts or None, moe_layer_freq=[0, 1] if experts else 1)
     for number, (place, read) in enumerate(((tmp_path / "a", values), (tmp_path / "b", None))):
         source = read or Weights(files.find(tmp_path / "a"))
         written.write(
             place, shapes, lambda name, of=source: of[name].clone(), layout=written.TORCH_DIST, args=args,
-            iteration=number, dtype=torch.float32, transformer_engine=False,
+            iteration=number, dtype=torch.float32, transformer_engine=bool(number),
         )  # fmt: skip
         found = Weights(files.find(place))
         assert found.keys() == shapes.keys()
         assert all(torch.equal(found[name], value) for name, value in values.items())
+    norms = [name for name in found._tensors if "norm" in name]
+    assert ("decoder.layers.0.self_attention.linear_qkv.layer_norm_weight" in norms) == (experts > 0)
+    assert ("decoder.layers.1.pre_mlp_layernorm.weight" in norms) == (experts > 0)
+    assert ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in norms) == (experts > 0)
     stacked = {name.startswith(STACKED) and not name.removeprefix(STACKED)[0].isdecimal() for name in found._tensors}
     assert (True in stacked) == (experts == 0)
 

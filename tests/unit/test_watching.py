@@ -32,7 +32,9 @@ EVENTS: tuple[dict[str, Any], ...] = (
     {"event": "stage", "stage": None},
     {"event": "saved", "step": 130, "folder": "runs/x/checkpoints", "seconds": 0.44, "background": False},
 )
-WARNING = "megatron-muon: warning: 3 updates were not finite; these matrices kept their weights: " + "a.long.name " * 9
+WARNING = (
+    "megatron-muon: warning: updates that were not finite: 3; these matrices kept their weights: " + "a.long.name " * 9
+)
 
 
 def experiment_in(root: Path, **more: Any) -> Experiment:
@@ -86,8 +88,9 @@ step   1/200  loss 5.5948  grad norm 17.90  lr 8.0e-04  900 MB
 step 130/200  loss 2.0123  norm 0.81  lr 8.0e-03  2,351 tok/s  MFU 41%  opt 21%  1:02 left
 validation loss 1.9190  perplexity 6.81  at step 130  took 4.2 s
 checkpoint of step 130 saved in 0.4 s to runs/x/checkpoints
-megatron-muon: warning: 3 updates were not finite; these matrices kept their weights: a.long.name
+megatron-muon: warning: updates that were not finite: 3; these matrices kept their weights:
   a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name a.long.name
+  a.long.name
 pretrain_gpt.py: error: --lr 0 is wrong"""
     )
 
@@ -96,7 +99,7 @@ def test_quiet_is_the_heading_warnings_and_errors(tmp_path: Path, capsys: pytest
     text = "\n".join(watched(capsys, tmp_path, quiet=True))
     assert text.startswith("megatron-muon: environment wins")
     assert "  ranks       8 on CPUs" in text
-    assert "warning: 3 updates" in text
+    assert "warning: updates that were not finite: 3" in text
     assert "error: --lr 0 is wrong" in text
     assert not re.search(r"step +\d|checking|validation loss|parameters", text)
 
