@@ -19,8 +19,6 @@ from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.timeout(330)
-
 STEPS = 5
 CHECKED = (1, 2, STEPS)
 METHODS = ("adamuon", "normuon")
@@ -148,7 +146,7 @@ LAYOUTS = {
 )
 def test_updates_equal_the_reference(ranks: Pool, strategy: str, world_size: int, method: str) -> None:
     cases = {label: adaptive(method, case.but(strategy=strategy, layers=1)) for label, case in VARIANTS.items()}
-    everyone = ranks(world_size, run, cases=cases, timeout_s=300)
+    everyone = ranks(world_size, run, cases=cases)
     for label, case in cases.items():
         check(everyone[0][label], case, atol=ATOL[method])
         for seen in everyone[1:]:  # those that every rank holds are the same on all
@@ -169,7 +167,7 @@ def test_every_exchange_gives_the_same(ranks: Pool, method: str) -> None:
             method, Case(layers=1, strategy="no_shard"), muon_share_replicated=True, muon_exchange_buffer_mb=0.07
         ),
     }
-    seen = ranks(3, run, cases=cases, timeout_s=300)[0]
+    seen = ranks(3, run, cases=cases)[0]
     for label, given in cases.items():
         check(seen[label], given, atol=ATOL[method])
     for one, other in zip(seen["owner"][STEPS], seen["allgather"][STEPS], strict=True):

@@ -27,8 +27,6 @@ from tests.functional.pool import Pool, RankError
 from tests.functional.training import Trainings, train
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.timeout(450)
-
 FLAGS = (
     *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),
     *("--global-batch-size", "4", "--train-iters", "6", "--save", "ck", "--save-interval", "2"),

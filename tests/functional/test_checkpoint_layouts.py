@@ -16,8 +16,6 @@ from tests.functional.test_checkpoints import DIVISIBLE, EXACT, FULL, SWIGLU, di
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.timeout(450)
-
 TP = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TP, "--sequence-parallel")
 HSDP = ("--num-distributed-optimizer-instances", "2")

@@ -18,8 +18,6 @@ from tests.functional.pool import Pool
 from tests.functional.training import Trainings, train
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.timeout(450)
-
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
 EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2")
 ADAM = ("--optimizer", "adam", "--use-megatron-fsdp")

@@ -16,8 +16,6 @@ from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.runs.events import read_events
 from tests.functional import cli
 
-pytestmark = pytest.mark.timeout(450)
-
 SHARDED = (*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params")
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
 SIX_STEPS = ("--global-batch-size", "4", "--train-iters", "6")

@@ -23,7 +23,7 @@ from tests.functional.pool import Pool
 from tests.functional.reference import Reference
 from tests.functional.wide import wide_but
 
-pytestmark = [pytest.mark.usefixtures("delayed_too"), pytest.mark.timeout(330)]
+pytestmark = pytest.mark.usefixtures("delayed_too")
 
 TEN = 10
 STEPS = 3
@@ -264,7 +264,7 @@ SHARDED_OVER_THREE = ("optim_grads_params", 3, FUSED)
 def test_blocks_equal_the_reference(ranks: Pool, strategy: str, world_size: int, labels: list[str]) -> None:
     """Whatever is fused into a parameter, each part of it is a matrix of its own, however its rows are cut."""
     cases = {label: BLOCKS[label].but(strategy=strategy, layers=1) for label in labels}
-    seen = ranks(world_size, run, cases=cases, timeout_s=300)[0]
+    seen = ranks(world_size, run, cases=cases)[0]
     for label, case in cases.items():
         check(seen[label], case, atol=tolerance(case))
 
@@ -291,7 +291,7 @@ BLOCKS_OVER_LAYOUTS = {
 def test_blocks_over_other_layouts(ranks: Pool) -> None:
     """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
     cases = {label: case.but(layers=1) for label, case in BLOCKS_OVER_LAYOUTS.items()}
-    seen = ranks(4, run, cases=cases, timeout_s=300)[0]
+    seen = ranks(4, run, cases=cases)[0]
     for label, case in cases.items():
         check(seen[label], case, atol=2e-6)
 
@@ -310,7 +310,7 @@ def test_teams_equal_the_reference(ranks: Pool, world_size: int, size: str) -> N
             for label, case in BLOCKS_OVER_LAYOUTS.items()
             if label != "ep2"  # whose experts' groups have one rank on some layouts
         }
-    seen, *_ = ranks(world_size, run, cases=cases, steps=TEN, timeout_s=300)
+    seen, *_ = ranks(world_size, run, cases=cases, steps=TEN)
     for label, case in cases.items():
         check(seen[label], case, atol=4e-6)
     again, *_ = ranks(world_size, run, cases={"plain": cases["plain"]}, steps=TEN)
@@ -329,7 +329,7 @@ def test_blocks_are_the_same_for_every_exchange(ranks: Pool, exchange: str) -> N
         )
         for label, case in BLOCKS.items()
     }
-    seen = ranks(2, run, cases=cases, timeout_s=300)[0]
+    seen = ranks(2, run, cases=cases)[0]
     for label, case in cases.items():
         check(seen[label], case, atol=2e-6)
 

@@ -16,7 +16,7 @@ from tests.functional.test_layouts import MOE, TP
 from tests.functional.training import Trainings
 from tests.functional.wide import wide_but
 
-pytestmark = [pytest.mark.timeout(450), pytest.mark.usefixtures("delayed_too")]
+pytestmark = pytest.mark.usefixtures("delayed_too")
 
 STEPS = 5
 BUFFER_MB = 0.04  # ten pages: what a rank holds goes through in several parts

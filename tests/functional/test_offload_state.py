@@ -18,8 +18,6 @@ from tests.functional.training import Trainings
 from tests.functional.training import train as train_run
 from tests.functional.wide import wide_but
 
-pytestmark = pytest.mark.timeout(450)
-
 STEPS = 5
 
 LAYOUTS = {

@@ -30,8 +30,6 @@ from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
 
-pytestmark = pytest.mark.timeout(450)
-
 CLUSTER = cli.ROOT / "scripts/slurm/local_cluster.sh"
 SCRIPT = cli.ROOT / "scripts/slurm/pretrain.sbatch"
 STEPS = 100

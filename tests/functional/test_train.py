@@ -24,8 +24,6 @@ from megatron_muon.runs.records import read_record
 from megatron_muon.runs.summary import next_commands
 from tests.functional import cli, warm
 
-pytestmark = pytest.mark.timeout(450)
-
 SECONDS = cli.SECONDS
 MANY = "100000"
 """Iterations that no test waits for."""

@@ -13,7 +13,7 @@ from tests.functional import cli, offline_run
 from tests.functional.test_metrics import documented
 
 pytest.importorskip("wandb", reason="needs the extra `wandb`, which the lock file leaves out: it brings 20 packages")
-pytestmark = [pytest.mark.wide, pytest.mark.timeout(450)]
+pytestmark = pytest.mark.wide
 
 FLAGS = (
     *("--micro-batch-size", "2", "--global-batch-size", "4", "--eval-iters", "1", "--eval-interval", "2"),
