@@ -70,8 +70,8 @@ def write(
         places = [_of_layer(name, shape, transformer_engine, args) for name, shape in shapes.items()]
         objects: dict[str, Any] = state
     else:
-        mixed = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if transformer_engine else set()
-        places = [_stacked(name, shape, mixed, args) for name, shape in shapes.items()]
+        sparse = {match[1] for name in shapes if (match := _OF_EXPERTS.match(name))} if transformer_engine else set()
+        places = [_stacked(name, shape, sparse, args) for name, shape in shapes.items()]
         content = {"content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}}
         objects = {COMMON_STATE: [state | content]} | {name: [None] for name in _extra_states(places)}
     planner = _Planner(places, objects, read, dtype)
@@ -104,10 +104,10 @@ def _of_layer(weight: str, shape: tuple[int, ...], transformer_engine: bool, arg
     return _Place(weight, f"model.module.{name}", (0,) * len(shape), shape, shape)
 
 
-def _stacked(weight: str, shape: tuple[int, ...], mixed: Collection[str], args: argparse.Namespace) -> _Place:
+def _stacked(weight: str, shape: tuple[int, ...], sparse: Collection[str], args: argparse.Namespace) -> _Place:
     """The part of an entry of torch_dist: of one for all layers where they are alike, and for all experts.
 
-    `mixed` are Transformer Engine's layers with experts, which keep the norm before them by itself.
+    `sparse` are Transformer Engine's layers with experts, by number: the norm before their experts stays by itself.
     """
     name, sizes = weight, shape
     offsets, of = (0,) * len(sizes), sizes
@@ -121,7 +121,7 @@ def _stacked(weight: str, shape: tuple[int, ...], mixed: Collection[str], args: 
         if expert := re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(.*)", part):
             lead, lengths, part = (*lead, int(expert[1])), (*lengths, args.num_experts), EXPERTS + expert[2]
         part = part.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_")
-        if layer[1] not in mixed:
+        if layer[1] not in sparse:
             part = part.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
         name = STACKED + (part if alike else f"{layer[1]}.{part}")
         offsets, of = (*lead, *offsets), (*lengths, *of)

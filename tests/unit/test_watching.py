@@ -207,6 +207,15 @@ def test_where_a_live_line_is_shown(
     assert screen.is_terminal() is live
 
 
+def test_a_character_that_the_terminal_lacks_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's line in another alphabet ended the thread that reads them, and torchrun waited for it for ever."""
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    with screen.Screen(lambda width, plain: []) as of_ascii:
+        of_ascii.print("a \N{REPLACEMENT CHARACTER}")
+    assert shown.getvalue() == b"a ?\n"
+
+
 SUMMARY = {
     "outcome": "failed", "status": 1, "iterations": 20, "loss_last": 2.5, "validation_loss": None, "diverged": False,
     "error": "torch.OutOfMemoryError: CUDA out of memory", "go_on": "megatron-muon train --resume --out x",
