@@ -119,7 +119,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     assert re.search(r"--transformer-impl +local +filled in$", run.output, re.MULTILINE)
 
     folder = tmp_path / "runs/one"
-    names = {"config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
+    names = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
     assert {path.name for path in folder.iterdir()} == names
     summary, record = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
     assert (summary["outcome"], summary["status"], summary["diverged"]) == ("finished", 0, False)

@@ -5,7 +5,8 @@ import argparse
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.runs.resolve import flag_named, pairs, set_flag
+from megatron_muon.megatron.flags.config_file import pairs
+from megatron_muon.runs.resolve import flag_named, set_flag
 
 
 @pytest.fixture
