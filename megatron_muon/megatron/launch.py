@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
@@ -40,6 +41,7 @@ UNNAMED = Path("runs/pretrain_gpt")
 """Where a run that names no model leaves what it writes, unless it says so itself."""
 
 _SECONDS_FOR_FIRST_RANK = 30.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     is_first = int(os.environ.get("RANK", "0")) == 0
     status, error, failed_at, trace = 1, None, time.time(), ""
     try:
@@ -252,6 +256,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at, "trace": trace}
             Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(found), "utf-8")
     return status
+
+
+def _end_with(parent: int) -> None:
+    """End this rank if torchrun is killed before the ranks have met: it would wait for the others for many minutes.
+
+    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at that time.
+    """
+    while not ((torch := sys.modules.get("torch.distributed")) and torch.is_initialized()):
+        if os.getppid() != parent:
+            print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
+            os._exit(exit_codes.FAILURE)
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
