@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon import exit_codes
-from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.command_parser import CommandParser, processes
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 DESCRIPTION = """\
@@ -65,7 +65,7 @@ def configure(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
-    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--nproc", type=processes, default=2, metavar="N", help="ranks (2)")
     parser.take_megatron_flags("any flag of pretrain_gpt.py, here or after --; they win over the file's")
 
 

@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.command_parser import CommandParser, positive, processes
 from megatron_muon.errors import UserError, settling
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import THIS_MACHINE, Nodes, sigterm_unwinds
@@ -52,7 +52,7 @@ def configure(parser: CommandParser) -> None:
         "(repeatable)")  # fmt: skip
     parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
     where = parser.add_argument_group("where")
-    where.add_argument("--nproc", type=positive, metavar="N",
+    where.add_argument("--nproc", type=processes, metavar="N",
         help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
     where.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines (1)")
     where.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0")

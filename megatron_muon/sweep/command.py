@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.command_parser import CommandParser, positive, processes
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import sigterm_unwinds
@@ -77,7 +77,7 @@ def configure(parser: CommandParser) -> None:
     where.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
     where.add_argument("--overwrite", action="store_true",
         help="delete runs that were trained with other settings, and train them anew")  # fmt: skip
-    where.add_argument("--nproc", type=positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
+    where.add_argument("--nproc", type=processes, metavar="N", help="processes of each run (GPUs, or 1 without)")
     where.add_argument("--jobs", type=positive, default=1, metavar="N",
         help="runs at once on this machine, which share its cores and GPUs evenly (1)")  # fmt: skip
     how = parser.add_argument_group("how")
