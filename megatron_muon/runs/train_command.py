@@ -143,7 +143,7 @@ def request_of(args: argparse.Namespace) -> Request:
         flags=tuple(args.flags),
         ranks=ranks,
         nodes=_nodes(args),
-        out=str(args.out) if args.out else None,
+        out=str(args.out.absolute() if str(args.out).startswith("-") else args.out) if args.out else None,
         keeps_places=args.config is None,
         default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
         writes=not args.dry_run,
