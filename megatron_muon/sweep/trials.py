@@ -26,6 +26,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
+from megatron_muon.megatron.places import PLACES
 from megatron_muon.provenance import cores
 from megatron_muon.runs import processes, run_folder, wording
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
@@ -77,7 +78,7 @@ class Plan:
             return ["its config.yaml cannot be read"]
         old: dict[str, Any] = {**before.env, **dict(before.flags)}
         new: dict[str, Any] = {**self.resolved.env, **dict(self.resolved.flag_values)}
-        names = [name for name in {**old, **new} if name not in run_folder.PLACES and old.get(name) != new.get(name)]
+        names = [name for name in {**old, **new} if name not in PLACES and old.get(name) != new.get(name)]
         return [f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names]
 
     def flags(self) -> list[str]:
