@@ -31,9 +31,10 @@ examples:
 DESCRIPTION = """\
 Writes text as Megatron's indexed data, OUTPUT.bin and OUTPUT.idx, for --data-path OUTPUT.
 
-A text file is one document, a line of a JSONL file is one. Directories are searched in sorted order; hidden
-files, __pycache__, site-packages and dist-packages are passed over; files that are binary or not UTF-8 are
-skipped and counted. The same input and options give the same bytes.
+A text file is one document, a line of a JSONL file is one; a document that is the only one is cut at paragraphs into
+up to 100, because --split divides documents between training and validation. Directories are searched in sorted
+order; hidden files, __pycache__, site-packages and dist-packages are passed over; files that are binary or not UTF-8
+are skipped and counted. The same input and options give the same bytes.
 """
 
 
@@ -83,6 +84,11 @@ def run(args: argparse.Namespace) -> int:
     found = prepared.manifest
     if found.skipped:
         print(found.skipped)
+    if found.is_cut:
+        print(
+            f"one text alone: cut at paragraphs into {found.documents} documents, so that --split 98,2,0 leaves some "
+            "for validation"
+        )
     print(
         f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {found.documents:,} documents, "
         f"{found.tokens:,} tokens, {found.sizes['bin']:,} bytes, {time.monotonic() - began:.1f} s\n"
