@@ -1,19 +1,15 @@
 """`megatron-muon data`: the command line of `megatron_muon.data`."""
 
 import argparse
-import contextlib
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.data.corpus import STDLIB, Progress, prepare
+from megatron_muon.data.corpus import STDLIB, prepare
 from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
-
-_LINE_EVERY_SECONDS = 10.0
+from megatron_muon.runs.screen import progress
 
 EXAMPLES = """\
 examples:
@@ -77,10 +73,11 @@ def run(args: argparse.Namespace) -> int:
         format=args.format,
         json_key=args.json_key,
     )
-    with _progress() as progress:
+    with progress("tokenizing", "MB") as show:
         prepared = prepare(
-            args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite, progress=progress
-        )
+            args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite,
+            progress=lambda read, total: show(read / 1e6, total / 1e6),
+        )  # fmt: skip
     found = prepared.manifest
     if found.skipped:
         print(found.skipped)
@@ -95,25 +92,3 @@ def run(args: argparse.Namespace) -> int:
         f"train with: {' '.join(prepared.flags)}"
     )
     return 0
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Provides a progress bar on a terminal, and a plain line every few seconds elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console, told = Console(stderr=True), time.monotonic()
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-
-        def tell(read: int, total: int) -> None:
-            nonlocal told
-            bar.update(task, completed=read, total=total, description="tokenizing")
-            if bar.disable and time.monotonic() - told >= _LINE_EVERY_SECONDS:
-                told = time.monotonic()
-                print(f"tokenizing: {read / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)
-
-        yield tell

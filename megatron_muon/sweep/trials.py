@@ -117,16 +117,6 @@ def refuse_changed(plans: Sequence[Plan]) -> None:
         )
 
 
-def check_devices(plans: Sequence[Plan], jobs: int) -> None:
-    """Raises a UserError for more runs at once than there are GPUs for."""
-    ranks, gpus = plans[0].resolved.ranks, plans[0].resolved.gpus
-    if plans[0].resolved.device == "cuda" and jobs * ranks > gpus:
-        raise UserError(
-            f"--jobs {jobs} with {ranks} processes each needs {jobs * ranks} GPUs and there are {gpus}; "
-            f"give --nproc {max(1, gpus // jobs)} or --jobs {max(1, gpus // ranks)}"
-        )
-
-
 def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     """Keeps a second sweep away from the folder: that one gets a UserError."""
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
