@@ -9,7 +9,7 @@ from megatron_muon.data.corpus import STDLIB, prepare
 from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
-from megatron_muon.runs.screen import progress
+from megatron_muon.progress import progress
 
 EXAMPLES = """\
 examples:

@@ -11,8 +11,8 @@ from typing import Any
 
 from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.progress import progress
 from megatron_muon.quiet import quiet_imports
-from megatron_muon.runs.screen import progress
 
 DESCRIPTION = """\
 Loss, perplexity and bits per byte of a checkpoint, or of a folder that export has written, on a text file, or on what

@@ -21,8 +21,8 @@ from megatron_muon.errors import UserError
 from megatron_muon.planning.asked import check_unmet
 from megatron_muon.planning.command import add_node_ranks, duration, hardware_of, settings_of, size
 from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_kind
+from megatron_muon.progress import progress
 from megatron_muon.quiet import quiet_imports
-from megatron_muon.runs.screen import progress
 
 if TYPE_CHECKING:
     from megatron_muon.rehearsal.checks import Finding, Recorded

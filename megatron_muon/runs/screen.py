@@ -26,8 +26,6 @@ _BAR, _LEAST_BAR = 24, 6
 _SILENT_S = 10.0
 """After this many seconds without news, or three times the step time if longer, the live line says so."""
 
-_LINE_EVERY_S = 10.0
-
 STOPPING = "stopping"
 """The stage of a run that was asked to end; it stays to the end."""
 
@@ -175,25 +173,3 @@ def told_that(stage: str) -> Iterator[None]:
         print(f"{stage} ...", file=sys.stderr, flush=True)
     with Screen(lambda width, plain: [status.line(width, plain=plain)]):
         yield
-
-
-@contextlib.contextmanager
-def progress(doing: str, unit: str) -> Iterator[Callable[[float, float], None]]:
-    """Shows on standard error how much is done, of how much: a bar on a terminal, else a line every few seconds."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console, printed = Console(stderr=True, highlight=False), time.monotonic()
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(doing, total=None)
-        if bar.disable:
-            console.print(f"{doing} ...")
-
-        def show(done: float, total: float) -> None:
-            nonlocal printed
-            bar.update(task, completed=done, total=total)
-            if bar.disable and time.monotonic() - printed >= _LINE_EVERY_S:
-                printed = time.monotonic()
-                console.print(f"{doing}: {done:,.0f} of {total:,.0f} {unit}")
-
-        yield show
