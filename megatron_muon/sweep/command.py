@@ -140,7 +140,7 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
     done = len(plans) - len(to_do)
     print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
     failed: dict[Task, str] = {}
-    display = Display(len(plans), done)
+    display = Display(len(plans), done, args.jobs)
     with display.screen:
         sweep = Sweep(to_do, args.jobs, display)
 

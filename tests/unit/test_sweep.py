@@ -323,3 +323,15 @@ def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
     results = Results(points, [Row.of(task) for task in tasks_of(points, 1, tmp_path)])
     assert {point.name for point in results.best} == {"seq_length=64,lr=2e-3", "seq_length=128,lr=2e-3"}
     assert [note.partition(": ")[2][:12] for note in results.notes()] == ["lr=2e-3 is t", "lr=2e-3 is t"]
+
+
+def test_a_sweep_says_how_long_it_takes_as_soon_as_its_first_run_knows(tmp_path, capsys):
+    """It was silent on this until it had ended."""
+    display, plan = sweep.Display(9, 2, jobs=2), plan_of(tmp_path / "run")
+    display.started(plan)
+    step = {"event": "step", "step": 1, "steps": 10, "loss": 5.0}
+    display.event(plan, step)
+    assert "about" not in capsys.readouterr().out
+    for left in (150.0, 75.0):
+        display.event(plan, {**step, "seconds_left": left})
+    assert capsys.readouterr().out == "about 10:00 for all, by the speed of the first run\n"
