@@ -113,12 +113,14 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     return output, partial(loss_func, loss_mask)
 
 
-class GPTDataset(gpt_dataset.GPTDataset):  # type: ignore[misc]
+class GPTDataset(gpt_dataset.GPTDataset):
     """megatron-core's GPT dataset, with its indices in PREFIX.cache unless --data-cache-path says otherwise.
 
     megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The class keeps the
     name: that of an index contains it.
     """
+
+    config: GPTDatasetConfig
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
         if self.config.path_to_cache is None:
