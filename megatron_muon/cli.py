@@ -154,9 +154,12 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
         epilog=EPILOG,
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
-    groups = []
+    groups, width = [], max(map(len, COMMANDS)) + 2
     for group in (EXPERIMENTS, USE, MEASURE, PREPARE):
-        groups += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
+        groups += [
+            f"{group}:",
+            *(f"  {name:<{width}}{of.summary}" for name, of in COMMANDS.items() if of.group == group),
+        ]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
         title="commands",

@@ -17,13 +17,18 @@ _EXTRAS = {
 """Packages that are not needed everywhere: the extra that installs each, and what needs it."""
 
 
+def install(extra: str) -> str:
+    """What to type for an extra; no package registry has megatron-muon."""
+    return f"type pip install '.[{extra}]' in the checkout of megatron_muon"
+
+
 def missing_extra(error: ModuleNotFoundError) -> str:
     """What to say where a package of an extra is not installed; empty where another is missing."""
     package = (error.name or "").split(".")[0]
     if package not in _EXTRAS:
         return ""
     extra, part = _EXTRAS[package]
-    return f"{package} is not installed, which {part} needs: pip install 'megatron-muon[{extra}]'"
+    return f"{package} is not installed, which {part} needs; {install(extra)}"
 
 
 class SaveError(RuntimeError):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron_muon import exit_codes
 from megatron_muon.command_parser import CommandParser, processes
+from megatron_muon.errors import install
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 DESCRIPTION = """\
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     for arguments in commands(free_folder(), args.nproc, args.flags):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
-            print("transformers is not installed, so no text is shown; to see some: pip install 'megatron-muon[hf]'")
+            print(f"transformers is not installed, so no text is shown; to see some, {install('hf')}")
             break
         print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
         sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command

@@ -224,11 +224,8 @@ def settle(request: Request) -> Resolved:
         return amended.argv
 
     settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
-    if request.writes and settled.device == "cuda" and ranks > gpus:  # a dry run or submit is for another machine
-        raise UserError(
-            f"{ranks} processes on this machine need as many GPUs, and it has {gpus}; give --nproc {gpus}, "
-            "or --device cpu"
-        )
+    if request.writes and settled.device == "cuda":  # a dry run or submit is for another machine
+        check_gpus(ranks, gpus)
     config, actions = settled.config, settled.parser._option_string_actions
     assert config is not None
     chosen = pairs(settled.argv[len(settled.defaults) :], actions)
@@ -251,6 +248,16 @@ def settle(request: Request) -> Resolved:
         settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
         files=tuple(map(str, config.files)),
     )
+
+
+def check_gpus(ranks: int, gpus: int, *, jobs: int = 1) -> None:
+    """Raises a UserError for more processes, of all `jobs` at once, than this machine has GPUs."""
+    if jobs * ranks > gpus:
+        fewer = f" or --jobs {max(1, gpus // ranks)}" if jobs > 1 else ""
+        raise UserError(
+            f"{jobs * ranks} processes at once on this machine need as many GPUs, and it has {gpus}; give "
+            f"--nproc {max(1, gpus // jobs)}{fewer}, or --device cpu"
+        )
 
 
 @dataclass(frozen=True)

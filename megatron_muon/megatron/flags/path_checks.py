@@ -60,8 +60,8 @@ def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
         if part is not None and round(part[0] * documents) == round(part[1] * documents):
             raise UserError(
                 f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,} in all; prepare more "
-                "(a text file is one document, and so is a line of JSONL), or choose another --split: 100,0,0 with "
-                "--eval-iters 0 trains on all of it"
+                "(a text file is one document, and so is a line of JSONL), or choose another --split: 98,2,0 works "
+                "from 26 documents on, 100,0,0 with --eval-iters 0 trains on all of them"
             )
 
 
