@@ -47,7 +47,7 @@ def step_with_logits(trainer: Trainer, *, scale: float = 1.0) -> Any:
     def gradient(*what: Any) -> torch.Tensor:
         for layer, core in enumerate(cores):
             seen = logits_of(layer, case.heads, trainer.steps_done, trainer.groups.dp_cp.rank())
-            core.current_max_attn_logits = seen[mine]
+            core.current_max_attn_logits = seen[mine].cuda()
         return scale * gradient_of(*what)
 
     return trainer.step(gradient)
@@ -266,7 +266,7 @@ def skipped_step(rank: int, world_size: int, *, case: Case) -> list[str]:
     step_with_logits(trainer)
     found += ["clipped"] if float(trainer.optimizer.qk_clip.largest) > THRESHOLD else []
     core = next(module.core_attention for module in trainer.model.modules() if hasattr(module, "core_attention"))
-    core.current_max_attn_logits = torch.full((case.heads,), 1e6)  # of an evaluation
+    core.current_max_attn_logits = torch.full((case.heads,), 1e6, device="cuda")  # of an evaluation
     trainer.train(batches(1)[0][:4])
     found += ["forgotten"] if float(trainer.optimizer.qk_clip.largest) < 1e3 else []
     try:
