@@ -61,10 +61,10 @@ def two_memories_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[No
 
 
 @pytest.fixture(params=["gloo", DELAYED, TWO_MEMORIES])
-def every_way(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
+def every_way(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[str]:
     """Runs a test a second and a third time, `wide`: in the ways of `delayed_too` and of `two_memories_too`."""
     with contextlib.nullcontext() if request.param == "gloo" else getattr(ranks, request.param)():
-        yield
+        yield request.param
 
 
 @pytest.fixture(scope="session")
