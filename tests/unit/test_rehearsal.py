@@ -383,8 +383,10 @@ def test_momentum_elsewhere_is_rehearsed_and_counted(settings: dict[str, Any]) -
 def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_of_some_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a group of mixed backends what ranks say at construction takes gloo, and NCCL's first call was messages of 24 of 64
-    ranks, which torch forbids: here the first call with a tensor of the GPU is an all-reduce, in every group."""
+    """What ranks say at construction takes gloo where a group has it too, and NCCL's first call was some ranks' messages.
+
+    torch forbids that. Here the first call with a tensor of the GPU is an all-reduce, in every group.
+    """
     first: dict[int, str] = {}
     start = RecordingGroup._start
 
