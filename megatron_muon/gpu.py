@@ -34,6 +34,24 @@ def bf16_tflops(name: str) -> float | None:
     return BF16_TFLOPS[max(known, key=len)] if known and " MIG " not in name else None
 
 
+def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
+    """Make a rank's own GPU current, before anything makes a stream or a context on the first one.
+
+    Megatron does so as late as in its initialization. A process that no launcher started keeps the first GPU.
+
+    Raises:
+        UserError: the machine has fewer GPUs than ranks.
+    """
+    import torch
+
+    rank, count = int(environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= count:
+        ranks = environ.get("LOCAL_WORLD_SIZE", str(rank + 1))
+        raise UserError(f"{ranks} ranks on this machine need as many GPUs; it has {count}: --nproc-per-node {count}")
+    if "LOCAL_RANK" in environ:
+        torch.cuda.set_device(rank)
+
+
 def refuse_unusable_gpu(wanted: str) -> None:
     """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:

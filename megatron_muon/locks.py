@@ -75,7 +75,7 @@ class Lock:
     def _look(self) -> str | None:
         """Why the lock counts as held at this instant; None where it is free."""
         try:
-            lock = os.open(self.file, os.O_RDWR | os.O_CLOEXEC)
+            lock = open_itself(self.file, os.O_RDWR)
         except PermissionError as error:
             return (
                 f"{self.file} cannot be opened ({error.strerror}), so perhaps {self.taken}; {self.remedy}, or have the "
@@ -154,7 +154,7 @@ def try_lock(descriptor: int) -> bool:
 def is_still(descriptor: int, path: Path) -> bool:
     """Whether the open file is the one that `path` names."""
     try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
     except FileNotFoundError:
         return False
 
@@ -163,10 +163,27 @@ def open_own(path: Path, flags: int, mode: int = 0o777) -> int:
     """A descriptor that children do not inherit: a lock would live as long as the last of them.
 
     A rank that is killed leaves its data loader's workers for some seconds, and they are forks.
+
+    Raises:
+        UserError: `path` is a symbolic link.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC, mode)
+    descriptor = open_itself(path, flags, mode)
     _descriptors.add(descriptor)
     return descriptor
+
+
+def open_itself(path: Path, flags: int, mode: int = 0o777) -> int:
+    """A descriptor of a file, never of what a symbolic link in its place points to: who holds a lock writes into it.
+
+    Raises:
+        UserError: `path` is a symbolic link.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    except OSError:
+        if path.is_symlink():
+            raise UserError(f"{path} is a symbolic link, and locks follow none; type rm {path}") from None
+        raise
 
 
 def close(descriptor: int) -> None:

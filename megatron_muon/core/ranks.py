@@ -7,7 +7,7 @@ import itertools
 import os
 import socket
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -107,7 +107,26 @@ def reduce_scatter_single(output: torch.Tensor, whole: torch.Tensor, op: Any, gr
     getattr(dist, REDUCE_SCATTER)(output, whole, op=op, group=group)
 
 
-def new_group_of(label: int, *, backend: str | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def _timeout() -> timedelta | None:
+    """How long collectives of the default group wait, which torch does not hand on to others; None where none says."""
+    default = c10d._get_default_group()
+    options = [default._get_backend(device).options for device in default._device_types]
+    return next((found._timeout for found in options if found is not None), None)
+
+
+def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
+    """Have the backends for `device` connect groups now, with all of their ranks. Collective over each of them.
+
+    NCCL connects a group in its first call, which torch forbids to be a `batch_isend_irecv` of some ranks alone. What
+    ranks tell each other at construction is no such call where a group has another backend for host memory. Groups
+    that share ranks must come in an order that no two ranks can disagree about.
+    """
+    for group in groups:
+        if group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def new_group_of(label: int, *, backend: str | None = None) -> dist.ProcessGroup:
     """A process group of the ranks that give the same label. Collective over all ranks.
 
     Every rank makes the groups of all labels, in one order, as torch.distributed.new_group wants it.
@@ -115,7 +134,7 @@ def new_group_of(label: int, *, backend: str | None = None, timeout: timedelta |
     members = defaultdict[int, list[int]](list)
     for rank, (theirs,) in enumerate(numbers_of_all_ranks([label])):
         members[theirs].append(rank)
-    made = {each: dist.new_group(members[each], backend=backend, timeout=timeout) for each in sorted(members)}
+    made = {each: dist.new_group(members[each], _timeout(), backend) for each in sorted(members)}
     group: dist.ProcessGroup = made[label]
     return group
 
@@ -145,7 +164,7 @@ def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
     )  # which torch 2.11 does not have
     try:
         made: dist.ProcessGroup = dist.new_group(
-            members, backend=dist.get_backend(group), use_local_synchronization=True, **order
+            members, _timeout(), dist.get_backend(group), use_local_synchronization=True, **order
         )
     except TypeError as error:
         raise RuntimeError(f"torch {torch.__version__} makes no group of the ranks {members} in this order") from error

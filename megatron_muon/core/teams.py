@@ -54,9 +54,9 @@ Teams = Mapping[tuple[int, ...], TeamGroup]
 def make_teams(group: dist.ProcessGroup, teams: Iterable[Team]) -> Teams:
     """Process groups for those of a plan's `teams`, and of their parts that cut a block, that this rank is in.
 
-    A communicator is made at first use. Collective over the ranks of each team; all take small teams first, so that no
-    two wait for each other. torch's own names of groups count those that a rank is in: a rank in fewer teams than
-    another gets groups of its own, so that other groups that ranks make later are not named apart.
+    Small teams come first, here and in the result, so that no two ranks wait for each other. Collective over the ranks
+    of each team. torch's own names of groups count those that a rank is in: a rank in fewer teams than another gets
+    groups of its own, so that other groups that ranks make later are not named apart.
     """
     cuts = {(team.ranks, team.cuts) for team in teams if team.cuts is not None}
     together = {ranks for ranks, _ in cuts} | {ranks[k : k + n] for ranks, of in cuts for k, n in of}

@@ -28,6 +28,9 @@ def offload(directory: Path, *, remove: bool) -> Iterator[Finding]:
     except OSError as error:
         yield Finding("offload", WRONG, f"{directory}: {error.strerror}")
         return
+    except UserError as error:
+        yield Finding("offload", WRONG, str(error))
+        return
     if held:
         who = f"run {owner.get('run', '?')} (process {owner.get('pid', '?')} on {owner.get('host', '?')})"
         yield Finding("offload", OK, f"{directory} is in use by {who}")

@@ -25,7 +25,7 @@ from megatron_muon.checkpoint import files
 from megatron_muon.data import ensure_stdlib_corpus
 from megatron_muon.errors import OffloadError, Reasons, RunFailedError, SaveError, UserError, settling
 from megatron_muon.exit_codes import end_alone
-from megatron_muon.gpu import refuse_unusable_gpu
+from megatron_muon.gpu import refuse_unusable_gpu, take_own_gpu
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
@@ -173,10 +173,11 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
 
 
 def settle_device(wanted: str, *, on_paper: bool = False) -> str:
-    """Turn "auto" into "cuda" or "cpu" and install the CPU backend for the latter.
+    """Turn "auto" into "cuda" or "cpu", for a rank its own GPU, and install the CPU backend for the latter.
 
     `on_paper` nothing is to run: without CUDA the CPU backend answers for it while settings are checked. Raises a
-    UserError where CUDA was asked for and is not there, or "auto" finds a GPU that cannot be used.
+    UserError where CUDA was asked for and is not there, the machine has fewer GPUs than ranks, or "auto" finds a GPU
+    that cannot be used.
     """
     import torch
 
@@ -184,6 +185,8 @@ def settle_device(wanted: str, *, on_paper: bool = False) -> str:
 
     has_cuda = torch.cuda.is_available() and not cpu.installed()
     if has_cuda and wanted != "cpu":
+        if not on_paper:
+            take_own_gpu()
         return "cuda"
     if wanted == "cuda" and not on_paper:
         raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu, or check nvidia-smi")

@@ -94,13 +94,13 @@ def _read(path: Path) -> tuple[dict[str, Any], Any]:
     if not (path / "config.json").is_file():
         raise UserError(f"{path} has no config.json; give the folder that save_pretrained or a download has made")
     try:
-        config = AutoConfig.from_pretrained(str(path)).to_dict()
+        config = AutoConfig.from_pretrained(str(path), trust_remote_code=False).to_dict()
     except Exception as error:  # whatever a config.json of another kind leads to
         raise UserError(f"{path / 'config.json'} cannot be read: {reason_of(error)}") from error
     if not any(path.glob("tokenizer*")):
         return config, None
     try:
-        return config, AutoTokenizer.from_pretrained(str(path))
+        return config, AutoTokenizer.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # each kind of tokenizer has exceptions of its own
         raise UserError(f"the tokenizer in {path} cannot be loaded: {reason_of(error)}") from error
 

@@ -85,14 +85,18 @@ def _exported(args: argparse.Namespace, device: str, *, untrained: bool) -> Load
 
     directory = args.checkpoint
     try:
-        config = transformers.AutoConfig.from_pretrained(str(directory))
+        config = transformers.AutoConfig.from_pretrained(str(directory), trust_remote_code=False)
         dtype = _dtype(args.dtype, getattr(config, "dtype", None) or torch.float32, device)
         if untrained:
             torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False).to(dtype)
         else:
-            model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), dtype=dtype)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(args.tokenizer or str(directory))
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                str(directory), dtype=dtype, trust_remote_code=False
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            args.tokenizer or str(directory), trust_remote_code=False
+        )
     except Exception as error:  # whatever a damaged folder leads to
         raise UserError(
             f"{directory} cannot be loaded by transformers {transformers.__version__}: {reason_of(error)}"

@@ -56,7 +56,7 @@ def build(spec: TokenizerSpec) -> Any:
     if spec.tokenizer_type != HUGGING_FACE:
         raise UserError(f"--tokenizer-type {spec.tokenizer_type} has no counterpart in transformers; {_REMEDY}")
     try:
-        return transformers.AutoTokenizer.from_pretrained(spec.model)
+        return transformers.AutoTokenizer.from_pretrained(spec.model, trust_remote_code=False)
     except Exception as error:  # each kind of tokenizer has exceptions of its own
         raise UserError(f"the tokenizer {spec.model} cannot be loaded ({reason_of(error)}); {_REMEDY}") from error
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import UserError
-from megatron_muon.locks import close, is_still, open_own, sign, signature, try_lock
+from megatron_muon.locks import close, is_still, open_itself, open_own, sign, signature, try_lock
 from megatron_muon.offload.files import PREFIX, boot_id, read_header, require_writable
 
 LOCK = "muon-momentum.lock"
@@ -184,9 +184,9 @@ def holder(directory: Path) -> tuple[dict[str, Any], bool]:
 def _opened(path: Path) -> Iterator[int]:
     """A descriptor for locking alone, which on NFS must be for writing; where that is not allowed, one for reading."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        descriptor = open_itself(path, os.O_RDWR)
     except OSError:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = open_itself(path, os.O_RDONLY)
     try:
         yield descriptor
     finally:

@@ -34,13 +34,13 @@ def read_model(path: Path, world_size: int) -> Group:
     if not path.exists():
         raise UserError(f"--hf {path}: there is no such folder or file; give a model's folder or its config.json")
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path))
+        config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         named = (config.architectures or [""])[0]
         with torch.device("meta"):
             if hasattr(transformers, named):
                 model = getattr(transformers, named)(config)
             else:
-                model = transformers.AutoModelForCausalLM.from_config(config)
+                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, KeyError, AttributeError, ImportError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--hf {path}: transformers {transformers.__version__} cannot build it: {reason}") from None

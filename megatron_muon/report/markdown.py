@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from megatron_muon.runs.wording import printable
+
 FOLD, FOLD_END = "<details><summary>Every run</summary>", "</details>"
 """The only HTML of a page: around the table of runs."""
-
-
-def printable(text: str) -> str:
-    """The text with control characters, and bytes that are no text, as Python writes them."""
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def code(text: str) -> str:

@@ -22,10 +22,11 @@ from megatron_muon.report.comparison import (
     shown_arms,
 )
 from megatron_muon.report.headline import HOW_STEPS_ARE_COUNTED, at_most, headline
-from megatron_muon.report.markdown import FOLD, FOLD_END, code, indented, plain, printable, table
+from megatron_muon.report.markdown import FOLD, FOLD_END, code, indented, plain, table
 from megatron_muon.report.transfer import ABOUT, families, transfer_table
 from megatron_muon.runs.events import WARMUP_STEPS
 from megatron_muon.runs.records import LAST_STEPS, Record
+from megatron_muon.runs.wording import printable
 
 PAGE, HTML, FIGURES = "report.md", "report.html", "report.json"
 

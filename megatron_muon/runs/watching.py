@@ -155,6 +155,9 @@ def heading(experiment: Experiment) -> list[str]:
             ranks += f", {kind} parallel {size}"
     lines.append(f"  ranks       {ranks}")
     lines.append(f"  steps       {_steps(settings)}")
+    if resolved.env:
+        variables = " ".join(f"{name}={value}" for name, value in resolved.env.items())
+        lines.append(f"  environment {wording.printable(variables)}")
     lines.append(f"  run folder  {experiment.folder.root}")
     if experiment.checkpoint is not None:
         lines.append(f"  going on    from {experiment.checkpoint}")

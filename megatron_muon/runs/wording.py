@@ -20,6 +20,11 @@ SPARE = 9
 """Fields that are left out before any is shortened."""
 
 
+def printable(text: str) -> str:
+    """The text with control characters, and bytes that are no text, as Python writes them."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 class Field(NamedTuple):
     """A part of a line: its text, a shorter form, and when it is dropped: the highest number first, 0 never."""
 

@@ -108,12 +108,19 @@ def test_nodes_as_launchers_tell(ranks: Pool) -> None:
         assert found == [[0, 0, 1], [0, 1, 2], [0, 0, 0], [0, 1, 0]]
 
 
+def timeout_of(group: Any) -> Any:
+    """How long the collectives of a gloo group wait."""
+    import torch
+
+    return group._get_backend(torch.device("cpu")).options._timeout
+
+
 def sums_among(rank: int, world_size: int) -> list[float]:
     """In a worker: sums over groups that two halves of the world make at the same time, twice, in another order."""
     import torch
     import torch.distributed as dist
 
-    from megatron_muon.core.ranks import group_among
+    from megatron_muon.core.ranks import group_among, new_group_of
 
     world = dist.group.WORLD
     assert world is not None
@@ -128,11 +135,14 @@ def sums_among(rank: int, world_size: int) -> list[float]:
         for _ in range(2):
             group = group_among(order, half)
             assert group.rank() == order.index(half.rank())
+            assert timeout_of(group) == timeout_of(world) != timeout_of(half)
             assert group.bound_device_id is None, "its communicator would be split from that of all ranks"
             total = torch.tensor([float(rank)])
             dist.all_reduce(total, group=group)
             found.append(total.item())
     assert world.bound_device_id == torch.device("cpu", 0)
+    world.bound_device_id = None
+    assert timeout_of(new_group_of(rank % 2)) == timeout_of(world), "torch gives NCCL's new groups 10 minutes"
     return found
 
 

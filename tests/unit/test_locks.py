@@ -194,3 +194,20 @@ def test_a_lock_of_another_user_counts_as_held(file, monkeypatch):
     )
     with pytest.raises(UserError, match=message):
         lock_of(file).refuse_if_held()
+
+
+def test_a_link_in_the_place_of_a_lock_is_refused_and_its_target_keeps_its_bytes(file, tmp_path):
+    """The file that it pointed to was overwritten with the name of whoever took the lock."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    file.parent.mkdir()
+    file.symlink_to(victim)
+    with pytest.raises(UserError, match=r"\.lock is a symbolic link, and locks follow none; type rm .*\.lock$"):
+        held(file).__enter__()
+    with pytest.raises(UserError, match="is a symbolic link"):
+        lock_of(file).refuse_if_held()
+    victim.unlink()  # nor is a file made where a link points to nothing
+    with pytest.raises(UserError, match="is a symbolic link"):
+        held(file).__enter__()
+    assert file.is_symlink()
+    assert not victim.exists()

@@ -323,3 +323,24 @@ def test_lines_are_broken_where_that_is_asked_for(capsys: pytest.CaptureFixture[
         show(part)
     show("lmn", end="\n")
     assert capsys.readouterr().out == "abcd\nef\nghij\nklmn\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["import --from hf HF OUT", "generate --checkpoint HF --prompt a", "plan --hf HF --world-size 2"],
+)
+def test_code_that_lies_in_a_models_folder_is_never_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """transformers asks whether to run it, and `yes | megatron-muon import` did."""
+    hostile = tmp_path / "hf"
+    hostile.mkdir()
+    (hostile / "hostile.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    config = {"model_type": "hostile", "auto_map": {"AutoConfig": "hostile.Config"}}
+    (hostile / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda prompt="": "yes")
+    places = {"HF": str(hostile), "OUT": str(tmp_path / "out")}
+    assert cli.main([places.get(word, word) for word in command.split()]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "contains custom code" in line
+    assert not (tmp_path / "ran").exists()

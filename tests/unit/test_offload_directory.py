@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_muon.doctor import WRONG
+from megatron_muon.doctor.offload import offload
 from megatron_muon.errors import UserError
 from megatron_muon.offload import directory
 from megatron_muon.offload.directory import LOCK, RunDirectory, reason_to_leave
@@ -121,6 +123,19 @@ def test_a_lock_that_cannot_be_opened(tmp_path: Path) -> None:
     (tmp_path / LOCK).mkdir()
     with pytest.raises(UserError, match=rf"cannot lock {LOCK} there \(Is a directory\)"):
         RunDirectory(tmp_path, "next")
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_and_its_target_keeps_its_bytes(tmp_path: Path) -> None:
+    """The file that it pointed to was overwritten with the name of the run."""
+    victim, momentum = tmp_path / "victim", tmp_path / "momentum"
+    victim.write_text("precious")
+    momentum.mkdir()
+    (momentum / LOCK).symlink_to(victim)
+    with pytest.raises(UserError, match=rf"{LOCK} is a symbolic link, and locks follow none; type rm "):
+        RunDirectory(momentum, "run")
+    (finding,) = offload(momentum, remove=True)
+    assert (finding.state, "is a symbolic link" in finding.text) == (WRONG, True)
+    assert victim.read_text() == "precious"
 
 
 def test_a_forked_child_does_not_keep_the_locks(tmp_path: Path) -> None:

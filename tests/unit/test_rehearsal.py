@@ -24,6 +24,7 @@ from megatron_muon.planning.command import settings_of
 from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
 from megatron_muon.rehearsal import all_ranks, playback
 from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
+from megatron_muon.rehearsal.process_groups import RecordingGroup
 from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
 from megatron_muon.rehearsal.trace import RankTrace
 
@@ -377,3 +378,31 @@ def test_momentum_elsewhere_is_rehearsed_and_counted(settings: dict[str, Any]) -
         each = {"fp32": 4, "bf16": 2, "int8": 1}[settings.get("muon_momentum_dtype", "fp32")]
         share = settings.get("muon_offload_fraction", 1.0)
         assert share * each * elements[rank] <= off <= 1.1 * each * elements[rank] + 4096
+
+
+def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_of_some_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What ranks say at construction takes gloo where a group has it too, and NCCL's first call was some ranks' messages.
+
+    torch forbids that. Here the first call with a tensor of the GPU is an all-reduce, in every group.
+    """
+    first: dict[int, str] = {}
+    start = RecordingGroup._start
+
+    def noted(group: RecordingGroup, op: str, tensor: torch.Tensor, *more: Any, **details: Any) -> Any:
+        if tensor.device.type == "cuda" and group.size() > 1:
+            first.setdefault(group._index, op)
+        return start(group, op, tensor, *more, **details)
+
+    monkeypatch.setattr(RecordingGroup, "_start", noted)
+    two_nodes = dataclasses.replace(H100, node_ranks=2)
+    of = dataclasses.replace(rehearsal(muon_team_size="2", muon_exchange_stages="2"), hardware=two_nodes)
+    trace = rehearse_rank(0, of)
+    assert trace.failure == ""
+    in_step = {call.group for step in trace.steps for call in step.calls if len(trace.groups[call.group].ranks) > 1}
+    assert {trace.groups[group].ranks for group in in_step} == {(0, 1), (0, 2)}
+    assert {first[group] for group in in_step} == {"all_reduce"}
+    assert len(in_step) == 3, "a team, and the two stages"
+    assert {trace.groups[group].ranks for group in first} == {(0, 1), (0, 2), (0, 1, 2, 3)}
+    assert set(first.values()) == {"all_reduce"}

@@ -4,6 +4,7 @@ import argparse
 import importlib.util
 import os
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,30 @@ def test_the_model_is_built_without_memory(parser):
     check(parser, f"{sizes} --vocab-size 128256 --swiglu")
     with pytest.raises(UserError, match="--ffn-hidden-size 14335"):
         check(parser, f"{sizes} --vocab-size 128256 --ffn-hidden-size 14335 --tensor-model-parallel-size 2")
+
+
+def test_a_model_on_paper_leaves_no_streams_to_the_one_that_trains(parser, monkeypatch):
+    """Local experts copied token counts on a stream of GPU 0, on all ranks, and waited for another."""
+
+    def streams():
+        return {
+            (owner, name): value
+            for module, content in list(sys.modules.items())
+            if module.startswith("megatron.core")
+            for owner in vars(content).values()
+            if isinstance(owner, type)
+            for name, value in vars(owner).items()
+            if "stream" in name and not callable(value)
+        }
+
+    check(parser, LAYOUTS[-1])  # so that the modules are there
+    before = dict.fromkeys(streams())
+    assert {owner.__name__ for owner, _ in before} >= {"MoEAlltoAllTokenDispatcher", "SharedExpertMLP"}
+    for owner, name in before:
+        monkeypatch.setattr(owner, name, None)
+    shared = "--moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap --disable-bias-linear"
+    check(parser, f"{LAYOUTS[-1]} --moe-token-dispatcher-type alltoall {shared}")
+    assert streams() == before
 
 
 def test_elsewhere_a_tokenizer_need_not_be_here(parser):

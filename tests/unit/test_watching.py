@@ -47,7 +47,8 @@ def experiment_in(root: Path, **more: Any) -> Experiment:
     resolved = Resolved(
         flags=(Flag("--lr", ("0.008",), "my.yaml"),),
         filled_in=(Flag("--num-workers", ("0",), FILLED_IN), Flag("--no-rope-fusion", (), FILLED_IN)),
-        env={}, notes=("environment wins over my.yaml: A=1, not 2",), device="cpu", ranks=8, gpus=0,
+        env={"PYTHON_EXEC": "/tmp/\x1bpython", "A": "2"},
+        notes=("environment wins over my.yaml: A=1, not 2",), device="cpu", ranks=8, gpus=0,
         folder=RunFolder(root, root / "tensorboard", None), settings=settings, files=(),
     )  # fmt: skip
     return Experiment(Request("configs/my.yaml", **more), resolved, None, False)
@@ -82,6 +83,7 @@ my: muon on a GPT with 32 layers, width 4096, 32 heads, 8 experts
   ranks       8 on CPUs, Megatron-FSDP optim_grads_params, tensor parallel 2, expert parallel 4
   steps       100,000 of 4,194,304 tokens, 512 sequences of 8192; validation every 1,000, checkpoint
               every 5,000
+  environment PYTHON_EXEC=/tmp/\\x1bpython A=2
   filled in   2 flags that this machine needs; --dry-run lists all settings
   model       3,287,296 parameters on a model-parallel rank; Muon's are 3,145,728 over all ranks
 step   1/200  loss 5.5948  grad norm 17.90  lr 8.0e-04  900 MB

@@ -21,7 +21,7 @@ from megatron_muon.core.memory import Memory, MomentBytes, moment_bytes
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
-from megatron_muon.core.ranks import nodes_of, numbers_of_all_ranks
+from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.teams import TeamGroup, make_teams
 
 OWNER, ALL_GATHER, SHARED, LOCAL = "owner", "allgather", "shared", "local"
@@ -82,11 +82,13 @@ def make_exchange(
     rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
+    connect([group], device)
     if asked is None:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
     # Now that all ranks have one plan, they agree on which groups it takes.
     teams.update(make_teams(group, plan.teams))
     relays = make_relays(group, plan.path.node_ranks) if plan.path.stages > 1 else None
+    connect([*(team.group for team in teams.values()), *([relays.node, relays.rail] if relays else [])], device)
     return OwnerExchange(
         plan,
         group,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.exchange.steps import InFlight, all_to_all
-from megatron_muon.core.ranks import group_among, numbers_of_all_ranks
+from megatron_muon.core.ranks import group_among
 from megatron_muon.core.traffic import Path, Transfers
 
 
@@ -135,6 +135,4 @@ def make_relays(group: dist.ProcessGroup, each: int) -> Relays:
     """The groups of this rank, for nodes of `each` ranks side by side in `group`. Collective over `group`."""
     node, place = divmod(group.rank(), each)
     neighbours, rail = range(node * each, (node + 1) * each), range(place, group.size(), each)
-    relays = Relays(each, group_among(neighbours, group), group_among(rail, group))
-    numbers_of_all_ranks([place], relays.rail)  # NCCL connects a group in its first collective, which has all its ranks
-    return relays
+    return Relays(each, group_among(neighbours, group), group_among(rail, group))

@@ -13,10 +13,17 @@ from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_layer
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.megatron.model.gpt import gpt_config
 from megatron_muon.patching import Patches
+
+_STREAMS = ((MoEAlltoAllTokenDispatcher, "cuda_dtoh_stream"), (SharedExpertMLP, "stream"))
+"""Class attributes of megatron-core that the first instance sets for all others of the process.
+
+A stream that a model on paper made would stay: another than the one that a rank's own model is to wait for."""
 
 
 @contextlib.contextmanager
@@ -48,6 +55,8 @@ def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, run
     config = gpt_config(args)
     config.transformer.use_cpu_initialization, config.transformer.perform_initialization = True, False
     with Patches() as changes, torch.device("meta"):
+        for owner, stream in _STREAMS:
+            changes.replace(owner, stream, None)
         if not runnable:
             config.attention_backend = AttnBackend.auto
             changes.replace(LocalSpecProvider, "core_attention", lambda _provider: torch.nn.Identity)

@@ -12,7 +12,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -138,21 +137,14 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
         return data_parallel
     first = min(dist.get_process_group_ranks(data_parallel))
     label = min(numbers_of_all_ranks([first], tensor_parallel))[0]
-    group = new_group_of(label, timeout=_timeout(data_parallel))
+    group = new_group_of(label)
     assert group.size() == data_parallel.size() * tensor_parallel.size(), "tensor-parallel peers share their groups"
     return group
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks for tensors in host memory. A collective over all ranks of the run."""
-    return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo", timeout=_timeout(group))
-
-
-def _timeout(like: dist.ProcessGroup) -> timedelta:
-    """How long a group's collectives wait: --distributed-timeout-minutes."""
-    device = torch.device("cuda" if dist.get_backend(like) == "nccl" else "cpu")
-    timeout: timedelta = like._get_backend(device).options._timeout
-    return timeout
+    return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo")
 
 
 def _local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
