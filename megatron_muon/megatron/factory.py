@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
+from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.builder import MuonBuilder
@@ -74,6 +75,7 @@ def get_megatron_muon_optimizer(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
     offload, optimizers, plans, unmet = offload_run(config), [], {}, {}
+    splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
     for is_expert in (False, True):
@@ -83,6 +85,7 @@ def get_megatron_muon_optimizer(
             builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
             optimizers.append(wrap(builder.build(offload, weights), config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
+            splits |= zip(builder.parameters, builder.splits, strict=True)
             if builder.plan is not None:
                 plans["experts" if is_expert else "dense"] = builder.plan
             if builder.unmet is not None:
@@ -102,7 +105,7 @@ def get_megatron_muon_optimizer(
         say(f"megatron-muon: plan {digest}")
     if part := blockwise_note(config, pg_collection):
         say(f"megatron-muon: note: {part}")
-    say(selection.parameter_table(groups, names, full=config.muon_log_params))
+    say(selection.parameter_table(groups, names, splits, full=config.muon_log_params))
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(

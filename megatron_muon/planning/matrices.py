@@ -96,7 +96,6 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
     ):
         if value not in planned:
             raise UserError(f"{path}: {flag} {value} cannot be planned")
-    arguments.refuse_hybrid(args)
     args.rank, args.world_size = 0, world_size
     if "--transformer-impl" not in given and device == "cuda":
         args.transformer_impl = "transformer_engine"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.functional.case import LATENT, QUERY_LATENT, SEQUENCE, STACKED, Case, initial_value
+from tests.functional.case import HYBRID, LATENT, QUERY_LATENT, SEQUENCE, STACKED, Case, initial_value
 
 
 def global_name(name: str, first_expert: int) -> str:
@@ -30,9 +30,11 @@ def transformer_config(case: Case) -> Any:
     if case.latent:
         more |= LATENT | {"rope_type": "rope", "q_lora_rank": QUERY_LATENT if case.query_latent else None}
         more |= {"add_bias_linear": False}
+    if case.hybrid:
+        more |= HYBRID | {"is_hybrid_model": True, "normalization": "RMSNorm"}
     more |= case.attention
     return (MLATransformerConfig if case.latent else TransformerConfig)(
-        num_layers=case.layers,
+        num_layers=len(case.hybrid) or case.layers,
         hidden_size=case.hidden,
         ffn_hidden_size=case.ffn,
         num_attention_heads=case.heads,
@@ -81,25 +83,9 @@ class NoCoreAttention(torch.nn.Module):
 
 
 def build_gpt(case: Case, config: Any) -> torch.nn.Module:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.parallel_state import get_expert_model_parallel_rank
 
-    spec = get_gpt_layer_local_spec(
-        num_experts=case.experts or None, moe_grouped_gemm=False, multi_latent_attention=case.latent
-    )
-    if case.latent:
-        # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
-        # steps with given gradients are made with such a model.
-        spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
-    model = GPTModel(
-        config,
-        spec,
-        vocab_size=case.vocabulary,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=case.tied,
-        position_embedding_type="learned_absolute",
-    )
+    model = _hybrid_model(case, config) if case.hybrid else _gpt_model(case, config)
     if case.stacked:
         config.num_moe_experts = case.stacked  # by which Megatron-FSDP makes groups for experts
     for layer in model.decoder.layers if case.stacked else ():
@@ -114,6 +100,45 @@ def build_gpt(case: Case, config: Any) -> torch.nn.Module:
             parameter.copy_(_own_part(parameter, lambda shape, name=name: initial_value(name, shape)))
             parameter.requires_grad_(case.trains(name))
     return model
+
+
+def _gpt_model(case: Case, config: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
+    spec = get_gpt_layer_local_spec(
+        num_experts=case.experts or None, moe_grouped_gemm=False, multi_latent_attention=case.latent
+    )
+    if case.latent:
+        # The core attention of the local spec does not take two head sizes in 0.19. It has no parameters, and only
+        # steps with given gradients are made with such a model.
+        spec.submodules.self_attention.submodules.core_attention = NoCoreAttention
+    return GPTModel(
+        config,
+        spec,
+        vocab_size=case.vocabulary,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=case.tied,
+        position_embedding_type="learned_absolute",
+    )
+
+
+def _hybrid_model(case: Case, config: Any) -> Any:
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    from megatron_muon.megatron.model.on_meta import build_without_kernels, local_layers
+    from megatron_muon.patching import Patches
+
+    with Patches() as changes:
+        build_without_kernels(changes)
+        return HybridModel(
+            config,
+            local_layers(hybrid_stack_spec),
+            vocab_size=case.vocabulary,
+            max_sequence_length=SEQUENCE,
+            hybrid_layer_pattern=case.hybrid,
+        )
 
 
 def _own_part(parameter: torch.Tensor, whole: Callable[[Sequence[int]], torch.Tensor]) -> torch.Tensor:

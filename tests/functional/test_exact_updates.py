@@ -125,7 +125,7 @@ def test_shared_replicas_equal_the_reference(ranks: Pool, world_size: int) -> No
     cases = {
         "plenty": case,
         "tiny": case.but(optimizer={**case.optimizer, "muon_exchange_buffer_mb": 0.07}),
-        "narrow": case.but(ffn=1),  # a matrix of one row has a rank that holds it all, in the plan's eyes
+        "narrow": case.but(ffn=2),  # not every rank has a row of a matrix of two, in the plan's eyes
     }
     seen = ranks(world_size, run, cases=cases)[0]
     for label, given in cases.items():
@@ -235,6 +235,9 @@ BLOCKS = {
     "latent attention": Case(latent=True),
     "latent attention, query latent, heads": Case(latent=True, query_latent=True, optimizer=HEADS),
     "latent attention, nothing split": Case(latent=True, query_latent=True, optimizer={"muon_split_qkv": False}),
+    "hybrid": Case(hybrid="MG*", output_gate=True),
+    "hybrid, latent attention": Case(hybrid="M+", latent=True, query_latent=True),
+    "hybrid, whole": Case(hybrid="MG", optimizer={"muon_split_qkv": False}),
     "experts": Case(experts=3, swiglu=True, optimizer=GATED),
     "stacked experts": Case(stacked=3, swiglu=True, optimizer=GATED),
     "stacked experts, whole": Case(stacked=5, swiglu=True),
@@ -246,7 +249,7 @@ BLOCKS = {
 }
 
 
-FUSED = ["gated mlp", "heads", "gated attention, heads", "latent attention", "experts", "stacked experts"]
+FUSED = ["gated mlp", "heads", "gated attention, heads", "latent attention", "hybrid", "experts", "stacked experts"]
 SHARDED_OVER_THREE = ("optim_grads_params", 3, FUSED)
 
 
@@ -283,6 +286,12 @@ BLOCKS_OVER_LAYOUTS = {
         optimizer={**GATED, "muon_exclude": ["router"]},
         excluded=("router",),
     ),
+    "hybrid tp2": Case(
+        hybrid="MG*", output_gate=True, vocabulary=132, ffn=46, query_groups=2, tensor=2, optimizer=OVER_TP
+    ),
+    "hybrid, latent attention, tp2": Case(
+        hybrid="M+", latent=True, query_latent=True, vocabulary=132, ffn=46, tensor=2, optimizer=OVER_TP
+    ),
     "expert tp2": Case(swiglu=True, ffn=46, experts=2, expert_tensor=2, optimizer={**GATED, **OVER_TP}),
 }
 
@@ -292,6 +301,14 @@ def test_blocks_over_other_layouts(ranks: Pool) -> None:
     """Gate and up of every tensor-parallel rank lie one after the other, and make two blocks in all."""
     cases = {label: case.but(layers=1) for label, case in BLOCKS_OVER_LAYOUTS.items()}
     seen = ranks(4, run, cases=cases)[0]
+    for label, case in cases.items():
+        check(seen[label], case, atol=2e-6)
+
+
+def test_fused_projections_over_tensor_parallel_ranks(ranks: Pool) -> None:
+    """Each tensor-parallel rank has a part of every matrix in Mamba's and GatedDeltaNet's `in_proj`."""
+    cases = {label: case for label, case in BLOCKS_OVER_LAYOUTS.items() if label.startswith("hybrid")}
+    seen = ranks(2, run, cases=cases)[0]
     for label, case in cases.items():
         check(seen[label], case, atol=2e-6)
 
@@ -334,7 +351,7 @@ def test_blocks_are_the_same_for_every_exchange(ranks: Pool, exchange: str) -> N
         check(seen[label], case, atol=2e-6)
 
 
-@pytest.mark.parametrize("label", wide_but(["gated mlp", "latent attention", "more excluded"], BLOCKS))
+@pytest.mark.parametrize("label", wide_but(["gated mlp", "latent attention", "hybrid", "more excluded"], BLOCKS))
 def test_other_blocks_give_other_updates(ranks: Pool, label: str) -> None:
     """Negative control: what was split differently, or not excluded, does not pass."""
     case = BLOCKS[label].but(layers=1)
@@ -345,7 +362,10 @@ def test_other_blocks_give_other_updates(ranks: Pool, label: str) -> None:
         "stacked experts, whole": case.but(optimizer=GATED),
         "routers excluded": case.but(excluded=()),
         "more excluded": case.but(excluded=("linear_proj",)),
-        "latent attention": case.but(optimizer={"muon_split_qkv": False}),
+        **{
+            label: case.but(optimizer={"muon_split_qkv": False})
+            for label in ("latent attention", "hybrid", "hybrid, latent attention")
+        },
         "latent attention, nothing split": case.but(optimizer={}),
         "gated attention": case.but(optimizer=HEADS),
     }.get(label, case.but(optimizer={}))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
+import megatron.core
 import pytest
 import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -132,9 +135,98 @@ def test_interleaved_gates() -> None:
     assert fused_rows(FC1, config) == Fused(gated=True)
 
 
-def test_rows_that_do_not_fit_are_one_block_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"linear_qkv\.weight: 30 rows are no multiple of 16"):
-        assert split(TransformerConfig(**GPT), QKV, (30, 16), PLAIN) == RowSplit(1, (30,))
+def why_not(config: TransformerConfig, name: str, shape: tuple[int, ...], **marks: Any) -> str:
+    parameter = torch.nn.Parameter(torch.zeros(shape))
+    vars(parameter).update(marks)
+    selection.tag_for_muon([Chunk(config, name, parameter)])
+    return "" if selection.is_muon_matrix(parameter) else parameter.why_not_muon  # type: ignore[attr-defined]
+
+
+IN_PROJ = f"{LAYER}mixer.in_proj.weight"
+
+
+def test_sizes_that_a_layer_states_are_its_blocks_over_tensor_parallel_ranks() -> None:
+    """Mamba's z, x, B, C and dt went to Muon as one matrix."""
+    parameter = torch.nn.Parameter(torch.zeros(32, 16))
+    parameter.partition_sizes = [5, 5, 2, 2, 2]  # type: ignore[attr-defined]  # of one of two ranks
+    parameter.orig_param = torch.zeros(16, 16)  # type: ignore[attr-defined]
+    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), IN_PROJ, parameter)])
+    assert mp.block_split(parameter, PLAIN) == RowSplit(2, (5, 5, 2, 2, 2))
+    assert mp.block_split(parameter, HEADS) == RowSplit(2, (5, 5, 2, 2, 2))
+    assert mp.block_split(parameter, WHOLE) == RowSplit(1, (32,))
+    assert mp.block_split(parameter, PLAIN, over_tp=False) == RowSplit(1, (5, 5, 2, 2, 2))
+
+
+def test_qkv_is_split_beside_latent_attention() -> None:
+    """The branch for latent attention left a `linear_qkv` of the same model whole."""
+    config = MLATransformerConfig(**LATENT, num_query_groups=2, kv_channels=4)
+    assert split(config, QKV, (32, 16), PLAIN) == RowSplit(2, (8, 4, 4))
+
+
+def test_a_layers_own_config_gives_its_sizes() -> None:
+    """Layers of a heterogeneous model have query groups of their own."""
+    parameter = torch.nn.Parameter(torch.zeros(24, 16))
+    chunk = Chunk(TransformerConfig(**GPT), QKV, parameter)
+    chunk.get_submodule(f"{LAYER}self_attention").config = TransformerConfig(**GPT | {"num_query_groups": 1})
+    selection.tag_for_muon([chunk])
+    assert mp.block_split(parameter, PLAIN) == RowSplit(1, (16, 4, 4))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "why"),
+    [
+        (IN_PROJ, (32, 16), selection.UNKNOWN),
+        (f"{LAYER}attention.qkv_proj.weight", (32, 16), selection.UNKNOWN),
+        (f"{LAYER}attention.Wqkv.weight", (32, 16), selection.UNKNOWN),
+        (f"{LAYER}attention.in_proj_weight", (48, 16), selection.UNKNOWN),
+        (f"{LAYER}attention.kv_b_proj.weight", (48, 16), selection.UNKNOWN),
+        (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), selection.UNKNOWN),
+        (QKV, (30, 16), selection.UNKNOWN),  # no multiple of a query group's rows
+        (f"{LAYER}mixer.A_log", (32, 4), selection.TABLE),  # Mamba 1
+        (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), selection.VECTOR),
+        (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
+        (f"{LAYER}attention.out_proj.weight", (16, 16), ""),
+        (f"{LAYER}attention.linear_q_down_proj.weight", (16, 16), ""),
+        (f"{LAYER}attention.linear_k.weight", (16, 16), ""),
+    ],
+)
+def test_what_may_hold_several_matrices_and_what_is_none_goes_to_the_scalar_optimizer(
+    name: str, shape: tuple[int, ...], why: str
+) -> None:
+    config = TransformerConfig(**GPT)
+    assert why_not(config, name, shape) == why
+    assert not why_not(config, name, shape, use_muon=True), "a script has the last word"
+
+
+def test_a_convolution_goes_to_the_scalar_optimizer() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(12, 1, 4))
+    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), f"{LAYER}mixer.conv1d_weight", parameter)])
+    assert not selection.is_muon_matrix(parameter)
+
+
+PROJECTIONS = {
+    *("in_proj", "linear_qkv", "linear_kv", "linear_kv_up_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
+    *("linear_q_proj", "linear_q_up_proj", "linear_fc1"),
+}
+WHOLE_ONES = {
+    *("linear_proj", "linear_fc2", "out_proj", "eh_proj", "linear_q", "linear_q_down_proj", "linear_wk", "linear_wq_b"),
+    *("linear_weights_proj", "fc1_latent_proj", "fc2_latent_proj"),
+}
+
+
+def test_every_projection_of_the_installed_megatron_core_is_known() -> None:
+    """A new one is either fused, and then split or sent to Adam, or one matrix; docs/parameters.md lists them."""
+    core = Path(megatron.core.__file__ or "").parent
+    sources = [path for folder in ("ssm", "transformer") for path in (core / folder).rglob("*.py")]
+    found = {
+        name
+        for path in sources
+        for name in re.findall(r"self\.(\w*(?:linear|proj|fc\d)\w*)(?:: [^=]*)? = (?!None)\w", path.read_text())
+        if not re.search(r"_(size|dim|impl|input|output|linear)$|^offload_", name)  # sizes, classes, what is kept
+    }
+    assert found == PROJECTIONS | WHOLE_ONES
+    page = Path("docs/parameters.md").read_text("utf-8")
+    assert not {name for name in found if f"`{name}`" not in page}
 
 
 @pytest.mark.parametrize(("settings", "parts"), [(PLAIN, (8,) * 3), (SPLIT, (4,) * 6)])

@@ -278,7 +278,7 @@ def test_unset_paths_missing_data_and_sizes_of_batches_do_not_matter(
         ({"muon_split_heads": "true", "muon_no_split_qkv": "true"}, "--muon-split-heads and --muon-no-split-qkv"),
         ({"muon_ns": "best"}, "argument --muon-ns: invalid choice: 'best'"),
         ({"muon_exchange_buffer_mb": "x"}, "argument --muon-exchange-buffer-mb: invalid float value: 'x'"),
-        ({"hybrid_layer_pattern": '"M-*-"'}, "--hybrid-layer-pattern"),
+        ({"hybrid_layer_pattern": '"M-?-"', "num_layers": None}, "'?' is not a valid layer symbol"),
         ({"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "2"}, "transformer engine"),
     ],
 )

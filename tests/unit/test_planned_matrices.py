@@ -247,3 +247,50 @@ def test_cuts_are_megatrons(sizes: list[tuple[int, int]], world_size: int) -> No
                 continue  # a matrix smaller than a chunk that was cut within a row: Megatron-FSDP cannot shard it
             assert (held.numel if held else 0) == end - start
             assert not held or held.row_start * parameter.shape[1] == start
+
+
+HYBRID = {name: value for name, value in TINY.items() if name != "num_layers"} | {
+    "hybrid_layer_pattern": '"MG*-"',
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 4,
+    "mamba_state_dim": 3,
+    "mamba_num_groups": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 2,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 3,
+}
+LATENT = HYBRID | {
+    "hybrid_layer_pattern": '"M+"',
+    "multi_latent_attention": "true",
+    "q_lora_rank": 6,
+    "kv_lora_rank": 5,
+    "qk_head_dim": 4,
+    "qk_pos_emb_head_dim": 2,
+    "v_head_dim": 3,
+}
+del LATENT["group_query_attention"], LATENT["num_query_groups"]
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_hybrid_models_fused_projections_are_split_over_tensor_parallel_ranks(planned: Any, tensor: int) -> None:
+    """Mamba's z, x, B, C, dt and GatedDeltaNet's query, key, value, z, beta, alpha, of each rank in turn."""
+    (dense,) = planned(HYBRID | {"tensor_model_parallel_size": tensor}, 4)
+    for name, parts in (
+        ("0.mixer.in_proj.weight", (16, 16, 6, 6, 4)),
+        ("1.self_attention.in_proj.weight", (4, 4, 12, 12, 4, 4)),
+    ):
+        assert matrix_of(dense, name).split == RowSplit(tensor, tuple(rows // tensor for rows in parts))
+    assert matrix_of(dense, "2.self_attention.linear_qkv.weight").split == RowSplit(2, (4, 2, 2))
+    assert {name for matrix in dense.matrices if (name := matrix.name.split(".", 2)[2])} == {
+        *("0.mixer.in_proj.weight", "0.mixer.out_proj.weight"),
+        *("1.self_attention.in_proj.weight", "1.self_attention.out_proj.weight"),
+        *("2.self_attention.linear_proj.weight", "2.self_attention.linear_qkv.weight"),
+        *("3.mlp.linear_fc1.weight", "3.mlp.linear_fc2.weight"),
+    }
+
+
+def test_latent_attention_of_a_hybrid_model(planned: Any) -> None:
+    (dense,) = planned(LATENT, 2)
+    assert matrix_of(dense, "linear_kv_down_proj.weight").split == RowSplit(1, (5, 2))
+    assert matrix_of(dense, "linear_kv_up_proj.weight").split == RowSplit(4, (4, 3))

@@ -7,6 +7,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.selection import matching, nearest
 from megatron_muon.megatron.model import selection
@@ -105,18 +106,24 @@ def test_the_table_says_why():
     model = Plain()
     selection.tag_for_muon([model], exclude=["blocks"])
     names = selection.parameter_names([model])
-    table = parameter_table([{"params": list(names), "optimizer": "adam"}], names)
+    table = parameter_table([{"params": list(names), "optimizer": "adam"}], names, {})
     for line in (
         "not Muon's, embedding: wte.weight, wpe.weight",
         "not Muon's, projection to the vocabulary: lm_head.weight",
         "not Muon's, --muon-exclude: blocks.0.weight, blocks.1.weight, blocks.2.weight",
     ):
         assert line in table.splitlines()
+    expert = {next(iter(names)): RowSplit(1, (2,) * 4), list(names)[1]: RowSplit(2, (4, 3))}
+    split = parameter_table([], dict.fromkeys(expert, "layers.0.mixer.in_proj.weight"), expert).splitlines()
+    assert split[1:] == [
+        "split: 1 in_proj.weight into blocks of 4 x 2 rows",
+        "split: 1 in_proj.weight into blocks of 8, 6 rows",
+    ]
     many = [nn.Parameter(torch.zeros(2, 2)) for _ in range(5)]
     for p in many:
         p.use_muon, p.why_not_muon = False, "--muon-exclude"
     names = {p: f"router{number}" for number, p in enumerate(many)}
-    table = parameter_table([{"params": many, "optimizer": "adam"}], names)
+    table = parameter_table([{"params": many, "optimizer": "adam"}], names, {})
     assert table.endswith("not Muon's, --muon-exclude: router0, router1, router2 and 2 more")
 
 

@@ -208,11 +208,12 @@ def check_settings(
 
 
 def refuse_hybrid(args: argparse.Namespace) -> None:
-    """Refuse layers of a HybridModel, which `megatron.training` would pass over in building a GPT."""
+    """Refuse layers of a HybridModel: a run builds a GPT, and would ignore them."""
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(args, name):
             raise UserError(
-                f"{flag_of(name)} {pattern} makes a hybrid model, and only a GPT is built here; leave it out"
+                f"{flag_of(name)} {pattern} makes a hybrid model, and a run builds only GPTs; leave it out "
+                "(megatron-muon plan takes it)"
             )
 
 

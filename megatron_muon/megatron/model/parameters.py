@@ -56,16 +56,22 @@ class Fused:
         return whole(rows)
 
 
-def fused_rows(name: str, config: Any) -> Fused | None:
-    """How the rows of the parameter of this name are fused; None where it is one matrix whatever the settings.
+def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | None:
+    """How the rows of a parameter are fused; None where nothing is known to be fused in it.
+
+    `stated` are the rows of each part on a tensor-parallel rank, where the layer itself states them: `partition_sizes`
+    of a weight, as Mamba's `in_proj` has them (z, x, B, C, dt), or `in_proj_split_sections` of a GatedDeltaNet (query,
+    key, value, z, beta, alpha). `config` is the TransformerConfig of the parameter's layer.
 
     Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV, with the gate of gated attention
-    between query and key (SelfAttention.get_query_key_value_tensors); MLASelfAttention.get_query_key_value_tensors;
-    MLP.forward, where gate and up are the halves of the first projection. Its own Muon leaves the projections of
-    multi-latent attention whole ("TODO: support MLA"); here the fused ones are split with QKV: `linear_kv_down_proj`
+    between query and key (SelfAttention.get_query_key_value_tensors); CrossAttention.get_query_key_value_tensors;
+    MLASelfAttention.get_query_key_value_tensors; MLP.forward, where gate and up are the halves of the first projection.
+    Its own Muon leaves all but QKV whole ("TODO: support MLA"); here they are split with QKV: `linear_kv_down_proj`
     into latent and rotary key, `linear_qkv_down_proj` into query latent, latent and rotary key, `linear_kv_up_proj`
-    into keys and values of all heads. `config` is a TransformerConfig.
+    into keys and values of all heads.
     """
+    if stated:
+        return Fused(parts=tuple(rows for rows in stated if rows))
     if config.multi_latent_attention:
         nope, rotary, value = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
         if ".linear_qkv_down_proj.weight" in name:
@@ -76,8 +82,10 @@ def fused_rows(name: str, config: Any) -> Fused | None:
             return Fused(parts=(nope, value), heads=(nope, value))
         if re.search(r"\.linear_q(_up)?_proj\.weight", name):
             return Fused(heads=(nope + rotary,))
-    elif "linear_qkv.weight" in name:
+    if "linear_qkv.weight" in name:  # also beside latent attention, in a hybrid model
         return Fused(parts=tuple(_get_qkv_split_shapes(config)), heads=(config.kv_channels,))
+    if ".linear_kv.weight" in name:
+        return Fused(parts=(config.kv_channels,) * 2, heads=(config.kv_channels,))
     if config.gated_linear_unit and "linear_fc1.weight" in name:
         interleave = None
         if ".shared_experts." in name:

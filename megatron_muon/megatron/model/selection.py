@@ -1,28 +1,47 @@
-"""Which parameters Muon takes: 2D weights and stacks of experts, no embedding, no output layer, nothing excluded."""
+"""Which parameters Muon takes: 2D weights and stacks of experts, no embedding, no output layer, nothing excluded.
+
+Nothing whose rows are fused in a way that is not known either: one update for several matrices would be wrong.
+"""
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.transformer import TransformerConfig
 from torch import nn
 
+from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.selection import matching, shares, steps_of
+from megatron_muon.fsdp.selection import TABLES, matching, shares, steps_of
 from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
+TABLE, VECTOR, UNKNOWN = "table", "vector", "fused in a way that is not known (docs/parameters.md)"
 """Why a 2D weight goes to the scalar optimizer."""
+
+_FUSED = re.compile(
+    r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))", re.I
+)
+"""Names under which layers, megatron-core's and others, keep several matrices one below the other."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 _LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
-_ATTRIBUTES_LEFT_BEHIND = ("allreduce", "shared_embedding", "expert_tp", "grad_norm_group", "use_muon")
+_ATTRIBUTES_LEFT_BEHIND = (
+    "allreduce",
+    "shared_embedding",
+    "expert_tp",
+    "grad_norm_group",
+    "use_muon",
+    "partition_sizes",
+)
 _SHOWN = 3
 """Names shown of the weights that are left out for one reason, or that are like a pattern."""
 
@@ -58,7 +77,12 @@ def tag_for_muon(
             parameter.expert_tp = True
         # Every expert a matrix, in a model of one's own: 0.19 refuses --moe-single-grouped-weight under Megatron-FSDP.
         parameter.expert_stack = parameter.ndim == 3 and ".experts." in name
-    for parameter, why in vocabulary_weights(model_chunks).items():
+    reasons = dict[Any, str]()
+    for name, parameter, path in _trained(model_chunks):
+        if (parameter.ndim == 2 or parameter.expert_stack) and (why := _why_not(name, parameter, path)):
+            reasons[parameter] = why
+    reasons.update(vocabulary_weights(model_chunks))
+    for parameter, why in reasons.items():
         if not hasattr(parameter, "use_muon"):
             parameter.use_muon, parameter.why_not_muon = False, why
     matrices = {name: parameter for parameter, name in muon_matrices(model_chunks).items()}
@@ -71,29 +95,43 @@ def tag_for_muon(
     steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
-    for name, parameter, config in _trained(model_chunks):
-        if not is_muon_matrix(parameter):
-            continue
+    for name, parameter in matrices.items():
         if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
             raise UserError(
                 f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
                 "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or "
                 "send them to the scalar optimizer with --muon-exclude experts.weight"
             )
-        parameter.fused_rows, rows = fused_rows(name, config), rows_of_one(parameter)
-        if parameter.fused_rows is not None and not parameter.fused_rows.fits(rows):
-            warnings.warn(
-                f"{name}: {rows} rows are no multiple of {parameter.fused_rows.unit}, the rows of what is fused in it, "
-                "so Muon orthogonalises it as one matrix",
-                stacklevel=3,
-            )
-            parameter.fused_rows = None
 
 
-def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The trainable parameters, their names before them and their chunk's config behind."""
+def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
+    """The trainable parameters with their names before and the modules around them behind, the outermost first."""
     for chunk in model_chunks:
-        yield from ((name, p, chunk.config) for name, p in chunk.named_parameters() if p.requires_grad)
+        modules = dict(chunk.named_modules())
+        for name, parameter in chunk.named_parameters():
+            if parameter.requires_grad:
+                parts = name.split(".")[:-1]
+                yield name, parameter, [modules[".".join(parts[:depth])] for depth in range(len(parts) + 1)]
+
+
+def _why_not(name: str, parameter: Any, path: Sequence[Any]) -> str:
+    """Tag a 2D parameter or a stack with `fused_rows`; why it is no matrix for Muon, empty where it may be one.
+
+    What is fused in it is the layer's own word, else known by name and the sizes of the layer's config.
+    """
+    stated = getattr(parameter, "partition_sizes", ())
+    if not stated and name.endswith(".in_proj.weight"):
+        stated = getattr(path[-2], "in_proj_split_sections", ())
+    config = next(m.config for m in reversed(path) if isinstance(getattr(m, "config", None), TransformerConfig))
+    fused = fused_rows(name, config, stated)
+    fits = fused is None or fused.fits(rows_of_one(parameter))
+    parameter.fused_rows = fused if fits else None
+    parts = name.split(".")
+    if parameter.ndim == 2 and any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
+        return TABLE
+    if parameter.ndim == 2 and 1 in parameter.shape:
+        return VECTOR
+    return "" if fits and (fused or not _FUSED.search(".".join(parts[-2:]))) else UNKNOWN
 
 
 def is_muon_matrix(parameter: torch.Tensor) -> bool:
@@ -151,17 +189,23 @@ def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[Any, str]:
 
 
 def parameter_table(
-    groups: Sequence[Mapping[str, Any]], names: Mapping[torch.Tensor, str], *, full: bool = False
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[torch.Tensor, str],
+    splits: Mapping[torch.Tensor, RowSplit],
+    *,
+    full: bool = False,
 ) -> str:
-    """A short table: tensors, parameters and share for each optimizer, and the 2D weights that Muon does not take.
+    """A short table: tensors, parameters and share for each optimizer, what is split, and 2D weights that Muon leaves.
 
     With `full`, every parameter too. Counts are whole over data- and tensor-parallel ranks; of experts those of this
-    expert-parallel rank. A group without `optimizer` belongs to Muon.
+    expert-parallel rank. A group without `optimizer` belongs to Muon; `splits` has the blocks of its parameters.
     """
     found, left_out = defaultdict(list), defaultdict(list)
     for group in sorted(groups, key=lambda group: "optimizer" in group):
         found[group.get("optimizer", "muon")].extend(group["params"])
     lines = shares({optimizer: [_numel(p) for p in parameters] for optimizer, parameters in found.items()})
+    split = Counter((_kind(names[p]), _blocks(each)) for p, each in splits.items() if len(each.parts) > 1)
+    lines += [f"split: {count:,} {kind} into blocks of {blocks} rows" for (kind, blocks), count in split.items()]
     for optimizer, parameters in found.items():
         for p in parameters if optimizer != "muon" else ():
             if p.ndim == 2:
@@ -174,6 +218,17 @@ def parameter_table(
         for optimizer, parameters in found.items():
             lines += [f"{optimizer:<12}{' x '.join(map(str, _shape(p))):>16}  {names[p]}" for p in parameters]
     return "\n".join(lines)
+
+
+def _kind(name: str) -> str:
+    """The last two parts of a parameter's name, without an expert's number."""
+    return ".".join(name.rstrip("0123456789").split(".")[-2:])
+
+
+def _blocks(split: RowSplit) -> str:
+    """The rows of each block; of several alike in a row, how many there are."""
+    runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
+    return ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
 
 
 def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
