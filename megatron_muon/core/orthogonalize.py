@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -223,10 +223,23 @@ class Orthogonalizer:
         iterate: Callable[..., torch.Tensor] = ns.standard
         if iteration.method_for(start.shape[1], longer, team) == GRAM:
             iterate = functools.partial(ns.gram, runs=iteration.runs)
-        # The precision of fp32 products; bf16 has none to set, and setting it fails beside torch's newer switches.
-        precise = None if self.iteration.half else eo_utils.fp32_matmul_precision(self.iteration.precision)
-        with precise or contextlib.nullcontext():
+        # Setting the precision of fp32 products fails beside torch's newer switches, so not where there are none.
+        half, precision = self.iteration.half, self.iteration.precision
+        with _sums_in_fp32() if half else eo_utils.fp32_matmul_precision(precision):
             return iterate(start, scaled, least_norm, total)
+
+
+@contextlib.contextmanager
+def _sums_in_fp32() -> Iterator[None]:
+    """Keep cuBLAS from adding parts of a bf16 product in bf16, which its default allows and no proof here covers."""
+    switches, name = torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction"
+    # A setting of two parts, of which a bool sets the second to True; torch 2.11 may not tell of it.
+    before = [getattr(switches, name), getattr(switches, f"{name}_split_k", True)]
+    setattr(switches, name, [False, before[1]])
+    try:
+        yield
+    finally:
+        setattr(switches, name, before)
 
 
 def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -204,3 +204,31 @@ def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(mon
     on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
     assert on_cpu.iteration.products is HALVES
     assert on_cpu.warm_up([(2048, 2048)]) == 0
+
+
+@pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])
+def test_bf16_products_are_summed_in_fp32_and_the_switch_is_put_back(
+    monkeypatch: pytest.MonkeyPatch, before: tuple[bool, bool]
+) -> None:
+    """cuBLAS may add parts of X X^T in bf16 by default, which the proven bounds do not cover."""
+    switches, seen = torch.backends.cuda.matmul, []
+
+    def found() -> tuple[bool, bool]:
+        name = "allow_bf16_reduced_precision_reduction"
+        return getattr(switches, name), getattr(switches, f"{name}_split_k")
+
+    def product(*_: object) -> torch.Tensor:
+        seen.append(found())
+        raise KeyError
+
+    monkeypatch.setattr(orthogonalize.ns, "_gram_matrix", product)
+    at_first = found()
+    try:
+        switches.allow_bf16_reduced_precision_reduction = before
+        for precision in ("medium", "highest"):
+            with pytest.raises(KeyError):
+                one_block(Orthogonalizer(Iteration(precision=precision)), randn(8, 8))
+            assert found() == before
+    finally:
+        switches.allow_bf16_reduced_precision_reduction = at_first
+    assert seen == [(False, before[1]), before]

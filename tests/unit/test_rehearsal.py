@@ -383,9 +383,9 @@ def test_momentum_elsewhere_is_rehearsed_and_counted(settings: dict[str, Any]) -
 def test_every_group_of_an_exchange_is_connected_on_its_device_before_messages_of_some_ranks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What ranks say at construction takes gloo where a group has it too, and NCCL's first call was some ranks' messages.
+    """Beside gloo, NCCL's first call on a group was the messages of some of its ranks, which torch forbids.
 
-    torch forbids that. Here the first call with a tensor of the GPU is an all-reduce, in every group.
+    What ranks say at construction takes gloo then. Here the first call with a tensor of the GPU is an all-reduce.
     """
     first: dict[int, str] = {}
     start = RecordingGroup._start
