@@ -78,7 +78,7 @@ def tag_for_muon(
             raise UserError(
                 f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
                 "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or "
-                "send them to the scalar optimizer with --muon-exclude experts.weight"
+                "send them to the scalar optimizer with --muon-exclude experts.weight1 experts.weight2"
             )
         parameter.fused_rows, rows = fused_rows(name, config), rows_of_one(parameter)
         if parameter.fused_rows is not None and not parameter.fused_rows.fits(rows):
