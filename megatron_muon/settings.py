@@ -77,8 +77,8 @@ class MuonSettings:
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""
 
     muon_ns_steps_for: list[str] = field(default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN=N"}})
-    """take N Newton-Schulz steps for matrices whose names hold the pattern, as for --muon-exclude, instead of
-    --muon-num-ns-steps: linear_fc=4 layers.0.*qkv=8; of several that match the last holds"""
+    """take N Newton-Schulz steps for matrices whose names the pattern matches, as for --muon-exclude, instead of
+    --muon-num-ns-steps: linear_fc1=4 layers.0.*qkv=8; of several that match the last holds"""
 
     muon_lr: float | None = None
     """peak learning rate of Muon's parameters; default --lr"""
@@ -94,8 +94,9 @@ class MuonSettings:
     (rows). The output projection, which takes heads in (columns), stays one matrix"""
 
     muon_exclude: list[str] = field(default_factory=list, metadata={"argparse_meta": {"metavar": "PATTERN"}})
-    """send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, hold a shell-style
-    pattern: router, layers.0.*fc1; a pattern that matches no matrix is an error"""
+    """send parameters to the scalar optimizer (Adam) whose names, as --muon-log-params prints them, a shell-style
+    pattern matches by whole components: router, layers.1 (not layer 10), layers.0.*fc1; a pattern that matches no
+    matrix is an error"""
 
     adaptive_muon_moment2_method: Literal["adamuon", "normuon"] = "adamuon"
     """with --optimizer adaptive_muon: the second moment of each element of the orthogonalised update (adamuon) or of
@@ -176,7 +177,7 @@ def steps_for(settings: Any) -> dict[str, int]:
     for given in settings.muon_ns_steps_for:
         pattern, _, steps = given.rpartition("=")
         if not pattern or not steps.isdecimal():
-            raise UserError(f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc=4")
+            raise UserError(f"--muon-ns-steps-for {given!r} is not PATTERN=N; type for instance linear_fc1=4")
         found.pop(pattern, None)  # of two alike the place of the last holds
         found[pattern] = int(steps)
     return found

@@ -9,6 +9,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from megatron_muon.fsdp.selection import decays
+
 
 def make_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     """The state of a parameter before its first step, sharded as it is."""
@@ -30,9 +32,18 @@ def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, 
             state[p]["step"] += p.grad is not None or counts_empty
         elif p.grad is not None:
             members.append(p)
+    _step_alike(group, state, [p for p in members if decays(group, p)], group["weight_decay"])
+    _step_alike(group, state, [p for p in members if not decays(group, p)], 0.0)
+
+
+def _step_alike(
+    group: Mapping[str, Any],
+    state: Mapping[torch.Tensor, dict[str, Any]],
+    members: Sequence[torch.Tensor],
+    weight_decay: float,
+) -> None:
     if not members:
         return
-
     states = [state[p] for p in members]
     adamw(
         local_parts(members),
@@ -46,7 +57,7 @@ def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, 
         beta1=group["betas"][0],
         beta2=group["betas"][1],
         lr=float(group["lr"]),
-        weight_decay=group["weight_decay"],
+        weight_decay=weight_decay,
         eps=group["eps"],
         maximize=False,
     )

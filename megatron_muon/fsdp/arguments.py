@@ -14,6 +14,7 @@ from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.build import ALL_GATHER, LOCAL, OWNER, SHARED
 from megatron_muon.core.numbers import check_number
+from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER
 from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
 
 ADJUST_LR = {
@@ -124,6 +125,38 @@ def check_scheme(given: Mapping[str, Any], scheme: str) -> None:
             LOCAL: "every rank holds whole matrices, and orthogonalises them",
         }[scheme]
         raise UserError(f"{name}={given[name]!r} has no effect here: {why}; leave it out")
+
+
+def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict to load, without what groups of torch.optim.Muon say and here holds for the whole optimizer.
+
+    Raises:
+        UserError: they say something else than this Muon, or are of another optimizer.
+    """
+    groups = [dict(group) for group in state_dict["param_groups"]]
+    for group in groups:
+        if OPTIMIZER in group:
+            continue  # as saved here
+        if unknown := sorted(group.keys() - {"params", "eps", *KNOWN, *NOTES, *OF_ALL}):
+            raise UserError(
+                f"the state to load is of another optimizer: its groups have {', '.join(unknown)}, which Muon does not "
+                "know, and its momentum means something else; see docs/questions.md"
+            )
+        for name in [each for each in (*OF_ALL, "eps") if each in group]:
+            theirs, ours = _meaning(name, group.pop(name)), _meaning(name, given[name])
+            if theirs != ours:
+                raise UserError(
+                    f"the state to load has {name}={theirs!r}, and this Muon {ours!r}, which holds for the whole "
+                    f"optimizer; make it with {name}={theirs!r}"
+                )
+    return {**state_dict, "param_groups": groups}
+
+
+def _meaning(name: str, value: Any) -> Any:
+    """A setting of `torch.optim.Muon`, alike for values that mean the same."""
+    if name == "ns_coefficients":
+        return iteration_of(value).coefficient_type
+    return (value or "original") if name == "adjust_lr_fn" else value
 
 
 @contextmanager

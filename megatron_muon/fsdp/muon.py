@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, override
 
 import torch
@@ -30,11 +29,12 @@ from megatron_muon.fsdp.arguments import (
     NS_COEFFICIENTS,
     NS_STEPS,
     check,
+    check_loaded,
     check_scheme,
     in_arguments,
     iteration_of,
 )
-from megatron_muon.fsdp.selection import OPTIMIZER, Rule, select, splits, steps_of
+from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import MuonSettings
@@ -116,7 +116,7 @@ class Muon(MuonState):
         *,
         matrices: Sequence[str] | Rule | None = None,
         exclude: Sequence[str] = (),
-        split: Mapping[str, Sequence[int]] | None = None,
+        split: Mapping[str, int | Sequence[int]] | None = None,
         ns_steps_for: Mapping[str, int] | None = None,
         adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
@@ -149,19 +149,19 @@ class Muon(MuonState):
         }
         with in_arguments():
             check(self._settings)
-            self._build(params)
+            self._build(select(params, matrices, exclude))
 
-    def _build(self, params: Any) -> None:
-        """Choose parameters, find out who holds what, and make exchange, plan and state. Collective."""
+    def _build(self, selection: Selection) -> None:
+        """Find out who holds what, and make exchange, plan and state. Collective."""
         given = self._settings
         hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}  # none but on a refill
         self.close()
         self._building = True
-        self.selection = select(params, given["matrices"], given["exclude"])
-        names, groups = self.selection.names, self.selection.muon
-        for options in (*groups, *self.selection.adamw):
+        self.selection = selection
+        names, groups = selection.names, selection.muon
+        for options in selection.groups:
             options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
-        parameters = [p for group in groups for p in group["params"]]
+        parameters = members_of(groups)
         mesh = shards.mesh_of(names, parameters)
         group: Any = Alone() if mesh is None else shards.group_of(mesh)
         if mesh is None and given["share_replicated"]:
@@ -170,8 +170,8 @@ class Muon(MuonState):
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
         self._has_stepped = False
         steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
-        fused = splits(given["split"] or {}, names, parameters)
-        layout = shards.layout_of(names, parameters, fused, group, steps)
+        selection.splits = splits(given["split"] or {}, names, parameters)
+        layout = shards.layout_of(names, parameters, selection.splits, group, steps)
         orthogonalizer = self._orthogonalizer(parameters[0].device)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
         moment = self._second_moment(layout, orthogonalizer, parameters, replicated=replicated)
@@ -222,8 +222,17 @@ class Muon(MuonState):
             "betas": given["adamw_betas"],
             "eps": given["adamw_eps"],
         }
-        for members in self.selection.adamw:
-            self.add_param_group({**defaults, **members})
+        for members in selection.adamw:
+            members.update({name: value for name, value in defaults.items() if name not in members})
+            self.add_param_group(members)
+        self.param_groups = list(selection.groups)
+        self._group_of = [
+            number
+            for number, members in enumerate(self.param_groups)
+            if members[OPTIMIZER] == MUON
+            for _ in members["params"]
+        ]
+        self._members = members_of(self.param_groups)
         self._building = False
         vars(self).update(hooks)
         self.initialize_state()
@@ -282,9 +291,12 @@ class Muon(MuonState):
             self._run.close()
         self._run = None
 
-    def table(self) -> str:
-        """Which parameters Muon takes and which AdamW, with the reason."""
-        return self.selection.table()
+    def table(self, *, full: bool = False) -> str:
+        """Which parameters Muon takes and which AdamW, with the reason, what is split and what has no weight decay.
+
+        A line for each kind of parameter, of which layers have one each; with `full` for each parameter.
+        """
+        return self.selection.table(full=full)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -301,7 +313,7 @@ class Muon(MuonState):
                     "fully_shard_model(model), make Muon on its parameters, then fully_shard_optimizer(optimizer)"
                 )
             with in_arguments():
-                self._build(param_group["params"])
+                self._build(select(param_group["params"], self._settings["matrices"], self._settings["exclude"]))
         else:
             raise UserError("Muon settles who owns what when it is made; give it all parameters then")
 
@@ -313,6 +325,17 @@ class Muon(MuonState):
                 if not self.state[p]:
                     self.state[p].update(make_state(p))
 
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        self._take_up_exchanged()
+        return super().state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._take_up_exchanged()
+        super().load_state_dict(check_loaded(state_dict, self._settings))
+
+    @torch._disable_dynamo  # compiled, a step of so many kinds of tensors fails, or differs
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -321,10 +344,12 @@ class Muon(MuonState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._take_up_exchanged()
         if self._is_pre_initialising():
             return loss
         self._check_placements()
         if not self._has_stepped:
+            self._refuse_orphans()
             with in_arguments():
                 self.refuse_zero_norms()
         for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
@@ -364,12 +389,49 @@ class Muon(MuonState):
                     f"{self._names[p]} was {was} when the optimizer was made and is {is_now} now; make the optimizer "
                     "after the model is sharded and on its device"
                 )
-        if not self._has_stepped and all(p.grad is None for p, _ in self._placed):
-            warnings.warn(
-                "Muon's step found no gradient, so nothing moves; if the model was sharded after the optimizer was "
-                "made, make the optimizer after that",
-                skip_file_prefixes=(str(Path(torch.__file__).parent), str(Path(__file__).parent)),
+        for p in self.selection.frozen:
+            if p.requires_grad:
+                raise UserError(
+                    f"{self._names[p]} was frozen when the optimizer was made, so it has no state and would not train; "
+                    "make the optimizer while all that will train needs a gradient, and freeze after that"
+                )
+
+    def _refuse_orphans(self) -> None:
+        """Refuse to step where the model, sharded after the optimizer was made, has other parameters than it."""
+        trained = [p for p in self._members if p.requires_grad and local_parts([p])[0].numel()]
+        orphans = [p for p in trained if p.grad is None]
+        if len(orphans) < len(trained):
+            sharded = isinstance(self._matrices[0], DTensor)
+            orphans = [p for p in orphans if sharded and not isinstance(p, DTensor)]
+        if orphans:
+            alone = "" if len(orphans) < len(trained) else ", and no other parameter has one"
+            raise UserError(
+                f"{self._names[orphans[0]]} has no gradient at the first step{alone}; if the model was sharded "
+                "(fully_shard) after the optimizer was made, make the optimizer after that, else call backward() first"
             )
+
+    def _take_up_exchanged(self) -> None:
+        """Make it anew where `param_groups` have got other parameters since, as accelerate gives them. Collective then.
+
+        Source: accelerate.utils.fsdp_utils.fsdp2_switch_optimizer_parameters.
+        """
+        now = members_of(self.param_groups)
+        if len(now) != len(self._members):
+            raise UserError(
+                f"param_groups have {len(now)} parameters, and had {len(self._members)} when the optimizer was made; "
+                "give it all parameters then"
+            )
+        if not any(map(operator.is_not, now, self._members)):
+            return
+        kept = [slot for slots in self.state.values() for slot in slots.values()]
+        if any(bool(slot.any()) for slot in local_parts([*kept, *self.momentum_state().values()])):
+            raise UserError(
+                "parameters in param_groups were exchanged after steps, so their state would be lost; exchange them "
+                "before the first step, and load state after that"
+            )
+        self.state.clear()
+        with in_arguments():
+            self._build(self.selection.exchanged(self._members, self.param_groups))
 
 
 def _is_replicated(parameter: torch.Tensor) -> bool:

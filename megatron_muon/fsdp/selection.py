@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +27,9 @@ from megatron_muon.core.numbers import check_number
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
 """The key of a parameter group that says which of the two takes it."""
+
+DECAY_VECTORS = "decay_vectors"
+"""The key of a group of AdamW's that says whether its weight decay holds for what has fewer than two dimensions too."""
 
 EMBEDDINGS = ("*embed*", "emb", "*_emb", "wte", "wpe", "shared", "relative_attention_bias")
 """Names of modules, one part of a dotted name each, whose weights are tables of vectors."""
@@ -54,50 +58,114 @@ _NUMBERS = {
 Rule = Callable[[str, torch.Tensor], bool]
 """Whether Muon takes the parameter of this name."""
 
-_OF_MUON, _OF_ADAMW = ("momentum",), ("betas", "eps")
-"""Settings of a group that are for one of its two parts."""
+_FOR_OTHER = {MUON: ("betas", "eps", DECAY_VECTORS), ADAMW: ("momentum",)}
+"""Settings of a group that have no effect on its part of Muon, or of AdamW."""
 
-_OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
+OF_ALL = ("nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
 """Settings of torch.optim.Muon's groups that here hold for the whole optimizer."""
+
+KNOWN = (*_NUMBERS, OPTIMIZER, DECAY_VECTORS)
+"""Settings that a group may have."""
+
+NOTES = ("name", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+"""What else a group may have: a label, and what torch's schedulers keep in it."""
+
+_MEANT = {"use_muon": OPTIMIZER, "algorithm": OPTIMIZER, "mu": "momentum", "beta": "momentum"}
+"""Keys of other Muons that are spelt too differently to be found."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 @dataclass
 class Selection:
-    """Parameter groups by optimizer, in the order given, without parameters that need no gradient.
+    """Parameter groups, each of one optimizer, without parameters that need no gradient.
 
     Attributes:
-        muon: groups of matrices.
-        adamw: groups of all else.
+        groups: one for each that was given, in that order, and after these AdamW's parts of those that hold both.
         names: a name for each parameter.
         why: for each parameter of AdamW, the reason.
-        frozen: names of what needs no gradient.
+        frozen: what needs no gradient.
+        splits: the blocks of matrices that hold several.
         grouped: whether groups with settings of their own were given.
     """
 
-    muon: list[dict[str, Any]] = field(default_factory=list)
-    adamw: list[dict[str, Any]] = field(default_factory=list)
+    groups: list[dict[str, Any]] = field(default_factory=list)
     names: dict[torch.Tensor, str] = field(default_factory=dict)
     why: dict[torch.Tensor, str] = field(default_factory=dict)
-    frozen: list[str] = field(default_factory=list)
+    frozen: list[torch.Tensor] = field(default_factory=list)
+    splits: dict[torch.Tensor, RowSplit] = field(default_factory=dict)
     grouped: bool = False
 
-    def table(self) -> str:
-        """Tensors, elements and share of each optimizer, and below them each parameter with its optimizer."""
-        rows = [
-            (group[OPTIMIZER], self.names[p], tuple(p.shape), self.why.get(p, ""))
-            for group in (*self.muon, *self.adamw)
-            for p in group["params"]
-        ]
-        lines = shares(
-            {each: [math.prod(shape) for taken, _, shape, _ in rows if taken == each] for each in (MUON, ADAMW)}
+    @property
+    def muon(self) -> list[dict[str, Any]]:
+        """The groups of matrices."""
+        return [group for group in self.groups if group[OPTIMIZER] == MUON]
+
+    @property
+    def adamw(self) -> list[dict[str, Any]]:
+        """The groups of all else."""
+        return [group for group in self.groups if group[OPTIMIZER] == ADAMW]
+
+    def exchanged(self, before: Sequence[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> Selection:
+        """The same choice for `groups` that have other parameters in the places of those before."""
+        pairs = list(zip(before, members_of(groups), strict=True))
+        for old, new in pairs:
+            _check_tensor(self.names[old], new)
+        return Selection(
+            groups=[dict(group) for group in groups],
+            names={new: self.names[old] for old, new in pairs} | {p: self.names[p] for p in self.frozen},
+            why={new: self.why[old] for old, new in pairs if old in self.why},
+            frozen=self.frozen,
+            grouped=self.grouped,
         )
+
+    def table(self, *, full: bool = False) -> str:
+        """Tensors, elements and share of each optimizer; below, each kind of parameter, or with `full` each parameter.
+
+        Parameters of one kind differ in the numbers of their layers alone, and share a line.
+        """
+        kinds: dict[tuple[str, str, str, str], list[torch.Tensor]] = defaultdict(list)
+        for group in (*self.muon, *self.adamw):
+            for p in group["params"]:
+                notes = [self.why[p]] if p in self.why else []
+                if p in self.splits:
+                    parts = self.splits[p].parts
+                    notes.append(f"{len(parts)} matrices of {', '.join(map(str, dict.fromkeys(parts)))} rows")
+                if group[OPTIMIZER] == ADAMW and not decays(group, p):
+                    notes.append("no weight decay")
+                name = self.names[p] if full else kind_of(self.names[p])
+                kinds[group[OPTIMIZER], shown_shape(p), name, "; ".join(notes)].append(p)
+        of_each: dict[str, list[int]] = {MUON: [], ADAMW: []}
+        for (optimizer, *_), members in kinds.items():
+            of_each[optimizer] += [math.prod(p.shape) for p in members]
+        lines = shares(of_each)
         if self.frozen:
             lines.append(f"{'frozen':<12}{len(self.frozen):>9,}")
         lines.append("")
-        for optimizer, name, shape, why in rows:
-            size = " x ".join(map(str, shape)) or "scalar"
-            lines.append(f"{optimizer:<12}{size:>16}  {name}{f' ({why})' if why else ''}")
+        for (optimizer, shape, name, why), members in kinds.items():
+            shown = self.names[members[0]] if len(members) == 1 else name
+            lines.append(f"{optimizer:<12}{len(members):>9,}{shape:>16}  {shown}{f' ({why})' if why else ''}")
         return "\n".join(lines)
+
+
+def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
+    """The parameters of all these groups."""
+    return [p for group in groups for p in group["params"]]
+
+
+def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
+    """Whether a group's weight decay holds for this parameter of AdamW's."""
+    return parameter.ndim > 1 or group[DECAY_VECTORS]
+
+
+def shown_shape(parameter: torch.Tensor) -> str:
+    """A shape as tables have it."""
+    return " x ".join(map(str, parameter.shape)) or "scalar"
+
+
+def kind_of(name: str) -> str:
+    """The name of a parameter with a star for each number among its components."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def shares(sizes: Mapping[str, Sequence[int]]) -> list[str]:
@@ -132,8 +200,8 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
     Args:
         params: `model.named_parameters()`, tensors, or groups of either; a group may have `optimizer`, "muon" or
             "adamw", which decides for its parameters.
-        matrices: instead of the rule by name: shell patterns, found anywhere in the names of what Muon is to take, or a
-            function of name and parameter.
+        matrices: instead of the rule by name: patterns of what Muon is to take (`matching`), or a function of name and
+            parameter.
         exclude: such patterns of what goes to AdamW all the same.
 
     Raises:
@@ -175,11 +243,16 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             selection.why[parameter] = why
         groups[id(options), optimizer].append(parameter)
         options_of[id(options)] = options
-    for (key, optimizer), members in groups.items():
-        others = _OF_ADAMW if optimizer == MUON else _OF_MUON
-        options = {name: value for name, value in options_of[key].items() if name not in others}
-        group = {**options, "params": members, OPTIMIZER: optimizer}
-        (selection.muon if optimizer == MUON else selection.adamw).append(group)
+    rest = []
+    for key, options in options_of.items():
+        parts = [optimizer for optimizer in (MUON, ADAMW) if (key, optimizer) in groups]
+        for optimizer in parts:
+            group = {name: value for name, value in options.items() if name not in _FOR_OTHER[optimizer]}
+            group |= {"params": groups[key, optimizer], OPTIMIZER: optimizer}
+            if optimizer == ADAMW:
+                group[DECAY_VECTORS] = options.get(DECAY_VECTORS, "weight_decay" in options)
+            (selection.groups if optimizer == parts[0] else rest).append(group)
+    selection.groups += rest
     if not selection.muon:
         raise UserError(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
@@ -188,22 +261,25 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
 
 
 def splits(
-    given: Mapping[str, Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
+    given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, RowSplit]:
     """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows.
 
     Raises:
-        UserError: a pattern matches nothing, or the rows of a matrix are not filled.
+        UserError: a pattern matches nothing, rows are no whole numbers, or the rows of a matrix are not filled.
     """
     found = {}
     by_name = {names[p]: p for p in parameters}
     for pattern, several in given.items():
-        parts = (several,) if isinstance(several, int) else tuple(several)
+        try:
+            parts = tuple(map(operator.index, several if isinstance(several, Iterable) else [several]))
+        except TypeError:
+            raise UserError(f"split {pattern}: {several!r} are not numbers of rows; give whole numbers") from None
         for name in matching("split", [pattern], by_name):
             rows = by_name[name].shape[0]
             if min(parts, default=0) < 1 or rows % sum(parts):
                 raise UserError(f"split: {name} has {rows} rows, which parts of {parts} do not fill")
-            found[by_name[name]] = RowSplit(rows // sum(parts), parts)
+            found[by_name[name]] = RowSplit(1, parts * (rows // sum(parts)))
     return found
 
 
@@ -254,7 +330,7 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
             if parameter.requires_grad:
                 yield name, parameter, options
             else:
-                selection.frozen.append(name or shown)
+                selection.frozen.append(parameter)
 
 
 def _groups(params: Any) -> list[Mapping[str, Any]]:
@@ -272,41 +348,39 @@ def _groups(params: Any) -> list[Mapping[str, Any]]:
 
 
 def _check_options(options: Mapping[str, Any], number: int) -> None:
-    if options.get(OPTIMIZER, MUON) not in (MUON, ADAMW):
-        raise UserError(f"parameter group {number} has optimizer={options[OPTIMIZER]!r}; choose 'muon' or 'adamw'")
-    _check_keys(options, number)
-    for name in {"use_muon", "algorithm"} & options.keys():
-        raise UserError(
-            f"parameter group {number} has {name}={options[name]!r}, as of another Muon; here it is "
-            "optimizer='muon' or 'adamw'"
-        )
+    """Refuse what has no effect on a group; what users note in groups of their own, they add once it is made."""
+    optimizer = options.get(OPTIMIZER)
     for name, value in options.items():
+        at = f"parameter group {number} has {name}={value!r}"
+        if name in OF_ALL:
+            raise UserError(f"{at}, which holds for the whole optimizer; pass it to Muon")
+        if name not in (*KNOWN, *NOTES):
+            raise UserError(f"{at}, which Muon does not know; {_nearest_key(name)}a group may have {', '.join(KNOWN)}")
+        if name == OPTIMIZER and value not in (MUON, ADAMW):
+            raise UserError(f"{at}; choose 'muon' or 'adamw'")
+        if name == DECAY_VECTORS and not isinstance(value, bool):
+            raise UserError(f"{at}; choose True or False")
+        if name in _FOR_OTHER.get(str(optimizer), ()):
+            raise UserError(f"{at}, which has no effect with optimizer={optimizer!r}; leave it out")
         values = {f"{name}[{place}]": beta for place, beta in enumerate(value)} if name == "betas" else {name: value}
         for shown, number_of in values.items() if name in _NUMBERS else ():
             number_given = number_of.item() if isinstance(number_of, torch.Tensor) else number_of
             check_number(_NUMBERS[name], number_given, flag=f"{shown} of parameter group {number}")
-    for name in _OF_ALL:
-        if name in options:
-            raise UserError(
-                f"parameter group {number} sets {name}, which holds for the whole optimizer; pass it to Muon"
-            )
 
 
-def _check_keys(options: Mapping[str, Any], number: int) -> None:
-    """Refuse misspelt settings and those of the optimizer; what schedulers and users add of their own may stay."""
-    for name in options.keys() - {*_NUMBERS, OPTIMIZER}:
-        if name.startswith("adamw_"):
-            raise UserError(
-                f"parameter group {number} sets {name}, which holds for the whole optimizer; in a group say "
-                f"{name.removeprefix('adamw_')}, with optimizer='adamw'"
-            )
-        if close := difflib.get_close_matches(name, [*_NUMBERS, OPTIMIZER], cutoff=0.8):
-            raise UserError(f"parameter group {number} has {name}; did you mean {close[0]}?")
+def _nearest_key(name: str) -> str:
+    """A question whether a known key of a group is meant; empty where none is like it."""
+    if (bare := name.removeprefix("adamw_")) != name and bare in KNOWN:
+        return f"did you mean {bare}, with optimizer='adamw'? "
+    near = [_MEANT[name]] if name in _MEANT else [key for key in KNOWN if name.startswith(key)]
+    near += difflib.get_close_matches(name, KNOWN, cutoff=0.6)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def _check_tensor(name: str, parameter: torch.Tensor) -> None:
-    if not parameter.is_floating_point():
-        raise UserError(f"{name} is of {parameter.dtype}; Muon and AdamW here take real floating-point parameters")
+    if parameter.dtype not in _DTYPES:
+        why = "; in fp16 updates overflow: use bf16" if parameter.dtype == torch.float16 else ""
+        raise UserError(f"{name} is of {parameter.dtype}; Muon and AdamW here take fp32, bf16 and fp64{why}")
     if parameter.layout != torch.strided:
         raise UserError(f"{name} is sparse ({parameter.layout}); Muon and AdamW here take dense parameters")
 
@@ -326,9 +400,10 @@ def matching(
 ) -> list[str]:
     """The names in which at least one of the patterns of `argument` is found, in their order.
 
-    A pattern is shell-style and case-sensitive, and may be found anywhere in a name. Raises a UserError for one that is
-    empty or found in none of `names`, with the nearest of these, or the one of `others`, which Muon does not take
-    anyway, in which it is found; `hint` ends the message.
+    A pattern is shell-style and case-sensitive, and matches whole components of a name, anywhere in it: `layers.1` is
+    found in `layers.1.weight` and not in `layers.10.weight`, and a star matches dots too. Raises a UserError for one
+    that is empty or found in none of `names`, with the nearest of these, or the one of `others`, which Muon does not
+    take anyway, in which it is found; `hint` ends the message.
     """
     names = list(names)
     if isinstance(patterns, str):
@@ -341,13 +416,15 @@ def matching(
         nothing = f"{argument} {pattern} matches none of Muon's {len(names)} matrices"
         if there := next((name for name in others if _found(pattern, name)), None):
             raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
+        if wider := next((each for each in (f"{pattern}*", f"*{pattern}*") for n in names if _found(each, n)), None):
+            raise UserError(f"{nothing} by whole components of their names; did you mean {wider!r}?{hint}")
         near = ", ".join(nearest(pattern, names))
         raise UserError(f"{nothing}; the nearest names are {near}{hint}")
     return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
 
 
 def _found(pattern: str, name: str) -> bool:
-    return fnmatchcase(name, f"*{pattern}*")
+    return fnmatchcase(f".{name}.", f"*.{pattern.strip('.')}.*")
 
 
 def nearest(pattern: str, names: Sequence[str]) -> list[str]:
@@ -355,7 +432,7 @@ def nearest(pattern: str, names: Sequence[str]) -> list[str]:
     wanted = re.sub(r"[*?\[\]]+", "", pattern)
     kinds: dict[str, str] = {}
     for name in names:
-        kinds.setdefault(re.sub(r"\d+", "N", name), name)
+        kinds.setdefault(kind_of(name), name)
 
     def likeness(name: str) -> float:
         parts = name.split(".")

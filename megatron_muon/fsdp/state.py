@@ -45,7 +45,9 @@ class MuonState(ShardedMuon):
             UserError: state of a matrix is missing, or of another shape; nothing is loaded then.
         """
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        of_muon = set(self._group_of)
+        groups_to_load = enumerate(state_dict["param_groups"])
+        keys = [key for number, group in groups_to_load if number in of_muon for key in group["params"]]
         saved = [state_dict["state"].get(key, {}) for key in keys[: len(self._matrices)]]
         wanted: dict[str, Sequence[torch.Tensor]] = {MOMENTUM: self._matrices}
         if self.moment is not None:

@@ -52,7 +52,7 @@ LAYOUTS = {
     ),
     "predicted tokens": (3, {"--position-embedding-type": "rope", "--mtp-num-layers": "1"}),
     "dense experts tp2": (4, {**EXPERTS, **TP2, "--sequence-parallel": "true", "--expert-tensor-parallel-size": "2"}),
-    "steps by matrix": (3, {"--muon-ns-steps-for": "[linear_fc=3, linear_qkv=8]"}),
+    "steps by matrix": (3, {"--muon-ns-steps-for": "[linear_fc*=3, linear_qkv=8]"}),
     "hsdp": (4, {"--num-distributed-optimizer-instances": "2"}),
 }
 

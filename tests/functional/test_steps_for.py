@@ -12,7 +12,7 @@ from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import TEN, assert_same_bits, check, run
 from tests.functional.wide import wide_but
 
-STEPS = {"muon_ns_steps_for": ["linear_fc=3", "linear_fc2=8", "layers.0.*qkv=4"]}
+STEPS = {"muon_ns_steps_for": ["linear_fc*=3", "linear_fc2=8", "layers.0.*qkv=4"]}
 BY_NAME = (("linear_fc", 3), ("linear_fc2", 8), ("layers.0.self_attention.linear_qkv", 4))
 BASE = Case(layers=1, ffn=47, optimizer=STEPS, steps_for=BY_NAME)
 

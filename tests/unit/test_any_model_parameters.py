@@ -27,11 +27,11 @@ def test_who_takes_what_can_be_read_and_changed() -> None:
     table = optimizer.table()
     for line in (
         r"muon +2 +96 +\d+\.\d%",
-        r"muon +8 x 6  layers\.0\.weight$",
-        r"adamw +10 x 6  embed_tokens\.weight \(embedding\)$",
-        r"adamw +10 x 6  lm_head\.weight \(output layer\)$",
-        r"adamw +2 x 1 x 3 x 3  conv\.weight \(4D\)$",
-        r"adamw +scalar  scale \(0D\)$",
+        r"muon +1 +8 x 6  layers\.0\.weight$",
+        r"adamw +1 +10 x 6  embed_tokens\.weight \(embedding\)$",
+        r"adamw +1 +10 x 6  lm_head\.weight \(output layer\)$",
+        r"adamw +1 +2 x 1 x 3 x 3  conv\.weight \(4D\)$",
+        r"adamw +1 +scalar  scale \(0D; no weight decay\)$",
     ):
         assert re.search("^" + line, table, re.MULTILINE), (line, table)
 
@@ -108,15 +108,35 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a group's steps": (
         groups({"params": [ONE], "ns_steps": 3}),
         UserError,
-        "sets ns_steps, which holds for the whole",
+        "parameter group 0 has ns_steps=3, which holds for the whole optimizer; pass it to Muon",
     ),
-    "another Muon's group": (groups({"params": [ONE], "use_muon": False}), UserError, "use_muon=False, as of another"),
-    "AdamW's rate in a group": (
-        groups({"params": [ONE], "adamw_lr": 1e-5}),
+    **{
+        f"{name} in a group": (
+            groups({"params": [ONE], name: value}),
+            UserError,
+            rf"^parameter group 0 has {name}={value!r}, which Muon does not know; {nearest}a group may have lr, ",
+        )
+        for name, value, nearest in (
+            ("use_muon", False, r"did you mean optimizer\? "),
+            ("adamw_lr", 1e-5, r"did you mean lr, with optimizer='adamw'\? "),
+            ("momentun", 0.9, r"did you mean momentum\? "),
+            ("beta1", 0.9, r"did you mean betas\? "),
+            ("mu", 0.9, r"did you mean momentum\? "),
+            ("epsilon", 1e-8, r"did you mean eps\? "),
+            *((name, True, "") for name in ("maximize", "foreach", "fused", "amsgrad", "capturable")),
+        )
+    },
+    "AdamW's betas for Muon": (
+        groups({"params": [ONE], "optimizer": "muon", "betas": (0.9, 0.9)}),
         UserError,
-        "sets adamw_lr, which holds for the whole optimizer; in a group say lr, with optimizer='adamw'",
+        r"has betas=\(0.9, 0.9\), which has no effect with optimizer='muon'; leave it out",
     ),
-    "a misspelt key": (groups({"params": [ONE], "momentun": 0.9}), UserError, "has momentun; did you mean momentum"),
+    "fp16": (groups(("a", nn.Parameter(torch.ones(3, 3).half()))), UserError, "a is of torch.float16; .*: use bf16"),
+    "fp8": (
+        groups(("a", nn.Parameter(torch.ones(3, 3).to(torch.float8_e4m3fn)))),
+        UserError,
+        "a is of torch.float8_e4m3fn",
+    ),
     "a group's betas": (
         groups({"params": [ONE], "betas": (2.0, 0.9)}),
         UserError,
@@ -174,6 +194,11 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no ranks": (wrong(share_replicated=True), UserError, "share_replicated needs ranks"),
     "split": (wrong(split={"layers.0": (3, 4)}), UserError, r"layers\.0\.weight has 8 rows"),
     "split of nothing": (wrong(split={"qkv": (3,)}), UserError, "split qkv matches none of Muon's 2 matrices"),
+    "split by fractions": (
+        wrong(split={"layers.0": 4.0}),
+        UserError,
+        r"^split layers\.0: 4\.0 are not numbers of rows",
+    ),
 }
 
 

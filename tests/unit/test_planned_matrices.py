@@ -131,7 +131,7 @@ def test_experts_without_grouped_products_lie_one_by_one(planned: Any) -> None:
 
 def test_excluded_matrices_still_take_room_in_their_bucket(planned: Any) -> None:
     (everything,) = planned(TINY, 2)
-    (dense,) = planned(TINY | {"muon_exclude": "[layers.0.*fc2, proj]"}, 2)
+    (dense,) = planned(TINY | {"muon_exclude": "[layers.0.*fc2, linear_proj]"}, 2)
     left = [m for m in everything.matrices if "proj" not in m.name and "layers.0.mlp.linear_fc2" not in m.name]
     assert dense.matrices == tuple(left)
     with pytest.raises(UserError, match="--muon-exclude ruoter matches none of Muon's 8 matrices"):

@@ -140,17 +140,29 @@ NAMES = [
         ((), 0),
         (("router",), 3),
         (("layers.1.",), 4),
-        (("layers.1",), 8),  # found anywhere: layer 10 too
+        (("layers.1",), 4),  # not layer 10
+        (("layers.1*",), 8),
         (("layers.[01].*fc1",), 2),
         (("linear_?roj", "linear_qkv"), 6),
         (("decoder.layers.0.mlp.router.weight",), 1),
         (("*",), 12),
     ],
 )
-def test_a_pattern_is_found_anywhere_in_a_name(patterns: tuple[str, ...], count: int) -> None:
+def test_a_pattern_matches_whole_components_anywhere_in_a_name(patterns: tuple[str, ...], count: int) -> None:
     found = matching("--muon-exclude", patterns, NAMES)
     assert len(found) == count
     assert found == [name for name in NAMES if name in found], "in their order, each once"
+
+
+def test_a_part_of_a_component_is_an_error_that_says_what_to_type() -> None:
+    """It was found once, which for numbers of layers meant others than asked for."""
+    for pattern, better in (("linear_fc", "linear_fc*"), ("near_qkv", "*near_qkv*")):
+        with pytest.raises(UserError) as caught:
+            matching("--muon-exclude", [pattern], NAMES)
+        assert str(caught.value) == (
+            f"--muon-exclude {pattern} matches none of Muon's 12 matrices by whole components of their names; did you "
+            f"mean '{better}'?"
+        )
 
 
 @pytest.mark.parametrize("pattern", ["ruoter", "Router", "mlp.route.weight", "*roter*"])

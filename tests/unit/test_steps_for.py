@@ -46,7 +46,7 @@ def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (("fc1",), "--muon-ns-steps-for 'fc1' is not PATTERN=N; type for instance linear_fc=4"),
+        (("fc1",), "--muon-ns-steps-for 'fc1' is not PATTERN=N; type for instance linear_fc1=4"),
         (("fc1=two",), "'fc1=two' is not PATTERN=N"),
         (("=4",), "'=4' is not PATTERN=N"),
         (("fc1=-4",), "'fc1=-4' is not PATTERN=N"),
@@ -144,7 +144,7 @@ def test_muon_for_any_model_takes_steps_by_name() -> None:
 
     settings = {"lr": 0.02, "fp32_matmul_prec": "highest"}
     ours, theirs = model(), model()
-    optimizer = megatron_muon.Muon(ours.named_parameters(), ns_steps_for={"fc": 3, "fc2": 8}, **settings)
+    optimizer = megatron_muon.Muon(ours.named_parameters(), ns_steps_for={"fc*": 3, "fc2": 8}, **settings)
     alone = [
         megatron_muon.Muon([(name, p)], ns_steps=steps, **settings)
         for (name, p), steps in zip(theirs.named_parameters(), (5, 3, 8), strict=True)
@@ -156,7 +156,7 @@ def test_muon_for_any_model_takes_steps_by_name() -> None:
         each.step()
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(mine, other, rtol=0.0, atol=1e-7)
-    with pytest.raises(UserError, match=r"ns_steps_for fc: 13 is not proven with ns_coefficients simple"):
-        megatron_muon.Muon(model().named_parameters(), ns_steps_for={"fc": 13})
+    with pytest.raises(UserError, match=r"ns_steps_for fc\*: 13 is not proven with ns_coefficients simple"):
+        megatron_muon.Muon(model().named_parameters(), ns_steps_for={"fc*": 13})
     with pytest.raises(UserError, match="ns_steps_for fc3 matches none of Muon's 3 matrices"):
         megatron_muon.Muon(model().named_parameters(), ns_steps_for={"fc3": 4})

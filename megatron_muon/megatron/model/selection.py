@@ -100,7 +100,7 @@ def tag_for_muon(
             raise UserError(
                 f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
                 "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or "
-                "send them to the scalar optimizer with --muon-exclude experts.weight"
+                "send them to the scalar optimizer with --muon-exclude experts.weight1 experts.weight2"
             )
 
 

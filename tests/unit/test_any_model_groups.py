@@ -1,0 +1,292 @@
+"""Parameter groups of `megatron_muon.Muon`: order, decay, splits, and parameters that change under the optimizer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import megatron_muon
+from megatron_muon.core.errors import UserError
+from tests.unit.small_model import Model
+
+TORCHS = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
+
+
+def backward(model: nn.Module) -> None:
+    model(torch.arange(4)).backward()
+
+
+def head_and_layers(model: Model) -> tuple[list[Any], list[Any]]:
+    named = list(model.named_parameters())
+    return [item for item in named if "layers" not in item[0]], [item for item in named if "layers" in item[0]]
+
+
+def test_groups_stay_in_the_order_given_and_parts_that_selection_makes_come_last() -> None:
+    """AdamW's groups came after Muon's, so that schedules with a function for each group served the wrong ones."""
+    rest, layers = head_and_layers(Model())
+    (weight0, bias0, weight1, bias1) = layers
+    given = [
+        {"params": rest, "optimizer": "adamw", "lr": 1.0, "name": "rest"},
+        {"params": [weight0, bias0], "lr": 2.0, "weight_decay": 0.3},
+        {"params": [bias1], "lr": 3.0, "initial_lr": 7.0},
+        {"params": [weight1], "lr": 4.0},
+    ]
+    optimizer = megatron_muon.Muon(given)
+    found = [(group["optimizer"], group["lr"], len(group["params"])) for group in optimizer.param_groups]
+    assert found == [("adamw", 1.0, 7 - 2), ("muon", 2.0, 1), ("adamw", 3.0, 1), ("muon", 4.0, 1), ("adamw", 2.0, 1)]
+    assert [group.get("name") for group in optimizer.param_groups] == ["rest", None, None, None, None]
+    assert [group.get("initial_lr") for group in optimizer.param_groups] == [None, None, 7.0, None, None]
+    functions = [lambda step, number=number: 0.1 * number for number in range(5)]
+    torch.optim.lr_scheduler.LambdaLR(optimizer, functions)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.0, 0.2, 0.2 * 7.0, 0.3 * 4.0, 0.4 * 2.0])
+
+
+def test_steps_do_not_depend_on_the_order_of_groups() -> None:
+    """Also the state that goes from one order's optimizer to another's of the same order."""
+    after = []
+    for turned in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        rest, layers = head_and_layers(model)
+        groups = [
+            {"params": rest, "optimizer": "adamw", "lr": 1e-3},
+            {"params": layers[:2], "lr": 0.1},
+            {"params": layers[2:]},
+        ]
+        if turned:
+            groups.reverse()
+        optimizer = megatron_muon.Muon(groups, lr=0.02, fp32_matmul_prec="highest", momentum_dtype="int8")
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            optimizer.step()
+            again = megatron_muon.Muon(groups, lr=0.7, fp32_matmul_prec="highest", momentum_dtype="int8")
+            again.load_state_dict(optimizer.state_dict())
+            optimizer = again
+        after.append([p.detach().clone() for p in model.parameters()])
+    for one, other in zip(*after, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.0, atol=1e-7)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_vectors_decay_only_where_their_group_asks(asks: bool) -> None:
+    """Norms and biases decayed by 0.1, unlike on the command line."""
+    model = Model()
+    groups = [{"params": list(model.named_parameters()), **({"weight_decay": 0.5} if asks else {})}]
+    optimizer = megatron_muon.Muon(groups, lr=0.1, adamw_weight_decay=0.5)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        if p in optimizer.selection.why:
+            kept = 0.95 if asks or p.ndim > 1 else 1.0
+            torch.testing.assert_close(p.detach(), before[name] * kept, msg=name)
+    assert ("no weight decay" in optimizer.table()) is not asks
+
+
+def test_the_table_has_a_line_for_each_kind_and_says_what_is_split() -> None:
+    layers = nn.ModuleList(
+        nn.ModuleDict({"qkv": nn.Linear(8, 16), "norm": nn.LayerNorm(8), "up": nn.Linear(8, 24 if n else 8)})
+        for n in range(12)
+    )
+    model = nn.ModuleDict({"layers": layers, "lm_head": nn.Linear(8, 10)})
+    optimizer = megatron_muon.Muon(model.named_parameters(), split={"qkv": (8, 4, 4)}, exclude=["layers.1.up"])
+    _, table = optimizer.table().split("\n\n")
+    assert [re.sub(" +", " ", line) for line in table.splitlines()] == [
+        "muon 12 16 x 8 layers.*.qkv.weight (3 matrices of 8, 4 rows)",
+        "muon 1 8 x 8 layers.0.up.weight",
+        "muon 10 24 x 8 layers.*.up.weight",
+        "adamw 12 16 layers.*.qkv.bias (1D; no weight decay)",
+        "adamw 12 8 layers.*.norm.weight (1D; no weight decay)",
+        "adamw 12 8 layers.*.norm.bias (1D; no weight decay)",
+        "adamw 1 8 layers.0.up.bias (1D; no weight decay)",
+        "adamw 1 24 x 8 layers.1.up.weight (exclude)",
+        "adamw 11 24 layers.*.up.bias (1D; no weight decay)",
+        "adamw 1 8 x 10 lm_head.weight (output layer)".replace("8 x 10", "10 x 8"),
+        "adamw 1 10 lm_head.bias (1D; no weight decay)",
+    ]
+    assert optimizer.table(full=True).count("\n") == 4 + len(list(model.parameters())) - 1
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [(4, (4, 4, 4, 4)), ((4,), (4, 4, 4, 4)), ((4, 4), (4, 4, 4, 4)), ((6, 2), (6, 2, 6, 2)), ((8, 4, 4), (8, 4, 4))],
+)
+def test_a_split_repeats_to_fill_the_rows_and_steps_as_separate_matrices(split: Any, rows: tuple[int, ...]) -> None:
+    """A number split nothing, and equal parts were gathered into two matrices."""
+    generator = torch.Generator().manual_seed(2)
+    start, gradient = torch.randn(2, 16, 8, generator=generator)
+    settings = {"lr": 0.1, "fp32_matmul_prec": "highest"}
+    fused, apart = nn.Parameter(start.clone()), [nn.Parameter(part.clone()) for part in start.split(rows)]
+    fused.grad = gradient.clone()
+    for p, part in zip(apart, gradient.split(rows), strict=True):
+        p.grad = part.clone()
+    megatron_muon.Muon([("qkv", fused)], split={"qkv": split}, **settings).step()
+    megatron_muon.Muon(apart, **settings).step()
+    torch.testing.assert_close(fused.detach(), torch.cat([p.detach() for p in apart]), rtol=0.0, atol=1e-6)
+    whole = nn.Parameter(start.clone())
+    whole.grad = gradient.clone()
+    megatron_muon.Muon([whole], **settings).step()
+    assert (whole - fused).abs().max() > 1e-3  # negative control
+
+
+def exchanged(optimizer: torch.optim.Optimizer, old: nn.Module, new: nn.Module) -> None:
+    """As accelerate does before and after `fully_shard`."""
+    names = {p: name for name, p in old.named_parameters()}
+    for group in optimizer.param_groups:
+        for place, p in enumerate(group["params"]):
+            group["params"][place] = torch.empty(1)
+            group["params"][place].was = names[p]
+    for group in optimizer.param_groups:
+        group["params"] = [new.get_parameter(p.was) for p in group["params"]]
+
+
+@pytest.mark.parametrize("settings", [{}, {"momentum_dtype": "int8"}])
+@pytest.mark.parametrize("through_state", [False, True])
+def test_parameters_exchanged_in_groups_are_taken_up(settings: dict[str, Any], through_state: bool) -> None:
+    """As accelerate exchanges them; the step ended in KeyError: 'exp_avg'. Schedules and hooks go on."""
+    torch.manual_seed(0)
+    old, new, twin = Model(), Model(), Model()
+    twin.load_state_dict(new.state_dict())
+    settings = {"lr": 0.1, "split": {"layers.0": 4}, "exclude": ["layers.1"], **settings}
+    optimizer = megatron_muon.Muon(old.named_parameters(), **settings)
+    other = megatron_muon.Muon(twin.named_parameters(), **settings)
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(each, 0.5) for each in (optimizer, other)]
+    called = []
+    optimizer.register_step_post_hook(lambda *_: called.append(1))
+    exchanged(optimizer, old, new)
+    if through_state:
+        optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(2):
+        for model, each, schedule in ((new, optimizer, schedules[0]), (twin, other, schedules[1])):
+            each.zero_grad()
+            backward(model)
+            each.step()
+            schedule.step()
+    assert called == [1, 1]
+    assert optimizer.table() == other.table()
+    for mine, its in zip(new.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(mine, its)
+    assert [group["lr"] for group in optimizer.param_groups] == [group["lr"] for group in other.param_groups]
+    exchanged(optimizer, new, twin)
+    with pytest.raises(UserError, match="exchanged after steps, so their state would be lost"):
+        optimizer.step()
+
+
+def test_parameters_that_are_put_into_a_group_later_are_refused() -> None:
+    model = Model()
+    optimizer = megatron_muon.Muon(model.named_parameters())
+    optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2, 2)))
+    with pytest.raises(UserError, match="param_groups have 10 parameters, and had 9 when the optimizer was made"):
+        optimizer.step()
+
+
+def test_an_optimizer_made_before_the_model_was_sharded_is_an_error_at_its_first_step() -> None:
+    """`fully_shard` replaces parameters; there was a warning, and a loss that never moved."""
+    model = Model()
+    optimizer = megatron_muon.Muon(model.named_parameters())
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(p.detach().clone()))
+    backward(model)
+    message = (
+        r"^layers\.0\.weight has no gradient at the first step, and no other parameter has one; if the model was"
+        r" sharded \(fully_shard\) after the optimizer was made, make the optimizer after that"
+    )
+    with pytest.raises(UserError, match=message):
+        optimizer.step()
+
+
+def test_what_is_unfrozen_later_is_an_error_and_what_was_made_before_freezing_trains() -> None:
+    """It was never trained, without a word."""
+    model = Model()
+    model.layers[0].requires_grad_(False)
+    optimizer = megatron_muon.Muon(model.named_parameters())
+    backward(model)
+    optimizer.step()
+    model.layers[0].requires_grad_(True)
+    with pytest.raises(
+        UserError, match=r"^layers\.0\.weight was frozen when .*; make the optimizer while all that will"
+    ):
+        optimizer.step()
+    model.zero_grad()
+    optimizer = megatron_muon.Muon(model.named_parameters())
+    model.layers[0].requires_grad_(False)
+    moved = []
+    for frozen in (True, False):
+        model.layers[0].requires_grad_(not frozen)
+        before = model.layers[0].weight.detach().clone()
+        backward(model)
+        optimizer.step()
+        moved.append(not torch.equal(before, model.layers[0].weight))
+    assert moved == [False, True]
+
+
+def test_a_compiled_step_is_left_as_it_is() -> None:
+    """It ended in an error of torch.compile's, after half a minute. What calls a step may be compiled too."""
+    after = []
+    for wrapped in (lambda step: step, lambda step: torch.compile(step, backend="eager"), None):
+        torch.manual_seed(0)
+        model = Model()
+        optimizer = megatron_muon.Muon(model.named_parameters(), lr=0.1)
+
+        @torch.compile(backend="eager")
+        def train(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+
+        step = train if wrapped is None else wrapped(optimizer.step)
+        for _ in range(2):
+            optimizer.zero_grad()
+            backward(model)
+            step()
+        after.append([p.detach().clone() for p in model.parameters()])
+    for found in after[1:]:
+        assert all(map(torch.equal, found, after[0]))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"nesterov": False},
+        {"ns_steps": 6},
+        {"eps": 1e-6},
+        {"adjust_lr_fn": "match_rms_adamw"},
+        {"ns_coefficients": (3.0, -3.2, 1.2), "ns_steps": 7},
+    ],
+)
+def test_a_state_of_torchs_muon_loads_where_it_means_the_same(given: dict[str, Any]) -> None:
+    """Settings without effect were shown as the optimizer's."""
+    p = nn.Parameter(torch.eye(4))
+    before = torch.optim.Muon([p], **TORCHS, **given)
+    p.grad = torch.ones(4, 4)
+    before.step()
+    optimizer = megatron_muon.Muon([p], lr=0.5, **given)
+    keys = optimizer.param_groups[0].keys()
+    optimizer.load_state_dict(before.state_dict())
+    assert optimizer.param_groups[0].keys() == keys
+    assert {name: optimizer.param_groups[0][name] for name in TORCHS} == TORCHS
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], before.state[p]["momentum_buffer"])
+    if given:
+        other = megatron_muon.Muon([p])
+        name = next(iter(given))
+        with pytest.raises(UserError, match=rf"^the state to load has {name}=.*; make it with {name}="):
+            other.load_state_dict(before.state_dict())
+        assert other.param_groups[0]["lr"] == 1e-3, "nothing is loaded"
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_state_of_another_optimizer_is_refused(kind: Any) -> None:
+    """SGD's has momentum of the same name, which is a sum and not an average."""
+    p = nn.Parameter(torch.eye(4))
+    before = kind([p], lr=0.02, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
+    p.grad = torch.ones(4, 4)
+    before.step()
+    with pytest.raises(UserError, match=r"is of another optimizer: its groups have .*foreach, .*, which Muon does not"):
+        megatron_muon.Muon([p]).load_state_dict(before.state_dict())
