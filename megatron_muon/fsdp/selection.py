@@ -198,7 +198,9 @@ def splits(
     found = {}
     by_name = {names[p]: p for p in parameters}
     for pattern, several in given.items():
-        parts = (several,) if isinstance(several, int) else tuple(several)
+        parts = tuple(several) if isinstance(several, Iterable) else (several,)
+        if not all(type(rows) is int for rows in parts):
+            raise UserError(f"split: {pattern!r} has {several!r}; give whole numbers of rows, as (4096, 1024, 1024)")
         for name in matching("split", [pattern], by_name):
             rows = by_name[name].shape[0]
             if min(parts, default=0) < 1 or rows % sum(parts):
