@@ -145,7 +145,7 @@ def made_by_some(rank: int, world_size: int) -> str | None:
     from megatron_muon.fsdp import agreement
 
     agreement.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
-    net = nn.Linear(8, 8)
+    net = nn.Linear(8, 8, bias=False)
     fully_shard(net)
     said = None
     if rank < world_size - 1:
