@@ -163,3 +163,31 @@ def test_a_muon_that_only_some_ranks_make_is_an_error_after_a_while(ranks: Pool)
     rest = "has waited 1 s for rank 2 to make this Muon; make it on each of the ranks 0, 1, 2, with the same "
     rest += "share_replicated, process_group and offload"
     assert (first, second) == (f"rank 0 {rest}", f"rank 1 {rest}")
+
+
+def changed_dtype(rank: int, world_size: int, *, folder: str, dtypes: tuple[str, str]) -> tuple[bool, int]:
+    """In a worker: whether momentum saved as one dtype is loaded as another, by torch; steps counted after one more."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    before, after = (frameworks.fsdp2(momentum_dtype=dtype) for dtype in dtypes)
+    first, second, third = frameworks.tokens(3)
+    for batch in (first, second):
+        before.step(batch)
+    weights, state = get_state_dict(before.model, before.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    weights, state = get_state_dict(after.model, after.optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(after.model, after.optimizer, model_state_dict=weights, optim_state_dict=state)
+    pairs = zip(before.optimizer.momentum_state().values(), after.optimizer.momentum_state().values(), strict=True)
+    close = all(torch.allclose(local(one), local(other), rtol=0.03, atol=0.03) for one, other in pairs)
+    after.step(third)
+    return close, after.optimizer.param_groups[0]["rounding_steps"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), wide_but([("fp32", "int8")], [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")])
+)
+def test_a_checkpoint_loads_into_another_momentum_dtype(ranks: Pool, saved: str, loaded: str, tmp_path: Path) -> None:
+    """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding depends on."""
+    assert ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded)) == [(True, 3)] * 2

@@ -80,7 +80,7 @@ def test_a_disk_that_is_full_for_other_state(training: Trainings, what: str) -> 
 
 @pytest.mark.parametrize("fault", ["unreadable", "cut_short"])
 @pytest.mark.parametrize("what", [WEIGHTS, SCALARS])
-def test_state_that_cannot_be_read_ends_the_run_without_a_checkpoint(training: Trainings, what: str, fault: str) -> None:
+def test_lost_state_ends_the_run_without_a_checkpoint(training: Trainings, what: str, fault: str) -> None:
     """As momentum: a run that goes on with something else is not the run that was asked for."""
     error = error_of(with_fault(training, fault, "--save", "ck", "--bf16", what=what), status=1)
     assert f"rank 1 cannot read {what} in " in error
