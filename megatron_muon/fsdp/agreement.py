@@ -42,8 +42,8 @@ def compare_settings(settings: Mapping[str, Any], groups: Sequence[Mapping[str, 
     shared = {name: value for name, value in settings.items() if name not in _OF_RANKS} | of_groups
     mine = {name: _shown(value) for name, value in shared.items() if not callable(value)}
     rank, key = dist.get_rank(), hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
-    store = dist.PrefixStore(f"megatron_muon/{key}", c10d._get_default_store())
-    store = dist.PrefixStore(str(store.add(f"made on {rank}", 1)), store)  # a Muon after the other
+    store = c10d.PrefixStore(f"megatron_muon/{key}", c10d._get_default_store())
+    store = c10d.PrefixStore(str(store.add(f"made on {rank}", 1)), store)  # a Muon after the other
     try:
         if rank == ranks[0]:
             store.set("settings", json.dumps(mine))
