@@ -135,7 +135,7 @@ class AdaMuon(SecondMoment):
         rows = [updates[place].float() for place in places]
         moments = [self._moments[indices[place]] for place in places]
         # Never more than two fp32 copies of the rows at a time, as `core.memory` counts them.
-        shares = (finite * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
+        shares = (finite.float() * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
         torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
         roots = torch._foreach_sqrt(moments)
         torch._foreach_add_(roots, group["eps"])
@@ -167,7 +167,7 @@ class NorMuon(SecondMoment):
         counts = zip(held.layout.matrices, held.experts, strict=True)
         self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
         sizes = [count * (rows if rows >= cols else cols) for count, rows, cols in self._stacks]
-        self._all = torch.zeros(sum(sizes), device=held.scales[0].device if held.scales else None)
+        self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.scales[0].device if held.scales else None)
         self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
         self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
         self._done: set[int] = set()
@@ -215,7 +215,7 @@ class NorMuon(SecondMoment):
         moments = self._whole[index].view(experts, -1).unsqueeze(dim)
         for part, moment, scale in zip(update.split(rows), moments, self.held.scales[index].split(rows), strict=True):
             matrix = part.float()
-            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite * (1.0 - beta2))
+            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite.float() * (1.0 - beta2))
             before = torch.linalg.vector_norm(matrix)
             matrix.mul_(moment.clamp_min(eps).rsqrt_())
             matrix.mul_(before / torch.linalg.vector_norm(matrix).clamp_min(eps))

@@ -54,9 +54,9 @@ class Hyperball:
         self._group = None if replicated or group.size() == 1 else group
         self._rows = [matrix.shape[0] // count for matrix, count in zip(layout.matrices, experts, strict=True)]
         self._starts = [0, *itertools.accumulate(experts)]  # the numbers of each matrix, one for each expert
-        self._sums = torch.zeros(3, self._starts[-1], device=device)
+        self._sums = torch.zeros(3, self._starts[-1], dtype=torch.float32, device=device)
         self._places: list[range] = []
-        sent = torch.zeros(self._starts[-1])
+        sent = torch.zeros(self._starts[-1], dtype=torch.float32)
         for start, rows, count, shard in zip(self._starts, self._rows, experts, layout.held(rank), strict=False):
             first, held = (shard.row_start // rows, shard.rows // rows) if count > 1 else (0, int(shard.numel > 0))
             self._places.append(range(start + first, start + first + held))

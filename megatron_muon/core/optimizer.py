@@ -22,11 +22,13 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.decay import decay_aligned
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.exchange.repeated import LocalExchange
 from megatron_muon.core.exchange.steps import Exchange
 from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.momentum import Lender, MomentumStore
@@ -76,8 +78,9 @@ class ShardedMuon(torch.optim.Optimizer):
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         weights: lends this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
         compute_device: where momentum and exchange compute, if not where the parameters are.
-        skip_missing: a matrix without a gradient, or with one that is not finite, keeps weights and state, instead of
-            being an error.
+        skip_missing: a matrix without a gradient, or with one that is not finite, keeps weights and state on every rank
+            of the exchange where one rank has none or such a one, instead of being an error. Costs one all-reduce of a
+            number for each matrix in a step, which the host does not wait for on a GPU.
 
     Attributes:
         probe: is told of each step; `core.probe`.
@@ -137,10 +140,14 @@ class ShardedMuon(torch.optim.Optimizer):
         self._compute_device = compute_device
         self._skip_missing = skip_missing
         self._missing = set[int]()
+        self._usable: tuple[
+            torch.Tensor, ...
+        ] = ()  # for each matrix: every rank has a finite gradient; with skip_missing
+        self._marks: tuple[torch.Tensor, ...] = ()  # 0.0 for these, NaN for others
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
-        self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # indices that `finalize` has been given
+        self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # what `_index` has made
         self._refuse_off_sphere()
         self.initialize_state()
 
@@ -165,7 +172,11 @@ class ShardedMuon(torch.optim.Optimizer):
         self.update_matrices()
 
     def update_matrices(self) -> None:
-        """The step; `step` is for what a class that takes other parameters too does around it."""
+        """The step without what subclasses that take other parameters too do around it; in the precision asked for."""
+        device = self._matrices[0].device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self.update_matrices()
         self._refuse_off_sphere()  # schedules change it
         self._missing = {index for index in self._held if self._matrices[index].grad is None}
         if self._missing and not self._skip_missing:
@@ -173,6 +184,8 @@ class ShardedMuon(torch.optim.Optimizer):
                 f"{self._names[self._matrices[min(self._missing)]]} has no gradient at the optimizer step; was "
                 "finish_grad_sync() called?"
             )
+        if self._skip_missing:
+            self._agree_on_gradients()
         self._to_prepare, self._to_finalize = set(self._held), set(self._held)
         if self.moment is not None:
             moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
@@ -192,6 +205,25 @@ class ShardedMuon(torch.optim.Optimizer):
             if STEPS in group:
                 group[STEPS] += 1
 
+    def _agree_on_gradients(self) -> None:
+        """Find the matrices whose gradient is there and finite on every rank. Collective, unless the exchange is local.
+
+        Momentum advances before rows travel, so that ranks which knew of their own gradients alone would advance theirs
+        of a matrix that another rank cannot update.
+        """
+        ready = [index for index in self._held if index not in self._missing]
+        failed = torch.zeros(len(self._matrices), dtype=torch.int32, device=self._matrices[0].device)
+        if self._missing:
+            failed[sorted(self._missing)] = 1
+        if ready:
+            gradients = [local_rows(self._matrices[index].grad) for index in ready]
+            largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf"), dtype=torch.float32))
+            failed.index_add_(0, self._index(ready, failed.device), (~largest.isfinite()).int())
+        if not isinstance(self.exchange, LocalExchange) and self.exchange.group.size() > 1:
+            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.exchange.group)
+        self._usable = (failed == 0).unbind()
+        self._marks = torch.where(failed == 0, 0.0, torch.nan).to(torch.float32).unbind()
+
     def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself.
 
@@ -209,14 +241,16 @@ class ShardedMuon(torch.optim.Optimizer):
                     gradients = self._gradients(group, parameters)
                     rows = [momentum[place] for place in places]
                     if self._skip_missing:
-                        gradients, marks = _finite_or(rows, gradients)
+                        usable = [self._usable[part[place]] for place in places]
+                        old = zip(usable, gradients, rows, strict=True)
+                        gradients = [torch.where(keep, gradient, values) for keep, gradient, values in old]
                     torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
                     if self.nesterov:
                         rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
                     elif self._momentum.staged:
                         rows = [values.clone() for values in rows]
                     if self._skip_missing:
-                        rows = list(torch._foreach_add(rows, marks))
+                        rows = list(torch._foreach_add(rows, [self._marks[part[place]] for place in places]))
                     for place, values in zip(places, rows, strict=True):
                         ahead_of_part[place] = values
                 self.probe.momentum(part, momentum, self.exchange)
@@ -336,12 +370,16 @@ class ShardedMuon(torch.optim.Optimizer):
         return {self._names[self._matrices[index]]: count for index, count in enumerate(counts) if count}
 
     def _count_skipped(self, indices: Sequence[int], finite: torch.Tensor) -> None:
-        key = tuple(indices)
-        if key not in self._on_device:
-            self._on_device[key] = torch.tensor(key, dtype=torch.int64, device=finite.device)
         if self._skipped is None:
             self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
-        self._skipped.index_add_(0, self._on_device[key], (~finite).int())
+        self._skipped.index_add_(0, self._index(indices, finite.device), (~finite).int())
+
+    def _index(self, indices: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Matrices as a tensor, which is made once."""
+        key = tuple(indices)
+        if key not in self._on_device:
+            self._on_device[key] = torch.tensor(key, dtype=torch.int64, device=device)
+        return self._on_device[key]
 
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
@@ -375,16 +413,6 @@ def _take(left: set[int], indices: Sequence[int]) -> None:
     """Check that the exchange takes each matrix of which this rank holds rows through a phase once in a step."""
     assert left.issuperset(indices), "the exchange takes a matrix twice, or one that this rank does not hold"
     left.difference_update(indices)
-
-
-def _finite_or(
-    instead: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Gradients, those that are not finite replaced; and a scalar for each, 0.0 or, where it was replaced, NaN."""
-    finite = torch.stack(torch._foreach_norm(list(gradients), ord=float("inf"))).isfinite()
-    marks = torch.where(finite, 0.0, torch.nan).unbind()
-    pairs = zip(finite.unbind(), gradients, instead, strict=True)
-    return [torch.where(keep, gradient, other) for keep, gradient, other in pairs], list(marks)
 
 
 def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

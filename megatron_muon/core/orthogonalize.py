@@ -96,7 +96,7 @@ class Orthogonalizer:
 
     def row_scales(self, matrix: Matrix) -> torch.Tensor:
         """What each row of a matrix's update is to be multiplied by, `(rows, 1)` fp32: its block's scale."""
-        factors = torch.empty(matrix.shape[0], 1)
+        factors = torch.empty(matrix.shape[0], 1, dtype=torch.float32)
         for rows, block in zip(matrix.split.views(factors), matrix.blocks, strict=True):
             rows.fill_(self._factor(block))
         return factors

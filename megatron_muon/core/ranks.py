@@ -97,6 +97,13 @@ def of_any_rank(flags: Sequence[bool]) -> list[bool]:
     return [bool(flag) for flag in found.tolist()]
 
 
+def of_all_ranks_if_any[T](value: T, group: dist.ProcessGroup | Alone | None = None) -> list[T]:
+    """The value of each rank of a group, on every rank; an empty list where all are empty. Collective, cheap then."""
+    if not any(found for (found,) in numbers_of_all_ranks([bool(value)], group)):
+        return []
+    return of_all_ranks(value, group)
+
+
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Gathers equal parts into one tensor. Collective."""
     getattr(dist, ALL_GATHER)(output, part, group=group)

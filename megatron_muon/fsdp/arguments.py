@@ -35,6 +35,9 @@ _ARGUMENTS = {
 }
 """What messages about flags call them, where it is not the flag's name without `muon`."""
 
+_FLAGS = r"(?:adaptive-)?muon-[a-z0-9-]*[a-z0-9]|lr|weight-decay"
+"""Flags that are arguments of `Muon`; others, such as those of `megatron-muon doctor`, are to be typed as they are."""
+
 
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.775, 2.0315), 5
 """torch.optim.Muon's defaults, which are the set "simple" of emerging-optimizers."""
@@ -170,4 +173,4 @@ def in_arguments() -> Iterator[None]:
             name = flag[1].replace("-", "_")
             return _ARGUMENTS.get(name, name.removeprefix("muon_"))
 
-        raise UserError(re.sub(r"--([a-z][a-z0-9-]*)", argument, str(error))) from None
+        raise UserError(re.sub(rf"--({_FLAGS})(?![a-z0-9-])", argument, str(error))) from None

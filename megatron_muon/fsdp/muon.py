@@ -8,6 +8,8 @@ from typing import Any, override
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
@@ -24,6 +26,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
 from megatron_muon.fsdp import shards
 from megatron_muon.fsdp.adamw import local_parts, make_state, step_adamw
+from megatron_muon.fsdp.agreement import compare_settings
 from megatron_muon.fsdp.arguments import (
     ADJUST_LR,
     NS_COEFFICIENTS,
@@ -37,6 +40,7 @@ from megatron_muon.fsdp.arguments import (
 from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
 
 
@@ -144,6 +148,7 @@ class Muon(MuonState):
         metrics_interval: int = MuonSettings.muon_metrics_interval,
     ) -> None:
         self._run: OffloadRun | None = None
+        self._warned = set[str]()
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
         }
@@ -152,6 +157,14 @@ class Muon(MuonState):
             self._build(select(params, matrices, exclude))
 
     def _build(self, selection: Selection) -> None:
+        """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
+        try:
+            self._build_all(selection)
+        except BaseException:
+            self.close()
+            raise
+
+    def _build_all(self, selection: Selection) -> None:
         """Find out who holds what, and make exchange, plan and state. Collective."""
         given = self._settings
         hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}  # none but on a refill
@@ -163,6 +176,7 @@ class Muon(MuonState):
             options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
         parameters = members_of(groups)
         mesh = shards.mesh_of(names, parameters)
+        compare_settings(given, selection.groups, self._ranks(mesh))
         group: Any = Alone() if mesh is None else shards.group_of(mesh)
         if mesh is None and given["share_replicated"]:
             group = given["process_group"] or dist.group.WORLD
@@ -238,6 +252,16 @@ class Muon(MuonState):
         self.initialize_state()
         self.metrics = Sampler([self], interval=given["metrics_interval"], group=group)
 
+    def _ranks(self, mesh: DeviceMesh | None) -> list[int]:
+        """The ranks that make this optimizer together."""
+        if mesh is not None:
+            return sorted(mesh.mesh.flatten().tolist())
+        if self._settings["share_replicated"]:
+            return dist.get_process_group_ranks(self._settings["process_group"])
+        return (
+            list(range(dist.get_world_size())) if self._settings["offload"] == "nvme" and dist.is_initialized() else []
+        )
+
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
         scale_mode, factor = ADJUST_LR[given["adjust_lr_fn"]]
@@ -286,7 +310,7 @@ class Muon(MuonState):
         return self._run.make_store(layout, self.group.rank(), group_of, kind="dense", device=device)
 
     def close(self) -> None:
-        """Delete the files of momentum on disk, and give the folder back; the optimizer is not to be used any more."""
+        """Delete the files of momentum on disk, and give the folder back; the optimizer is of no use any more."""
         if self._run is not None:
             self._run.close()
         self._run = None
@@ -332,22 +356,30 @@ class Muon(MuonState):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._require_open()
         self._take_up_exchanged()
         super().load_state_dict(check_loaded(state_dict, self._settings))
 
-    @torch._disable_dynamo  # compiled, a step of so many kinds of tensors fails, or differs
+    @_disable_dynamo  # compiled, a step of so many kinds of tensors fails, or differs
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update of every parameter that has a gradient; returns what `closure` returns. Collective."""
+        """One update of every parameter that has a gradient; returns what `closure` returns. Collective.
+
+        Raises:
+            UserError: parameters have changed since the optimizer was made, a gradient is sparse, or it is closed.
+            OffloadError: on every rank where one cannot read its momentum. No weight has changed where that is known
+                before the step: a file cut short, or a failed read of what the buffer holds. Where a later read fails,
+                matrices that came before it have moved. The optimizer is of no use afterwards.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self._take_up_exchanged()
+        self._check_placements()
         if self._is_pre_initialising():
             return loss
-        self._check_placements()
         if not self._has_stepped:
             self._refuse_orphans()
             with in_arguments():
@@ -355,8 +387,12 @@ class Muon(MuonState):
         for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
             if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
+        if isinstance(self.store, RecordStore):
+            self.store.verify()
+        self.refuse_lost_state()
         with self.metrics.step():
             self.update_matrices()
+            self.refuse_lost_state()
             for group in self._adamw_groups():
                 step_adamw(group, self.state, counts_empty=self._from_megatron_fsdp)
         self._has_stepped = True
@@ -380,14 +416,30 @@ class Muon(MuonState):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
         return bool(largest == 0)
 
+    def _require_open(self) -> None:
+        if self.store is not None and self._run is None:
+            raise UserError("this optimizer was closed, and its momentum with it; make another one")
+
+    @override
+    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        self._require_open()
+        return super().momentum_state(empty=empty)
+
     def _check_placements(self) -> None:
-        """Refuse parameters that were sharded or moved after the optimizer was made."""
+        """Refuse parameters that were sharded, cast or moved after the optimizer was made, and sparse gradients."""
+        self._require_open()
         for p, placement in self._placed:
             if (now := shards.placement_of(p)) != placement:
                 was, is_now = shards.shown_placement(placement), shards.shown_placement(now)
                 raise UserError(
                     f"{self._names[p]} was {was} when the optimizer was made and is {is_now} now; make the optimizer "
-                    "after the model is sharded and on its device"
+                    "after the model is sharded, of its dtype and on its device"
+                )
+        for p in self._names:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise UserError(
+                    f"the gradient of {self._names[p]} is sparse ({p.grad.layout}); Muon and AdamW here take dense "
+                    "ones: make its module with sparse=False"
                 )
         for p in self.selection.frozen:
             if p.requires_grad:

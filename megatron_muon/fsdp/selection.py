@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import difflib
 import math
-import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -243,7 +242,7 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             selection.why[parameter] = why
         groups[id(options), optimizer].append(parameter)
         options_of[id(options)] = options
-    rest = []
+    rest: list[dict[str, Any]] = []
     for key, options in options_of.items():
         parts = [optimizer for optimizer in (MUON, ADAMW) if (key, optimizer) in groups]
         for optimizer in parts:
@@ -271,10 +270,9 @@ def splits(
     found = {}
     by_name = {names[p]: p for p in parameters}
     for pattern, several in given.items():
-        try:
-            parts = tuple(map(operator.index, several if isinstance(several, Iterable) else [several]))
-        except TypeError:
-            raise UserError(f"split {pattern}: {several!r} are not numbers of rows; give whole numbers") from None
+        parts = tuple(several) if isinstance(several, Iterable) else (several,)
+        if not all(type(rows) is int for rows in parts):
+            raise UserError(f"split: {pattern!r} has {several!r}; give whole numbers of rows, as (4096, 1024, 1024)")
         for name in matching("split", [pattern], by_name):
             rows = by_name[name].shape[0]
             if min(parts, default=0) < 1 or rows % sum(parts):

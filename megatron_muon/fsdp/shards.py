@@ -96,16 +96,16 @@ def _shown(placements: Sequence[Placement]) -> str:
 
 
 def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:
-    """Where a parameter lies: this rank's shape, device and placements."""
+    """Where a parameter lies and what it holds: this rank's shape, dtype, device and placements."""
     if isinstance(parameter, DTensor):
-        return parameter._local_tensor.shape, parameter.device, parameter.placements
-    return parameter.shape, parameter.device, ()
+        return parameter._local_tensor.shape, parameter.dtype, parameter.device, parameter.placements
+    return parameter.shape, parameter.dtype, parameter.device, ()
 
 
 def shown_placement(placement: tuple[Any, ...]) -> str:
     """For a message."""
-    shape, device, placements = placement
-    return f"{tuple(shape)} on {device}" + (f" as {_shown(placements)}" if placements else "")
+    shape, dtype, device, placements = placement
+    return f"{tuple(shape)} in {dtype} on {device}" + (f" as {_shown(placements)}" if placements else "")
 
 
 def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, override
 
 import torch
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, ShardedMuon
+from megatron_muon.core.exchange.repeated import LocalExchange
+from megatron_muon.core.exchange.shared import SharedExchange
+from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, STEPS, ShardedMuon
+from megatron_muon.core.ranks import Alone
+from megatron_muon.errors import OffloadError
+from megatron_muon.fsdp.selection import MUON, OPTIMIZER
+from megatron_muon.offload.store import RecordStore, worst_failure
 
 
 class MuonState(ShardedMuon):
     """`ShardedMuon` with the state dicts of torch's optimizers."""
+
+    _warned: set[str]
 
     @override
     def initialize_state(self) -> None:
@@ -20,10 +29,43 @@ class MuonState(ShardedMuon):
         if self.store is not None:
             for p in self._matrices:  # what asks the state for its slots finds this one; see state_dict
                 self.state[p][MOMENTUM] = torch.empty(0)
+        for group in self.param_groups:
+            if group[OPTIMIZER] == MUON:  # torch's checkpoints load what the run has alone, whatever dtype comes later
+                group.setdefault(STEPS, 0)
+
+    def refuse_lost_state(self, group: Any = None) -> None:
+        """Refuse to go on where a rank has lost state, and warn of what it could not write.
+
+        Collective over `group`, or all ranks, where momentum is in files.
+
+        Raises:
+            OffloadError: on every rank, with the rank and the file.
+        """
+        failure = worst_failure([self.store], group) if isinstance(self.store, RecordStore) else None
+        if failure is None:
+            return
+        nothing_is_lost, text = failure
+        if not nothing_is_lost:
+            raise OffloadError(text)
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"{text}; save a checkpoint and look at the disk", stacklevel=3)
+
+    @override
+    def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
+        """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded.
+
+        Raises:
+            OffloadError: momentum cannot be read; on every rank that takes part.
+        """
+        state = super().momentum_state(empty=empty)
+        is_whole = isinstance(self.exchange, (LocalExchange, SharedExchange))  # one rank alone may save it
+        self.refuse_lost_state(Alone() if is_whole else self.exchange.group)
+        return state
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """As of any optimizer; momentum that is stored elsewhere is copied into it."""
+        """As of any optimizer; momentum that is stored elsewhere is copied into it, as `momentum_state` reads it."""
         if self.store is None:
             return super().state_dict()
         apart = {p: self.state[p] for p in self._matrices}
@@ -62,17 +104,22 @@ class MuonState(ShardedMuon):
                         "was it saved by Muon with the same settings?"
                     )
         before, groups = dict(self.state), self.param_groups
-        super().load_state_dict(state_dict)
+        # torch casts all that it is given to the parameters' dtype and device, at once: neither is where ours belongs.
+        others = {
+            key: {slot: value for slot, value in slots.items() if slot not in wanted}
+            for key, slots in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": others})
         for group, old in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in old.items() if name not in group})
-        for index, p in enumerate(self._matrices):
-            for slot in wanted if p.dtype != torch.float32 and saved[index] else ():
-                self.state[p][slot] = saved[index][slot].to(device=p.device, dtype=torch.float32)
-            if not saved[index]:
+        stored = {MOMENTUM} if self.store is not None else set()
+        for p, slots in zip(self._matrices, saved, strict=True):
+            for slot in wanted.keys() - stored if slots else ():
+                self.state[p][slot] = slots[slot].to(device=p.device, dtype=torch.float32)
+            if not slots:
                 self.state[p] = before[p]
         if self.store is not None:
-            of_matrices = zip(self._matrices, saved, strict=True)
-            self.load_momentum({p: self.state[p][MOMENTUM] for p, slots in of_matrices if slots})
+            self.load_momentum({p: slots[MOMENTUM] for p, slots in zip(self._matrices, saved, strict=True) if slots})
         self.initialize_state()
 
     def __getstate__(self) -> dict[str, Any]:

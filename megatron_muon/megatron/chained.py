@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimize
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.probe import span
-from megatron_muon.core.ranks import of_all_ranks, of_any_rank, say
+from megatron_muon.core.ranks import of_all_ranks_if_any, say
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon
 from megatron_muon.megatron.scalar_state import ScalarState
-from megatron_muon.offload.store import RecordStore
+from megatron_muon.offload.store import RecordStore, worst_failure
 
 
 class MuonChainedOptimizer(ChainedOptimizer):
@@ -63,11 +62,15 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
         `updated` is False where a gradient was not finite: weights and momentum are as before. Raises an OffloadError
-        where momentum or other state could not be read or written in an earlier step, on any rank; that step was
-        finished on every rank, so a checkpoint can be saved.
+        on every rank where one cannot read its state: before a weight changes where that is known by then, else before
+        the model gets its new weights. What could not be written is raised in the next step: this one is finished on
+        every rank, so that a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
+        for store in self.stores:
+            store.verify()
+        self._look_for_failures()
         if not self._has_stepped:  # by now a checkpoint is loaded
             for member in self._members:
                 if isinstance(member.optimizer, ShardedMuon):
@@ -110,6 +113,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
                 is_muon = isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon))
                 with span("muon" if is_muon else self.config.muon_scalar_optimizer):
                     self._scalar_state.get(member, member.optimizer).step()
+            self._look_for_failures()
             if self.qk_clip is not None:
                 with span("qk-clip"):
                     self.qk_clip.clip()
@@ -119,7 +123,6 @@ class MuonChainedOptimizer(ChainedOptimizer):
         with self._timed("params-all-gather"):
             for chunk in self.model_chunks:
                 chunk.start_param_sync()
-        self._look_for_failures()
         return True
 
     @contextlib.contextmanager
@@ -133,12 +136,19 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if timers is not None:
             timers(name).stop()
 
-    def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
         """Around what reads main weights, or with `write` changes them, between steps; see `MainWeights.at_hand`.
 
-        Without `--muon-offload-state all` they are there anyway.
+        Without `--muon-offload-state all` they are there anyway. An OffloadError on every rank where one cannot read
+        its own.
         """
-        return contextlib.nullcontext() if self._weights is None else self._weights.at_hand(values=values, write=write)
+        if self._weights is None:
+            yield
+            return
+        with self._weights.at_hand(values=values, write=write):
+            self._look_for_failures()
+            yield
 
     @property
     def stores(self) -> list[RecordStore]:
@@ -152,24 +162,19 @@ class MuonChainedOptimizer(ChainedOptimizer):
         for member in self._members:
             if isinstance(member.optimizer, (ShardedMuon, ReplicatedMuon)):
                 mine |= member.optimizer.skipped_updates()
-        everyone = self._tell_if_any(mine)
+        everyone = of_all_ranks_if_any(mine)
         return {name: max(counts.get(name, 0) for counts in everyone) for name in sorted(set().union(*everyone))}
 
     def _look_for_failures(self) -> None:
-        """Tell every rank what kept one of them from reading or writing a record. Collective with files alone."""
-        stores = [store for store in self.stores if store.on_disk]
-        if not stores:
-            return
-        found = [(not store.failure.lost, str(store.failure)) for store in stores if store.failure is not None]
-        everyone = self._tell_if_any(min(found, default=None))
-        # One is told: where momentum was lost, if it was.
-        if failures := [(failure, rank) for rank, failure in enumerate(everyone) if failure is not None]:
-            (_, text), rank = min(failures)
-            self.offload_failure = OffloadError(f"rank {rank} {text}")
+        """Raise an OffloadError on every rank where one has lost state; note one that lost nothing, to end the run.
 
-    def _tell_if_any[T](self, value: T) -> list[T]:
-        """The value of each rank, on every rank; an empty list where all are empty. Collective, cheap then."""
-        return of_all_ranks(value) if of_any_rank([bool(value)])[0] else []
+        Collective with files alone.
+        """
+        if (failure := worst_failure(self.stores)) is not None:
+            nothing_is_lost, text = failure
+            self.offload_failure = OffloadError(text)
+            if not nothing_is_lost:
+                raise self.offload_failure
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None

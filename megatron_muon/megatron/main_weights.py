@@ -8,7 +8,7 @@ each is copied to the model's weights before it goes back. For checkpoints all o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +22,6 @@ from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import Content
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
-
-AFTER_LOSS = "are lost and were made from the model's weights, with their rounding; to have them"
-"""What becomes of main weights that are lost."""
 
 _NOTES = ("__create_chunk_list__", "__create_write_items__")
 """What Megatron-FSDP attaches to a shard for checkpoints: which part of the whole it is."""
@@ -184,7 +181,8 @@ class MatrixWeights(Lender):
     @override
     def take_back(self, indices: Sequence[int]) -> None:
         for index, rows in zip(indices, self._lent, strict=True):
-            self._weights.model_shard(self.parameters[index]).copy_(rows.view(-1))
+            if index not in self.store.lost:
+                self._weights.model_shard(self.parameters[index]).copy_(rows.view(-1))
         self._lent = []
         self.store.take_back(indices)
 
@@ -203,7 +201,6 @@ def matrix_weights(
     kind: str,
 ) -> MatrixWeights:
     """Records of main weights, with their values, beside those of the same shards' momentum. Collective."""
-    refill = partial(_refill, lambda index: weights.model_shard(parameters[index]))
     store = offload.make_records(
         momentum.names,
         momentum.shards,
@@ -211,11 +208,6 @@ def matrix_weights(
         kind=kind,
         device=parameters[0].device,
         codec=codec_of("fp32"),
-        content=Content("main weights", "weights-", AFTER_LOSS, refill),
+        content=Content("main weights", "weights-"),
     )
     return MatrixWeights(weights, parameters, store)
-
-
-def _refill(model_shard: Callable[[int], torch.Tensor], index: int, record: torch.Tensor) -> None:
-    shard = model_shard(index)
-    record[: shard.numel()].copy_(shard)

@@ -31,8 +31,6 @@ from megatron_muon.offload.store import PARTS
 _ALIGNED = 1024
 """Pieces begin at multiples of this, so that a CPU's vectors end where they end without pieces."""
 
-_AFTER_LOSS = "is lost and started at zero, with weights made from the model's; to have it"
-
 
 @dataclass(frozen=True)
 class _Piece:
@@ -82,7 +80,7 @@ class ScalarState:
             kind=kind,
             device=self.parameters[0].device,
             codec=codec_of("fp32"),
-            content=Content("scalar state", "scalars-", _AFTER_LOSS, self._refill),
+            content=Content("scalar state", "scalars-"),
         )
         weights.keep(self)
 
@@ -97,8 +95,9 @@ class ScalarState:
         for part in self.store.parts(range(len(self._pieces))):
             lent = list(zip((self._pieces[number] for number in part), self.store.lend(part), strict=True))
             self._step_pieces(lent, of_parameters, of_groups)
-            for piece, values in lent:
-                self._model_part(piece).copy_(values[0])
+            for number, (piece, values) in zip(part, lent, strict=True):
+                if number not in self.store.lost:
+                    self._model_part(piece).copy_(values[0])
             self.store.take_back(part)
         self.store.end_step()
         for index, counters in of_parameters.items():
@@ -152,11 +151,6 @@ class ScalarState:
 
     def _model_part(self, piece: _Piece) -> torch.Tensor:
         return self._weights.model_shard(self.parameters[piece.index])[piece.start : piece.stop]
-
-    def _refill(self, number: int, record: torch.Tensor) -> None:
-        """What a record holds when it is lost: the model's weights, and zeros."""
-        weights = self._model_part(self._pieces[number])
-        record[: weights.numel()].copy_(weights)
 
     def _make_state(self, wrapped: MegatronOptimizer) -> tuple[str, ...]:
         """Give every parameter its counters, and have megatron-core make the state of one; the names of the slots."""

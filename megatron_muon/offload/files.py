@@ -142,6 +142,10 @@ class MomentumFile:
                 raise
             self._data = open_own(self.path, os.O_RDWR)
 
+    def is_short(self) -> bool:
+        """Whether the file has lost its end since its space was taken."""
+        return os.fstat(self._data).st_size < self.header.front + self.header.size
+
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
         self._move(os.preadv, offset, buffer, "the file ends before this record")
@@ -182,17 +186,16 @@ class Content:
     Attributes:
         what: for messages.
         part: in front of the parameter group in the names of files.
-        after_loss: what became of a record that is lost, for messages.
-        refill: fills a record of zeros, 1D fp32, in the place of one that is lost; called in any thread.
     """
 
     what: str = "momentum"
     part: str = ""
-    after_loss: str = "is lost and started at zero; to have it"
-    refill: Callable[[int, torch.Tensor], None] | None = None
 
 
 MOMENTUM = Content()
+
+_LOST = 0xFF
+"""Each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8."""
 
 
 @dataclass(frozen=True)
@@ -213,17 +216,19 @@ class Failure:
             return f"{text}; nothing is lost, {kept}"
         more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
         return (
-            f"{text}; {self.content.what} of {self.lost[0]}{more} on this rank {self.content.after_loss}, go back to "
-            "an earlier checkpoint"
+            f"{text}; {self.content.what} of {self.lost[0]}{more} is lost on this rank; start again from a checkpoint"
         )
 
 
 class DiskRecords:
     """Records in files, read and written whatever the disk does; any thread may, one record in one thread at a time.
 
-    When a write fails, the record stays in memory; when a read fails twice, it is zero or what `content` has instead,
-    and stays in memory from then on. `failure` tells what happened, lost records before all else. `places` has the file
-    of each record and the offset in it, by index.
+    When a write fails, the record stays in memory. When a read fails twice, the record is lost for good: it reads as
+    NaN in every storage format, so that no matrix is updated by it. `failure` tells what happened, lost records before
+    all else. `places` has the file of each record and the offset in it, by index.
+
+    Attributes:
+        lost: indices of lost records.
     """
 
     def __init__(
@@ -234,15 +239,23 @@ class DiskRecords:
         self._places = places
         self._names = names
         self._content = content
-        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written, or not be read
-        self._lost: set[int] = set()  # of these, the ones whose place on disk is not to be trusted
+        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
+        self.lost: set[int] = set()
         self._guard = threading.Lock()
 
     def __contains__(self, index: int) -> bool:
         return index in self._places
 
+    def in_short_files(self) -> list[int]:
+        """Records in files that have been cut short."""
+        short = {id(file) for file in self.files if file.is_short()}
+        return [index for index, (file, _) in self._places.items() if id(file) in short]
+
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, whole pages, with a record."""
+        if index in self.lost:
+            buffer.fill_(_LOST)
+            return
         kept = self._kept.get(index)
         if kept is not None:
             buffer[: kept.numel()].copy_(kept)
@@ -254,17 +267,13 @@ class DiskRecords:
             try:
                 file.read(offset, buffer)
             except OSError:
-                buffer.zero_()
-                if self._content.refill is not None:
-                    self._content.refill(index, buffer.view(torch.float32))
-                self._kept[index] = buffer.clone()
-                self._lost.add(index)
+                buffer.fill_(_LOST)
+                self.lost.add(index)
             self._fail("read", index, first)
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
-        """Replace a record by `buffer`, whole pages."""
-        if index in self._lost:
-            self._kept[index] = buffer.clone()
+        """Replace a record by `buffer`, whole pages, unless it is lost."""
+        if index in self.lost:
             return
         file, offset = self._places[index]
         try:
@@ -276,7 +285,7 @@ class DiskRecords:
 
     def _fail(self, doing: Literal["read", "write"], index: int, error: OSError) -> None:
         file, offset = self._places[index]
-        lost = (self._names[index],) if index in self._lost else ()
+        lost = (self._names[index],) if index in self.lost else ()
         with self._guard:
             if self.failure is None or (lost and not self.failure.lost):
                 reason = error.strerror or str(error)
@@ -292,7 +301,7 @@ def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
     """
     size = 4 * sum(sizes)
     if size == 0:
-        return [torch.empty(0) for _ in sizes]
+        return [torch.empty(0, dtype=torch.float32) for _ in sizes]
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -303,7 +312,7 @@ def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
             f"({error.strerror}); they are taken from main memory",
             flush=True,
         )
-        memory = torch.empty(sum(sizes))
+        memory = torch.empty(sum(sizes), dtype=torch.float32)
     return list(memory.split(list(sizes)))
 
 

@@ -5,7 +5,8 @@ or in a file. Records that lie elsewhere than the arithmetic are staged through 
 them in the same order as the step before it, so that while one part of a wave is worked on, the next is read and the
 one before is written back. It does no arithmetic on momentum, and no collectives.
 
-A record that a disk does not take or give ends no step: see `files.DiskRecords`.
+A record that a disk does not take or give ends no step, because other ranks wait in it: see `files.DiskRecords`. The
+caller asks `verify` before a step and `failure` after it, on all ranks together (`worst_failure`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ import torch
 from megatron_muon.core.exchange.steps import RowPhases
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.momentum import MomentumStore
+from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.files import MOMENTUM, Content, DiskRecords, Failure, MomentumFile, in_pages, scratch
 from megatron_muon.offload.prepare_stream import PrepareStream
@@ -128,6 +130,21 @@ class RecordStore(MomentumStore):
         return self.disk.failure
 
     @property
+    def lost(self) -> Set[int]:
+        """Shards whose records cannot be read: they are NaN, and are not written."""
+        return self.disk.lost
+
+    def verify(self) -> None:
+        """Find out, before a step, what of its state can no longer be read; `failure` tells.
+
+        That is what was read ahead in vain, and what a file lacks that has been cut short.
+        """
+        for staged in self._staged.values():
+            staged.ready.result()
+        for index in self.disk.in_short_files():
+            self.read(index)
+
+    @property
     def in_step(self) -> bool:
         """Whether a step has begun and not ended, so that some records are older than others."""
         return bool(self._asked)
@@ -200,7 +217,7 @@ class RecordStore(MomentumStore):
 
     @override
     def read(self, index: int) -> torch.Tensor:
-        """It is zero where it cannot be read, and `failure` tells so."""
+        """It is NaN where it cannot be read, and `failure` tells so."""
         record = self._settled(index)
         if record is not None:
             return self._decode(index, record).clone()
@@ -223,7 +240,7 @@ class RecordStore(MomentumStore):
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """It is on the disk that momentum is on, else in memory."""
         if not self.disk.files:
-            return [torch.empty(size) for size in sizes]
+            return [torch.empty(size, dtype=torch.float32) for size in sizes]
         return scratch(self.disk.files[0].path.parent, sizes)
 
     def close(self) -> None:
@@ -360,3 +377,20 @@ class RecordStore(MomentumStore):
                 self._streams[1].record_event().synchronize()
         if staged.index in self.disk:
             self.disk.write(staged.index, staged.host)
+
+
+def worst_failure(stores: Iterable[RecordStore], group: Any = None) -> tuple[bool, str] | None:
+    """The worst failure of all ranks: whether nothing is lost, and a message that names the rank; None without one.
+
+    Collective where state is on disk, over `group` or all ranks: one number from each, as long as nothing has failed.
+    """
+    on_disk = [store for store in stores if store.on_disk]
+    if not on_disk:
+        return None
+    found = [(not store.failure.lost, str(store.failure)) for store in on_disk if store.failure is not None]
+    everyone = of_all_ranks_if_any(min(found, default=None), group)
+    failures = [(*failure, rank) for rank, failure in enumerate(everyone) if failure is not None]
+    if not failures:
+        return None
+    nothing_is_lost, text, rank = min(failures)
+    return nothing_is_lost, f"rank {rank} {text}"

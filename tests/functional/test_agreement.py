@@ -31,9 +31,10 @@ def refusals(rank: int, world_size: int) -> list[str]:
     said = []
     for others, options in (
         (named[::-1], {}),
-        (named, {"exclude": ["narrow"]}),
+        ([pair for pair in named if pair[0] != "narrow.weight"], {}),
         (named, {"split": {"layers.*.0.weight": (19, 19)}}),
         (named, {"ns_steps_for": {"layers.0": 4}}),
+        (named, {"exclude": ["narrow"]}),
     ):
         with pytest.raises(UserError) as caught:
             megatron_muon.Muon(others if last else named, **(options if last else {}))
@@ -45,14 +46,16 @@ def test_ranks_that_give_other_matrices_are_named(ranks: Pool) -> None:
     """By every rank alike: none goes on and waits for the others."""
     first, *others = ranks(3, refusals)
     assert all(other == first for other in others)
-    of_order, of_number, of_blocks, of_steps = first
+    of_order, of_number, of_blocks, of_steps, of_names = first
     alike = "matrices=, exclude=, split= and ns_steps_for="
     remedy = f"; give all ranks the same parameters in the same order, with the same {alike}"
     given = "rank 0 gives layers.0.0.weight (38, 23) where rank 2 gives back.weight (23, 2)"
     assert of_order == given + remedy
     assert of_number == "rank 0 gives 6 matrices and rank 2 gives 5" + remedy
-    assert of_blocks == "layers.0.0.weight: rank 0 has blocks of (38,) rows and rank 2 of (19, 19)" + remedy
-    assert of_steps == "layers.0.0.weight: rank 0 takes the usual Newton-Schulz steps and rank 2 takes 4" + remedy
+    of_settings = "; give every rank the same settings"
+    assert of_blocks == "split is None on rank 0 and {'layers.*.0.weight': (19, 19)} on rank 2" + of_settings
+    assert of_steps == "ns_steps_for is None on rank 0 and {'layers.0': 4} on rank 2" + of_settings
+    assert of_names == "exclude is () on rank 0 and ['narrow'] on rank 2" + of_settings
 
 
 def cut_otherwise(rank: int, world_size: int) -> str:

@@ -17,11 +17,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_muon.core.layout import Shard
+from megatron_muon.offload import files
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import PAGE, Content, Header, MomentumFile, in_pages
-from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
+from megatron_muon.offload.files import PAGE, Header, MomentumFile, in_pages
+from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore, worst_failure
 
 CPU = torch.device("cpu")
+
+
+def same(values: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Bit for bit; what is lost is NaN."""
+    return torch.equal(values.isnan(), expected.isnan()) and torch.equal(values.nan_to_num(), expected.nan_to_num())
 
 
 class Bench:
@@ -47,7 +53,7 @@ class Bench:
             for part in self.store.parts(order[start : start + wave]):
                 lent = self.store.lend(part)
                 for index, values in zip(part, lent, strict=True):
-                    assert torch.equal(values, self.expected[index]), f"shard {index} is not what it was"
+                    assert same(values, self.expected[index]), f"shard {index} is not what it was"
                     change = chance.random()
                     self.expected[index].mul_(0.5).add_(change)
                     values.mul_(0.5).add_(change)
@@ -57,7 +63,7 @@ class Bench:
     def check(self) -> None:
         for index, values in self.expected.items():
             if values.numel():
-                assert torch.equal(self.store.read(index), values)
+                assert same(self.store.read(index), values)
 
     def close(self) -> None:
         self.store.close()
@@ -218,19 +224,19 @@ def test_a_read_that_works_the_second_time(benches: Any, disk: Disk) -> None:
 
 @pytest.mark.parametrize("reads", [2, ALWAYS])
 def test_a_read_that_never_works(benches: Any, disk: Disk, reads: int) -> None:
-    """The matrix starts at zero, is kept in memory from then on, and is named; a checkpoint gets what memory holds."""
+    """It is NaN from then on, whatever is written, and is named: zeros would be a momentum like any other."""
     bench = benches([8] * 4, staging_pages=24)
     chance = random.Random(0)
     bench.store._order = []  # nothing is read ahead of the first step
     bench.step([0, 1, 2, 3], wave=4, chance=chance)
     bench.store._settle()
     disk.reads[bench.offsets[2]] = disk.reads[bench.offsets[3]] = reads
-    bench.expected[2].zero_()
-    bench.expected[3].zero_()
+    bench.expected[2].fill_(torch.nan)
+    bench.expected[3].fill_(torch.nan)
     bench.step([0, 1, 2, 3], wave=4, chance=chance)
     bench.check()
     assert sorted(bench.store.failure.lost) == ["matrix2", "matrix3"]
-    assert "and 1 more on this rank is lost and started at zero" in str(bench.store.failure)
+    assert "and 1 more is lost on this rank; start again from a checkpoint" in str(bench.store.failure)
 
 
 def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) -> None:
@@ -238,25 +244,32 @@ def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) ->
     bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
     bench.store._settle()
     disk.reads[bench.offsets[1]] = ALWAYS
-    assert not bench.store.read(1).any()
+    assert bench.store.read(1).isnan().all()
     assert bench.store.failure.lost == ("matrix1",)
-    bench.expected[1].zero_()
+    bench.expected[1].fill_(torch.nan)
     bench.check()
 
 
-def test_a_record_that_is_lost_is_what_its_content_has_instead(benches: Any, disk: Disk) -> None:
-    """Main weights are made from the model's, where zeros would end a training."""
-    bench = benches([8] * 4, staging_pages=6)
-    content = Content("main weights", "", "are lost", lambda index, record: record.fill_(index))
-    bench.store.disk._content = content
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+def test_a_lost_record_is_nan_in_every_format(dtype: str) -> None:
+    codec = codec_of(dtype)
+    record = torch.full((codec.record_bytes(3, 300),), files._LOST, dtype=torch.uint8)
+    assert codec.decode(record, 3, 300).isnan().all()
+
+
+def test_a_file_cut_short_is_found_before_the_step(benches: Any) -> None:
+    """Story: a step went on with zeros in the place of what the file had lost, and nobody was told."""
+    bench = benches([8] * 4, staging_pages=24)
     bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
-    bench.store._settle()
-    disk.reads[bench.offsets[3]] = ALWAYS
-    bench.expected[3].fill_(3.0)
-    bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
-    bench.check()
-    assert str(bench.store.failure).startswith("cannot read main weights in ")
-    assert "main weights of matrix3 on this rank are lost, go back to an earlier checkpoint" in str(bench.store.failure)
+    bench.store.verify()
+    assert bench.store.failure is None
+    os.truncate(bench.file.path, bench.offsets[2])
+    bench.store.verify()
+    assert bench.store.failure.lost == ("matrix2", "matrix3")
+    assert bench.store.lost == {2, 3}
+    assert worst_failure([bench.store]) is None  # no store of this kind is on disk on any rank
+    bench.store.on_disk = True
+    assert worst_failure([bench.store]) == (False, f"rank 0 {bench.store.failure}")
 
 
 def test_a_checkpoint_that_cannot_be_taken_over(benches: Any, disk: Disk) -> None:
@@ -277,7 +290,7 @@ def test_lost_momentum_is_told_before_a_failed_write(benches: Any, disk: Disk) -
     bench.step([0, 1, 2], wave=3, chance=chance)
     bench.store._settle()
     disk.writes[bench.offsets[0]] = disk.reads[bench.offsets[2]] = ALWAYS
-    bench.expected[2].zero_()
+    bench.expected[2].fill_(torch.nan)
     bench.step([0, 1, 2], wave=3, chance=chance)
     assert bench.store.failure.lost == ("matrix2",)
     assert bench.store.failure.offset == bench.offsets[2]

@@ -1,0 +1,193 @@
+"""`megatron_muon.Muon` where ranks differ: gradients, settings, or a disk that fails on one of them."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import megatron_muon
+from megatron_muon.core.errors import UserError
+from tests.functional import frameworks
+from tests.functional.pool import Pool
+from tests.functional.wide import wide_but
+
+VICTIM = "layers.0.0.weight"
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "owner": ("fsdp2", {}),
+    "all-gather": ("fsdp2", {"exchange": "allgather"}),
+    "normuon": ("fsdp2", {"moment2_method": "normuon"}),
+    "hyperball": ("fsdp2", {"hyperball": True, "weight_decay": 0.0}),
+    "int8": ("fsdp2", {"momentum_dtype": "int8"}),
+    "shared": ("ddp", {"share_replicated": True}),
+}
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def one_rank_without(rank: int, world_size: int, *, kind: str, options: dict[str, Any], fault: str) -> Any:
+    """In a worker: which weights and momenta a step leaves alone whose gradient one rank lacks, or has as NaN."""
+    torch.manual_seed(0)
+    training = getattr(frameworks, kind)(**options)
+    for number, batch in enumerate(frameworks.tokens(3)):
+        training.optimizer.zero_grad()
+        training.model(batch).backward()
+        before, momenta = training.weights(), training.optimizer.momentum_state()
+        momenta = {p: local(momentum).clone() for p, momentum in momenta.items()}
+        names = {p: name.replace("module.", "") for p, name in training.optimizer.selection.names.items()}
+        if number == 1 and rank == world_size - 1:
+            p = next(p for p, name in names.items() if name == VICTIM)
+            if fault == "none":
+                p.grad = None
+            else:
+                local(p.grad).view(-1)[-1] = torch.nan
+        training.optimizer.step()
+        if number == 1:
+            after, now = training.weights(), training.optimizer.momentum_state()
+            still = [name for name in before if torch.equal(before[name], after[name])]
+            resting = [names[p] for p in momenta if momenta[p].numel() and torch.equal(momenta[p], local(now[p]))]
+            skipped = {name.replace("module.", "") for name in training.optimizer.skipped_updates()}
+    return still, resting, skipped, all(value.isfinite().all() for value in training.weights().values())
+
+
+@pytest.mark.parametrize("fault", ["none", "nan"])
+@pytest.mark.parametrize("case", wide_but(["owner", "shared"], CASES))
+def test_a_gradient_that_one_rank_lacks_leaves_weights_and_momentum_on_all_ranks(
+    ranks: Pool, case: str, fault: str
+) -> None:
+    """Story: the update was skipped, but the other ranks' momentum advanced; with shared work so did their weights."""
+    kind, options = CASES[case]
+    for still, resting, skipped, finite in ranks(2, one_rank_without, kind=kind, options=options, fault=fault):
+        assert still == [VICTIM]
+        assert resting == [VICTIM]
+        assert skipped == {VICTIM}
+        assert finite
+
+
+def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) -> tuple[str, bool]:
+    """In a worker: what a step, or a checkpoint, says on every rank once the last rank's file has been cut short."""
+    from megatron_muon.errors import OffloadError
+
+    torch.manual_seed(0)
+    training = frameworks.fsdp2(offload="nvme", offload_dir=folder)
+    first, second = frameworks.tokens(2)
+    training.step(first)
+    training.optimizer.zero_grad()
+    training.model(second).backward()
+    before = training.weights()
+    if rank == world_size - 1:
+        for file in training.optimizer.store.disk.files:
+            os.truncate(file.path, 8192)
+    with pytest.raises(OffloadError) as caught:
+        getattr(training.optimizer, reader)()
+    after = training.weights()
+    training.optimizer.close()
+    return str(caught.value), all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("reader", ["step", "state_dict"])
+def test_momentum_lost_on_one_rank_is_an_error_on_all(ranks: Pool, reader: str, tmp_path: Path) -> None:
+    answers = ranks(2, lost_on_one_rank, folder=str(tmp_path), reader=reader)
+    assert answers[0] == answers[1]
+    said, unmoved = answers[0]
+    assert said.startswith("rank 1 cannot read momentum in ")
+    assert unmoved
+    assert list(tmp_path.iterdir()) == []
+
+
+DIFFERENT: dict[str, tuple[Any, Any]] = {
+    "lr": (0.02, 0.03),
+    "ns_steps": (5, 6),
+    "exchange": ("owner", "allgather"),
+    "hyperball": (False, True),
+    "moment2_method": (None, "normuon"),
+    "metrics_interval": (0, 3),
+    "offload": ("none", "cpu"),
+}
+
+
+def with_settings(rank: int, world_size: int, *, settings: dict[str, tuple[Any, Any]]) -> list[str]:
+    """In a worker: what Muon says where the last rank has another value for each of the settings."""
+    said = []
+    for name, (one, other) in settings.items():
+        given = {"weight_decay": 0.0, name: other if rank == world_size - 1 else one}
+        with pytest.raises(UserError) as caught:
+            frameworks.fsdp2(**given)
+        said.append(str(caught.value))
+    frameworks.fsdp2()  # and another try works
+    return said
+
+
+def test_settings_that_differ_between_ranks_are_named_on_all(ranks: Pool) -> None:
+    """Story: some passed silently, one aborted in gloo, the others waited for ever."""
+    first, *others = ranks(3, with_settings, settings=DIFFERENT)
+    assert all(other == first for other in others)
+    assert first == [
+        f"{name} is {one!r} on rank 0 and {other!r} on rank 2; give every rank the same settings"
+        for name, (one, other) in DIFFERENT.items()
+    ]
+
+
+def made_by_some(rank: int, world_size: int) -> str | None:
+    """In a worker: what the ranks that make a Muon say of the last one, which does not."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from megatron_muon.fsdp import agreement
+
+    agreement.TIME_LIMIT = timedelta(seconds=1)  # this process ends with the task
+    net = nn.Linear(8, 8, bias=False)
+    fully_shard(net)
+    said = None
+    if rank < world_size - 1:
+        with pytest.raises(UserError) as caught:
+            megatron_muon.Muon(net.parameters())
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def test_a_muon_that_only_some_ranks_make_is_an_error_after_a_while(ranks: Pool) -> None:
+    """Story: they waited for ever."""
+    first, second, last = ranks(3, made_by_some)
+    assert last is None
+    rest = "has waited 1 s for rank 2 to make this Muon; make it on each of the ranks 0, 1, 2, with the same "
+    rest += "share_replicated, process_group and offload"
+    assert (first, second) == (f"rank 0 {rest}", f"rank 1 {rest}")
+
+
+def changed_dtype(rank: int, world_size: int, *, folder: str, dtypes: tuple[str, str]) -> tuple[bool, int]:
+    """In a worker: whether momentum saved as one dtype is loaded as another, by torch; steps counted after one more."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    before, after = (frameworks.fsdp2(momentum_dtype=dtype) for dtype in dtypes)
+    first, second, third = frameworks.tokens(3)
+    for batch in (first, second):
+        before.step(batch)
+    weights, state = get_state_dict(before.model, before.optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    weights, state = get_state_dict(after.model, after.optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(after.model, after.optimizer, model_state_dict=weights, optim_state_dict=state)
+    pairs = zip(before.optimizer.momentum_state().values(), after.optimizer.momentum_state().values(), strict=True)
+    close = all(torch.allclose(local(one), local(other), rtol=0.03, atol=0.03) for one, other in pairs)
+    after.step(third)
+    return close, after.optimizer.param_groups[0]["rounding_steps"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"), wide_but([("fp32", "int8")], [("fp32", "int8"), ("fp32", "bf16"), ("int8", "fp32")])
+)
+def test_a_checkpoint_loads_into_another_momentum_dtype(ranks: Pool, saved: str, loaded: str, tmp_path: Path) -> None:
+    """Story: from fp32, torch's distributed checkpoints lacked the count of steps that rounding depends on."""
+    assert ranks(2, changed_dtype, folder=str(tmp_path), dtypes=(saved, loaded)) == [(True, 3)] * 2
