@@ -161,14 +161,16 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
     with reasons:
         arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
     with reasons:
-        validated = validation.check(args, parser, world_size=ranks, elsewhere=elsewhere, refused=reasons.lines)
+        unknown: list[str] | None = [] if elsewhere else None
+        validated = validation.check(args, parser, world_size=ranks, elsewhere=unknown, refused=reasons.lines)
     reasons.tell()
     if not elsewhere:
         check_vocabularies(validated)
         return []
     return [
         "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
-        "not looked for here, other packages are taken to be those of this machine"
+        "not looked for here, other packages are taken to be those of this machine",
+        *(unknown or []),
     ]
 
 

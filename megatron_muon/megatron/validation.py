@@ -30,6 +30,11 @@ from megatron_muon.quiet import quiet_imports
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What validation takes for arguments that nobody gave."""
 
+_OF_PACKAGES = re.compile(
+    r"\binstall(ed|ation)?\b|\b(is_\w+_min_version|has_\w+_support|HAVE_\w+|get_device_capability)\b"
+)
+"""What a refusal says, or its condition asks, that depends on packages and device and not on settings."""
+
 _FLAG_OF = {
     "max_lr": "lr",
     "init_lr": "lr_warmup_init",
@@ -55,15 +60,15 @@ def check(
     parser: argparse.ArgumentParser,
     *,
     world_size: int,
-    elsewhere: bool = False,
+    elsewhere: list[str] | None = None,
     refused: Sequence[str] = (),
 ) -> argparse.Namespace:
     """Take a command line through everything by which megatron-core validates it; no process group, nothing written.
 
     A run with `--yaml-cfg`, whose settings are not those of the flags, is left to its start. For a run that starts
     `elsewhere` no tokenizer is looked for: package and files may be there, and a hub that cannot be reached is waited
-    for a minute. `args` stay as they are; returned are those that validation has completed, with the padded size of
-    the vocabulary.
+    for a minute. That list then takes what packages of this machine refuse, which only the other machine can know.
+    `args` stay as they are; returned are those that validation has completed, with the padded size of the vocabulary.
 
     Raises a UserError with the reasons of all parts that do not depend on each other, one a line, but for those that
     are about the same flags as lines of `refused`.
@@ -79,16 +84,22 @@ def check(
 
     def passes(*parts: Callable[[argparse.Namespace], object]) -> bool:
         """Whether nothing is refused by parts of which each needs the one before."""
-        before = len(reasons.lines)
-        with reasons, explained(settled, parser):
-            for part in parts:
-                part(settled)
-        return len(reasons.lines) == before
+        with reasons:
+            try:
+                with explained(settled, parser):
+                    for part in parts:
+                        part(settled)
+                return True
+            except UserError as error:
+                if elsewhere is None or not _is_of_packages(error.__cause__):
+                    raise
+                elsewhere.append(f"not known here, and checked no further: {error}")
+        return False
 
     with silent(), _as_in_training(args.use_megatron_fsdp and args.optimizer in MUONS):
         passes(_check_batches)
         is_valid = passes(_validate, _count_micro_batches)
-        passes(functools.partial(_build_tokenizer, elsewhere=elsewhere))
+        passes(functools.partial(_build_tokenizer, elsewhere=elsewhere is not None))
         if is_valid:
             passes(_schedule)
             if settled.padded_vocab_size is None:  # the rest of the model does not depend on it
@@ -267,6 +278,15 @@ def explained(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         raise
     except (Exception, CheckpointException) as refusal:
         raise UserError(_explanation(refusal, args, parser)) from refusal
+
+
+def _is_of_packages(refusal: BaseException | None) -> bool:
+    """Whether megatron-core stopped for what is installed here, or for this machine's device."""
+    if refusal is None or isinstance(refusal, ImportError) or isinstance(refusal.__cause__, ImportError):
+        return refusal is not None
+    statement, conditions = next(_statements(refusal.__traceback__), (ast.Pass(), []))
+    test = statement.test if isinstance(statement, ast.Assert) else statement
+    return bool(_OF_PACKAGES.search(" ".join([str(refusal), *_names(test), *conditions])))
 
 
 def _explanation(refusal: BaseException, args: argparse.Namespace, parser: argparse.ArgumentParser) -> str:

@@ -147,7 +147,7 @@ def test_a_model_on_paper_leaves_no_streams_to_the_one_that_trains(parser, monke
 
 
 def test_elsewhere_a_tokenizer_need_not_be_here(parser):
-    check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model", elsewhere=True)
+    check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model", elsewhere=[])
     with pytest.raises(UserError, match=r"--tokenizer-model no/such.model|needs the package sentencepiece"):
         check(parser, "--tokenizer-type SentencePieceTokenizer --tokenizer-model no/such.model")
 
@@ -157,10 +157,31 @@ def test_elsewhere_no_hub_is_asked_for_a_tokenizer(parser, monkeypatch):
     asked = []
     monkeypatch.setattr(tokenizers, "build_megatron", asked.append)
     hub = "--tokenizer-type HuggingFaceTokenizer --tokenizer-model no/such-model"
-    check(parser, hub, elsewhere=True)
+    check(parser, hub, elsewhere=[])
     assert asked == []
     check(parser, hub)
     assert len(asked) == 1
+
+
+NVRX = "--ckpt-format fsdp_dtensor --save somewhere --save-interval 1 --async-save --use-persistent-ckpt-worker"
+
+
+def test_a_package_that_the_other_machine_may_have_is_a_note(parser):
+    """Megatron-LM's own gpt3_mcore_te_tp2_zp_z3_resume_fsdp_dtensor was refused for nvidia-resiliency-ext."""
+    local = "--non-persistent-ckpt-type local --non-persistent-save-interval 1 --non-persistent-local-ckpt-dir x"
+    for more, package in ((NVRX, "nvidia-resiliency-ext"), (local, "nvidia_resiliency_ext")):
+        notes: list[str] = []
+        check(parser, more, elsewhere=notes)
+        assert [package in note for note in notes] == [True]
+        with pytest.raises(UserError, match=package):
+            check(parser, more)
+
+
+def test_settings_that_do_not_fit_are_refused_elsewhere_too(parser):
+    notes: list[str] = []
+    with pytest.raises(UserError, match="--max-position-embeddings 32"):
+        check(parser, "--seq-length 64", elsewhere=notes)
+    assert notes == []
 
 
 def test_what_is_refused_already_is_not_repeated(parser):
