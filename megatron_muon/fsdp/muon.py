@@ -8,6 +8,7 @@ from typing import Any, override
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
@@ -335,7 +336,7 @@ class Muon(MuonState):
         self._take_up_exchanged()
         super().load_state_dict(check_loaded(state_dict, self._settings))
 
-    @torch._disable_dynamo  # compiled, a step of so many kinds of tensors fails, or differs
+    @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -243,7 +243,7 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
             selection.why[parameter] = why
         groups[id(options), optimizer].append(parameter)
         options_of[id(options)] = options
-    rest = []
+    rest: list[dict[str, Any]] = []
     for key, options in options_of.items():
         parts = [optimizer for optimizer in (MUON, ADAMW) if (key, optimizer) in groups]
         for optimizer in parts:
