@@ -360,7 +360,7 @@ class Muon(MuonState):
         self._take_up_exchanged()
         super().load_state_dict(check_loaded(state_dict, self._settings))
 
-    @_disable_dynamo  # compiled, a step of so many kinds of tensors fails, or differs
+    @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -197,7 +197,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "split by fractions": (
         wrong(split={"layers.0": 4.0}),
         UserError,
-        r"^split layers\.0: 4\.0 are not numbers of rows",
+        r"^split: 'layers\.0' has 4\.0; give whole numbers of rows",
     ),
 }
 
