@@ -53,6 +53,7 @@ class Launch:
     device: str  # "cuda" or "cpu"
     notes: tuple[str, ...]  # what a user should be told, one line each
     defaults: tuple[str, ...]
+    elsewhere: bool  # checked for a machine with CUDA, which this one is not
     parser: Parser
     config: config_file.ExperimentConfig | None
 
@@ -111,6 +112,7 @@ def prepare(
         notes.append("defaults filled in: " + " ".join(defaults))
     full = (*defaults, *rest, "--device", device)
     args = arguments.parse(parser, full)
+    elsewhere = _is_elsewhere(device)
     notes += _check(args, parser, device=device, writes=writes)
     if args.save and writes:
         check_writable(Path(args.save), "--save")
@@ -119,7 +121,7 @@ def prepare(
         Patches(), muon_under_fsdp=muon_under_fsdp, megatron_fsdp=args.use_megatron_fsdp, profile=args.profile
     )
     sys.argv = [sys.argv[0], *full, *(["--config", str(given.config)] if given.config else [])]
-    return Launch(full, args, device, tuple(notes), tuple(defaults), parser, config)
+    return Launch(full, args, device, tuple(notes), tuple(defaults), elsewhere, parser, config)
 
 
 def _settle_places(
@@ -146,15 +148,21 @@ def _apply(config: config_file.ExperimentConfig) -> list[str]:
     return notes
 
 
+def _is_elsewhere(device: str) -> bool:
+    """Whether settings are checked for a machine with CUDA on one without it."""
+    from megatron_muon import cpu
+
+    return device == "cuda" and cpu.installed()
+
+
 def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool) -> list[str]:
     """Check the settings by our rules and by Megatron's, and the data; what to tell of it."""
-    from megatron_muon import cpu
     from megatron_muon.megatron import validation
 
     is_quickstart = args.data_path == [str(QUICKSTART_DATA)]
     if is_quickstart and writes:
         ensure_stdlib_corpus(QUICKSTART_DATA)
-    elsewhere = device == "cuda" and cpu.installed()
+    elsewhere = _is_elsewhere(device)
     check_data = not elsewhere and (writes or not is_quickstart)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     reasons = Reasons()
@@ -169,7 +177,8 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
         return []
     return [
         "checked for a machine with CUDA, which this one is not: data, tokenizer files and Transformer Engine are "
-        "not looked for here, other packages are taken to be those of this machine",
+        "not looked for here, other packages are taken to be those of this machine; flags in place of Transformer "
+        "Engine or Apex are filled in there if they are missing",
         *(unknown or []),
     ]
 

@@ -201,6 +201,7 @@ def settle(request: Request) -> Resolved:
         UserError: what the user got wrong, as pretrain_gpt.py would say it.
     """
     from megatron_muon.megatron import launch
+    from megatron_muon.megatron.flags.arguments import BY_PACKAGES
     from megatron_muon.quiet import quiet_imports
 
     with quiet_imports():
@@ -238,7 +239,11 @@ def settle(request: Request) -> Resolved:
         by_dest[actions[flag].dest] = Flag(flag, values, sources.get(flag, FILLED_IN))
     return Resolved(
         flags=tuple(by_dest.values()),
-        filled_in=tuple(Flag(flag, values, FILLED_IN) for flag, values in pairs(settled.defaults, actions)),
+        filled_in=tuple(
+            Flag(flag, values, FILLED_IN)
+            for flag, values in pairs(settled.defaults, actions)
+            if not (settled.elsewhere and flag in BY_PACKAGES)
+        ),
         env=config.env,
         notes=(*amended.notes, *(note for note in settled.notes if not note.startswith("defaults filled in"))),
         device=settled.device,

@@ -212,6 +212,10 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
     assert re.search(r"^ *run folder +x$", shown, re.MULTILINE)
     assert "pretrain_gpt.py --config x/config.yaml" in shown
     assert "opt_param" not in shown
+    stand_in = "--no-gradient-accumulation-fusion"  # which a machine with Apex does not need
+    assert stand_in in shown
+    assert main([*line, "--set", "use_checkpoint_opt_param_scheduler=null", "--device", "cuda"]) == 0
+    assert stand_in not in capfd.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["gpt3_tiny"]
 
 

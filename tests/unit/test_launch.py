@@ -20,7 +20,7 @@ from megatron_muon.megatron.model import gpt
 from megatron_muon.offload import run as offload
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-PREPARED = launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), None, None)
+PREPARED = launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), False, None, None)
 
 
 @pytest.mark.parametrize("argv", [["--help"], ["-h"], ["--config", "absent.yaml", "--help"]])

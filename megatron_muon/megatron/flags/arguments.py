@@ -89,6 +89,19 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
+BY_PACKAGES = frozenset(
+    f"--{name}"
+    for name in (
+        "no-gradient-accumulation-fusion",
+        "transformer-impl",
+        "no-persist-layer-norm",
+        "no-masked-softmax-fusion",
+        "no-rope-fusion",
+    )
+)
+"""Of `missing_defaults` for "cuda": what a machine with Transformer Engine or Apex does not need."""
+
+
 def missing_defaults(parser: argparse.ArgumentParser, argv: Sequence[str], *, device: str) -> list[str]:
     """The flags that a run on "cuda" or "cpu" needs and that `argv` does not settle, as they would be typed."""
     actions = parser._option_string_actions
