@@ -19,7 +19,7 @@ from types import ModuleType
 
 from megatron_muon import exit_codes, shipped
 from megatron_muon.command_parser import CommandParser
-from megatron_muon.errors import RunFailedError, UserError, missing_extra
+from megatron_muon.errors import RunFailedError, UserError, missing_extra, settling, unforeseen
 from megatron_muon.version import __version__
 
 EXPERIMENTS, USE, MEASURE, PREPARE = (
@@ -84,12 +84,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, by default `sys.argv[1:]`, and returns the exit status, as `EPILOG` has them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        parser, modules = _build_parser(arguments)
-        args = parser.parse_args(arguments)
+        with settling("reading the command line"):
+            parser, modules = _build_parser(arguments)
+            args = parser.parse_args(arguments)
         for file in (getattr(args, "config", None), getattr(args, "hf", None)):
             if file is not None and (note := shipped.note(Path(file))):
                 print(f"megatron-muon: {note}", file=sys.stderr)
         status: int = modules[args.command].run(args)
+        sys.stdout.flush()  # a full device is noticed here, not by the interpreter's end
         return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
         return end.code if isinstance(end.code, int) else exit_codes.FAILURE
@@ -109,8 +111,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("megatron-muon: interrupted", file=sys.stderr)
         return exit_codes.INTERRUPTED
     except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
         return exit_codes.FAILURE
+    except (OSError, UnicodeError) as error:  # a file or a device that commands do not know, a name that is not text
+        print(f"megatron-muon: error: {unforeseen(error)}", file=sys.stderr)
+        if isinstance(error, OSError) and error.filename is None:  # a full device
+            _discard_output()
+        return exit_codes.USAGE
+
+
+def _discard_output() -> None:
+    """Let what is left in stdout's buffer go nowhere, as the interpreter writes it out at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _ShowVersions(argparse.Action):
@@ -142,9 +154,12 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
         epilog=EPILOG,
     )
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions that matter and exit")
-    groups = []
+    groups, width = [], max(map(len, COMMANDS)) + 2
     for group in (EXPERIMENTS, USE, MEASURE, PREPARE):
-        groups += [f"{group}:", *(f"  {name:<10}{of.summary}" for name, of in COMMANDS.items() if of.group == group)]
+        groups += [
+            f"{group}:",
+            *(f"  {name:<{width}}{of.summary}" for name, of in COMMANDS.items() if of.group == group),
+        ]
     subparsers = parser.add_subparsers(
         prog="megatron-muon",
         title="commands",

@@ -1,5 +1,12 @@
 """Errors by who can mend them; `UserError`, a mistake of the user, is the core's."""
 
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import traceback
+from collections.abc import Iterator
+
 from megatron_muon.core.errors import UserError as UserError
 
 _EXTRAS = {
@@ -10,13 +17,18 @@ _EXTRAS = {
 """Packages that are not needed everywhere: the extra that installs each, and what needs it."""
 
 
+def install(extra: str) -> str:
+    """What to type for an extra; no package registry has megatron-muon."""
+    return f"type pip install '.[{extra}]' in the checkout of megatron_muon"
+
+
 def missing_extra(error: ModuleNotFoundError) -> str:
     """What to say where a package of an extra is not installed; empty where another is missing."""
     package = (error.name or "").split(".")[0]
     if package not in _EXTRAS:
         return ""
     extra, part = _EXTRAS[package]
-    return f"{package} is not installed, which {part} needs: pip install 'megatron-muon[{extra}]'"
+    return f"{package} is not installed, which {part} needs; {install(extra)}"
 
 
 class SaveError(RuntimeError):
@@ -46,6 +58,34 @@ def _first_line(error: BaseException) -> str:
     line = f"{first} {others[0].strip()}" if first.endswith(":") and others else first
     # torch's writer says this, and nothing of the operating system's error, where a write fails half way.
     return "a file could not be written in full" if "unexpected pos" in line else line
+
+
+def unforeseen(error: Exception) -> str:
+    """One line for an exception that no check foresaw: its cause, and the file that its traceback is written to."""
+    cause = f"{type(error).__name__}: {_first_line(error)}".encode("unicode_escape").decode()
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
+            file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace").decode())
+    except OSError as reason:
+        return f"{cause} (its traceback could not be kept: {reason.strerror})"
+    return f"{cause}; the traceback is in {file.name}"
+
+
+@contextlib.contextmanager
+def settling(what: str) -> Iterator[None]:
+    """Turn whatever goes wrong while settings, arguments or data are checked into a `UserError` of one line.
+
+    A training that cannot begin is the user's to mend, so its end is a line and status 2 and not a traceback. `what`
+    is being done, such as "checking the settings".
+    """
+    try:
+        yield
+    except (UserError, RunFailedError, BrokenPipeError):
+        raise
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and missing_extra(error):
+            raise
+        raise UserError(f"{what} failed: {unforeseen(error)}") from error
 
 
 class Reasons:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_muon import exit_codes
-from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.command_parser import CommandParser, processes
+from megatron_muon.errors import install
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 DESCRIPTION = """\
@@ -65,7 +66,7 @@ def configure(parser: CommandParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
-    parser.add_argument("--nproc", type=positive, default=2, metavar="N", help="ranks (2)")
+    parser.add_argument("--nproc", type=processes, default=2, metavar="N", help="ranks (2)")
     parser.take_megatron_flags("any flag of pretrain_gpt.py, here or after --; they win over the file's")
 
 
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
     for arguments in commands(free_folder(), args.nproc, args.flags):
         if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
-            print("transformers is not installed, so no text is shown; to see some: pip install 'megatron-muon[hf]'")
+            print(f"transformers is not installed, so no text is shown; to see some, {install('hf')}")
             break
         print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
         sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_muon.bench.train import COMPARED, OPTIMIZERS, measure
 from megatron_muon.command_parser import CommandParser, positive, write_json
 from megatron_muon.core.numbers import RANGES
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, install
 from megatron_muon.provenance import provenance
 from megatron_muon.runs.processes import ROOT, environment, run_logged, torchrun
 from megatron_muon.settings import DTYPES, OFFLOADS, TEAM_SIZES
@@ -193,7 +193,7 @@ def step_spec(args: argparse.Namespace) -> StepSpec:
             )
         if importlib.util.find_spec(PEERS[peer]) is None:
             package = PEERS[peer].replace("_", "-")
-            raise UserError(f"--peers {peer}: {package} is not installed; type pip install 'megatron-muon[bench]'")
+            raise UserError(f"--peers {peer}: {package} is not installed; {install('bench')}")
     if peers and args.device == "cuda":
         raise UserError(f"--peers {' '.join(peers)} --device cuda: measured on CPU alone; type --device cpu")
     rows = [rows for _, rows, _ in args.matrices] or [args.hidden_size]

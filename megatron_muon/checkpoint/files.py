@@ -150,6 +150,15 @@ def problems(folder: Path, *, verify: bool = True) -> list[str]:
     return found
 
 
+def delete_all(save_dir: Path) -> None:
+    """Delete the checkpoints in `save_dir`, finished or not, and nothing else; then the folder if it is empty."""
+    (save_dir / TRACKER).unlink(missing_ok=True)
+    for folder in (*save_dir.glob("iter_*"), save_dir / "release"):
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # it is not there, or holds something else
+        save_dir.rmdir()
+
+
 def begin(folder: Path) -> Path:
     """Make room for a checkpoint: the folder to write it in, fresh; an empty `folder` is removed."""
     aside = folder.with_name(folder.name + UNFINISHED)

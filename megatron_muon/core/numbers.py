@@ -41,6 +41,7 @@ class Range:
 _RATE = Range()
 _SHARE = Range(high=1.0)
 _BUFFER = Range(low=0.001)
+_COUNT = Range(low=1, whole=True)
 RANGES = {
     "lr": _RATE,
     "min_lr": _RATE,
@@ -63,6 +64,13 @@ RANGES = {
     "qk_clip_alpha": Range(high=1.0, above=True, hint="0.5 scales queries and keys alike"),
     "qk_clip_threshold": Range(above=True, hint="100 is usual"),
     "muon_metrics_interval": Range(whole=True, hint="0 measures nothing"),
+    "eval_interval": Range(low=1, whole=True, hint="--eval-iters 0 leaves validation out"),
+    "log_interval": _COUNT,
+    "seed": _COUNT,
+    "seq_length": _COUNT,
+    "num_layers": _COUNT,
+    "hidden_size": _COUNT,
+    "num_attention_heads": _COUNT,
 }
 """The ranges, by the names that the settings have in parsed flags and in MuonOptimizerConfig."""
 

@@ -1,19 +1,15 @@
 """`megatron-muon data`: the command line of `megatron_muon.data`."""
 
 import argparse
-import contextlib
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.data.corpus import STDLIB, Progress, prepare
+from megatron_muon.data.corpus import STDLIB, prepare
 from megatron_muon.data.sources import Settings
 from megatron_muon.data.tokenizers import BYTE_LEVEL, TOKENIZER_TYPES, TokenizerSpec
 from megatron_muon.errors import UserError
-
-_LINE_EVERY_SECONDS = 10.0
+from megatron_muon.progress import progress
 
 EXAMPLES = """\
 examples:
@@ -31,9 +27,10 @@ examples:
 DESCRIPTION = """\
 Writes text as Megatron's indexed data, OUTPUT.bin and OUTPUT.idx, for --data-path OUTPUT.
 
-A text file is one document, a line of a JSONL file is one. Directories are searched in sorted order; hidden
-files, __pycache__, site-packages and dist-packages are passed over; files that are binary or not UTF-8 are
-skipped and counted. The same input and options give the same bytes.
+A text file is one document, a line of a JSONL file is one; a document that is the only one is cut at paragraphs into
+up to 100, because --split divides documents between training and validation. Directories are searched in sorted
+order; hidden files, __pycache__, site-packages and dist-packages are passed over; files that are binary or not UTF-8
+are skipped and counted. The same input and options give the same bytes.
 """
 
 
@@ -76,38 +73,22 @@ def run(args: argparse.Namespace) -> int:
         format=args.format,
         json_key=args.json_key,
     )
-    with _progress() as progress:
+    with progress("tokenizing", "MB") as show:
         prepared = prepare(
-            args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite, progress=progress
-        )
+            args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite,
+            progress=lambda read, total: show(read / 1e6, total / 1e6),
+        )  # fmt: skip
     found = prepared.manifest
     if found.skipped:
         print(found.skipped)
+    if found.is_cut:
+        print(
+            f"one text alone: cut at paragraphs into {found.documents} documents, so that --split 98,2,0 leaves some "
+            "for validation"
+        )
     print(
         f"{'up to date' if prepared.up_to_date else 'prepared'} {prepared.prefix}: {found.documents:,} documents, "
         f"{found.tokens:,} tokens, {found.sizes['bin']:,} bytes, {time.monotonic() - began:.1f} s\n"
         f"train with: {' '.join(prepared.flags)}"
     )
     return 0
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Progress]:
-    """Provides a progress bar on a terminal, and a plain line every few seconds elsewhere."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console, told = Console(stderr=True), time.monotonic()
-    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
-
-        def tell(read: int, total: int) -> None:
-            nonlocal told
-            bar.update(task, completed=read, total=total, description="tokenizing")
-            if bar.disable and time.monotonic() - told >= _LINE_EVERY_SECONDS:
-                told = time.monotonic()
-                print(f"tokenizing: {read / 1e6:,.1f} of {total / 1e6:,.1f} MB", file=sys.stderr)
-
-        yield tell

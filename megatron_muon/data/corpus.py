@@ -40,12 +40,16 @@ Progress = Callable[[int, int], None]
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What was written: `tokens` with the ids that end documents, what was `skipped` in words, `sizes` in bytes."""
+    """What was written: `tokens` with the ids that end documents, what was `skipped` in words, `sizes` in bytes.
+
+    The `documents` are pieces of one text where `is_cut`; None was written when a text alone stayed whole.
+    """
 
     version: int
     settings: Settings
     input_digest: str
     documents: int
+    is_cut: bool | None = None
     tokens: int
     vocab_size: int | None = None
     skipped: str
@@ -90,7 +94,11 @@ def prepare(
     settings = msgspec.structs.replace(settings, tokenizer_digest=model_digest(settings.tokenizer))
     with paths.locked():
         manifest = paths.read_manifest()
-        if manifest and (manifest.settings != settings or manifest.input_digest != input_digest(found)):
+        if manifest and (
+            (manifest.documents == 1 and manifest.is_cut is None)
+            or manifest.settings != settings
+            or manifest.input_digest != input_digest(found)
+        ):
             manifest = None
         up_to_date = manifest is not None
         existing = [str(path) for path in (paths.bin, paths.idx) if path.exists()]
@@ -121,6 +129,7 @@ class OutputPaths:
         self.prefix = prefix
         self.all = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx", ".prepared.json")]
         self.bin, self.idx, self.manifest = self.all
+        self.cache = prefix.with_name(f"{prefix.name}.cache")  # where training keeps its indices of this data
         # One name, so that the lock's next holder clears what a killed process left.
         self.partial = prefix.with_name(f".{prefix.name}.partial")
 
@@ -128,7 +137,8 @@ class OutputPaths:
     def locked(self) -> Iterator[None]:
         """Holds the prefix's lock, waiting for whoever has it. The lock file stays: removing it would race."""
         directory = self.prefix.parent
-        if not self.prefix.name or self.prefix.is_dir():
+        # Beside data there may be a folder of that name: megatron-core caches its indices in PREFIX/cache.
+        if not self.prefix.name or (self.prefix.is_dir() and not self.bin.exists()):
             raise UserError(f"--output {str(self.prefix)!r} is a directory; give a prefix in it, such as data/corpus")
         try:
             directory.mkdir(parents=True, exist_ok=True)
@@ -198,6 +208,7 @@ def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress)
             settings=settings,
             input_digest=reader.digest.hexdigest(),
             documents=documents,
+            is_cut=reader.is_cut,
             tokens=tokens,
             vocab_size=int(tokenizer.vocab_size),
             skipped=reader.skipped,
@@ -205,6 +216,7 @@ def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress)
         )
         manifest_file.write_text(json.dumps(msgspec.to_builtins(manifest), indent=2) + "\n", "utf-8")
         paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
+        shutil.rmtree(paths.cache, ignore_errors=True)  # keyed by path and settings: stale for other documents
         for file, place in zip(partial, paths.all, strict=True):
             os.replace(file, place)
     except OSError as error:

@@ -1,16 +1,19 @@
 """Finds the files to prepare and reads documents out of them, in an order that no file system decides.
 
-A text file is one document; a line of a JSONL file is one. Files that are binary, not UTF-8 or empty are
-counted and passed over. Nothing here tokenizes.
+A text file is one document; a line of a JSONL file is one. A document that is the only one is cut into pieces.
+Files that are binary, not UTF-8 or empty are counted and passed over. Nothing here tokenizes.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
+import re
 import sysconfig
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +30,9 @@ SKIPPED_DIRECTORIES = frozenset({"__pycache__", "site-packages", "dist-packages"
 """Never entered, whatever the suffixes: compiled files and other people's packages."""
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
+
+_PIECES = 100
+"""Of the only document: --split 98,2,0 leaves two of them for validation, and each is long enough to learn from."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,12 +122,16 @@ def input_digest(sources: Iterable[Source]) -> str:
 
 
 class Reader:
-    """Yields the documents of sources, once; counts the bytes that it has `read`, of `total`, and digests them."""
+    """Yields the documents of sources, once; counts the bytes that it has `read`, of `total`, and digests them.
+
+    A document that is the only one comes in pieces, as --split divides documents among sets; `is_cut` then.
+    """
 
     def __init__(self, sources: Sequence[Source], settings: Settings) -> None:
         self.sources, self.settings = sources, settings
         self.total, self.read = sum(source.size for source in sources), 0
         self.digest = hashlib.sha256()
+        self.is_cut = False
         self._skipped: Counter[str] = Counter()
 
     @property
@@ -132,6 +142,15 @@ class Reader:
         return f"skipped: {counts}" if counts else ""
 
     def __iter__(self) -> Iterator[Document]:
+        documents = self._documents()
+        first = list(itertools.islice(documents, 2))
+        if len(first) == 1:
+            place, text = first[0]
+            first = [(place, piece) for piece in cut(text)]
+            self.is_cut = len(first) > 1
+        yield from itertools.chain(first, documents)
+
+    def _documents(self) -> Iterator[Document]:
         for source in self.sources:
             by_name = "jsonl" if source.path.name.endswith(JSONL_SUFFIXES) else "text"
             is_jsonl = (by_name if self.settings.format == "auto" else self.settings.format) == "jsonl"
@@ -177,6 +196,19 @@ class Reader:
             if not isinstance(record[key], str):
                 raise UserError(f"{place}: field {key!r} holds {type(record[key]).__name__}, expected a string")
             yield place, record[key]
+
+
+def cut(text: str) -> list[str]:
+    """Cuts a text into at most `_PIECES` of similar length: after blank lines, or after lines where these are few."""
+    pieces = [text]
+    for border in (r"\n\s*\n", r"\n(?:\s*\n)?"):
+        ends = [match.end() for match in re.finditer(border, text)]
+        nearest = (bisect_left(ends, len(text) * part / _PIECES) for part in range(1, _PIECES))
+        places = sorted({0, len(text), *(ends[index] for index in nearest if index < len(ends))})
+        pieces = [text[start:end] for start, end in itertools.pairwise(places)]
+        if len(pieces) > _PIECES // 2:
+            break
+    return pieces
 
 
 def _open(source: Source, digest: hashlib._Hash) -> BufferedReader:

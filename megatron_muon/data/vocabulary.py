@@ -25,13 +25,19 @@ def read_head(prefix: str) -> tuple[np.dtype[Any], int]:
         index = _IndexReader(str(file), multimodal=False)
         dtype = np.dtype(index.dtype)
         assert dtype.kind in "iu", dtype
+        size = Path(prefix + ".bin").stat().st_size
     except OSError as error:
-        raise UserError(f"{file} cannot be read ({error.strerror}); give this user the right to read it") from None
+        raise UserError(
+            f"{error.filename or file} cannot be read ({error.strerror}); give this user the right to read it"
+        ) from None
     except (AssertionError, struct.error, ValueError):  # another file, one cut short, or of a type unknown to Megatron
         raise UserError(
             f"{file} is not an index of Megatron's data, or is damaged; type: "
             f"megatron-muon data prepare --input TEXT --output {prefix}"
         ) from None
+    least = int(index.sequence_pointers[-1]) + int(index.sequence_lengths[-1]) * dtype.itemsize if len(index) else 0
+    if size < least:
+        raise UserError(f"{prefix}.bin is cut short: {size:,} of {least:,} bytes; copy it again, or prepare it anew")
     return dtype, index.sequence_count
 
 

@@ -5,6 +5,10 @@ STATUS_FOLDER = "MEGATRON_MUON_STATUS_FOLDER"
 (torchrun's own is 1 for any failure), `error`, a line that says why, or null, the `time` of that, and the traceback of
 what nobody expected (`trace`)."""
 
+OWNS_PLACES = "MEGATRON_MUON_OWNS_PLACES"
+"""Environment variable: whoever starts the ranks has seen to it that they may write to their --save and
+--tensorboard-dir."""
+
 LOSS = "lm loss"
 """The training loss, as the model names it and Megatron logs it."""
 

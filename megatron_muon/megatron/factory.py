@@ -15,12 +15,13 @@ import torch.distributed as dist
 from megatron.core.optimizer import (
     _get_megatron_optimizer_based_on_param_groups,
     _get_param_groups,
+    get_mup_config_overrides,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.grad_scaler import ConstantGradScaler
 from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
@@ -66,7 +67,8 @@ def get_megatron_muon_optimizer(
     selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
     names = selection.parameter_names(model_chunks)
 
-    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides))
+    width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
+    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
     if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
@@ -145,9 +147,35 @@ def offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
     )
 
 
-def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None) -> dict[ParamKey, Any]:
+def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float) -> dict[ParamKey, Any]:
+    """Give MuP's overrides, of --use-mup, to the scalar optimizer's matrices alone.
+
+    megatron-core 0.19 goes by dimensions: it takes a stack of experts for one of Adam's, which --muon-lr then
+    contradicts, and a matrix of --muon-exclude for Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
+    """
+
+    def restricted(key: ParamKey) -> ParamKey:
+        by_width = key.with_name_predicate
+        return ParamKey(
+            with_name_predicate=ParamWithNamePredicate(
+                name=by_width.name, fn=lambda p, name: not selection.is_muon_matrix(p) and by_width.fn(p, name)
+            )
+        )
+
+    others = {
+        key: value
+        for key, value in given.items()
+        if not getattr(key.with_name_predicate, "name", "").startswith("mup_")
+    }
+    if len(others) == len(given):
+        return given
+    overrides = get_mup_config_overrides(config, width, config.muon_scalar_optimizer)
+    return others | {restricted(key): value for key, value in overrides.items()}
+
+
+def _overrides(config: MuonOptimizerConfig, given: dict[ParamKey, Any] | None, width: float) -> dict[ParamKey, Any]:
     """Route non-matrices to the scalar optimizer and give matrices Muon's learning rates, beside what was given."""
-    overrides = get_standard_config_overrides(config) if given is None else given
+    overrides = get_standard_config_overrides(config) if given is None else _by_width(config, given, width)
     scalar = ParamPredicate(name="not_a_muon_matrix", fn=lambda p: not selection.is_muon_matrix(p))
     overrides = {**overrides, ParamKey(predicate=scalar): {"optimizer": config.muon_scalar_optimizer}}
     rates = {"max_lr": config.muon_lr, "min_lr": config.muon_min_lr}

@@ -11,9 +11,10 @@ import contextlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -22,14 +23,15 @@ from typing import NoReturn
 from megatron_muon import exit_codes, shipped
 from megatron_muon.checkpoint import files
 from megatron_muon.data import ensure_stdlib_corpus
-from megatron_muon.errors import OffloadError, Reasons, SaveError, UserError
+from megatron_muon.errors import OffloadError, Reasons, RunFailedError, SaveError, UserError, settling
 from megatron_muon.exit_codes import end_alone
 from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.megatron import STATUS_FOLDER
+from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
 from megatron_muon.megatron.flags.refusals import MUONS
+from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.tell import tell
 from megatron_muon.megatron.version import check_versions
 from megatron_muon.quiet import own_warnings_in_one_line, quiet_imports
@@ -39,6 +41,7 @@ UNNAMED = Path("runs/pretrain_gpt")
 """Where a run that names no model leaves what it writes, unless it says so itself."""
 
 _SECONDS_FOR_FIRST_RANK = 30.0
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,11 @@ def prepare(
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
     notes: list[str] = []
+    places: dict[str, str] = {}
     if given.config is None and not {token.split("=")[0] for token in rest} & {*MODEL_FLAGS}:
         given.config = QUICKSTART
         notes.append(f"no model flags and no --config: taking {QUICKSTART}, writing to {UNNAMED}")
-        places = {"--save": UNNAMED / "checkpoints", "--tensorboard-dir": UNNAMED / "tensorboard"}
-        chosen = config_file.given_flags(rest)
-        rest = [*(token for flag in sorted(places.keys() - chosen) for token in (flag, str(places[flag]))), *rest]
+        places = {"--save": str(UNNAMED / "checkpoints"), "--tensorboard-dir": str(UNNAMED / "tensorboard")}
     config, device = None, given.device
     if given.config is not None:
         config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
@@ -98,6 +100,9 @@ def prepare(
         parser = arguments.build_parser()
     if amend is not None:
         rest = amend(parser, config, rest)
+    elif OWNS_PLACES not in os.environ:
+        found, note = _settle_places(parser, config, rest, places)
+        rest, notes = [*rest, *found], [*notes, *filter(None, [note])]
     if config is not None:
         config_file.check_flags(config, parser, software=f"megatron-core {metadata.version('megatron-core')}")
         rest = config_file.merge(config, rest)
@@ -115,6 +120,18 @@ def prepare(
     )
     sys.argv = [sys.argv[0], *full, *(["--config", str(given.config)] if given.config else [])]
     return Launch(full, args, device, tuple(notes), tuple(defaults), parser, config)
+
+
+def _settle_places(
+    parser: Parser, config: config_file.ExperimentConfig | None, rest: list[str], places: Mapping[str, str]
+) -> tuple[list[str], str]:
+    """What to add to a command line so that its start writes over no other run, and a note; see `settle_places`."""
+    chosen = {flag: " ".join(values) for flag, values in config_file.pairs(rest, parser._option_string_actions)}
+    unset = config_file.given_flags(rest) - chosen.keys()
+    in_file = {flag: " ".join(values) for flag, values in (config.flags if config else ()) if flag not in unset}
+    found, note = settle_places({**in_file, **places}, chosen)
+    flags = {**{flag: path for flag, path in places.items() if flag not in chosen}, **found}
+    return [token for item in flags.items() for token in item], note
 
 
 def _apply(config: config_file.ExperimentConfig) -> list[str]:
@@ -199,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     line and status 1. A run that a signal ended after it had written a checkpoint has status 75, to be started again.
     """
     argv = sys.argv[1:] if argv is None else argv
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     is_first = int(os.environ.get("RANK", "0")) == 0
     status, error, failed_at, trace = 1, None, time.time(), ""
     try:
@@ -206,7 +225,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             _help(is_first)
         else:
             tell("stage", stage="importing Megatron")
-            launch = prepare(argv)
+            with settling("checking the settings"):
+                launch = prepare(argv)
             alone = None if _has_group() else settle_one_process(os.environ)
             with contextlib.ExitStack() as held, own_warnings_in_one_line():
                 if is_first:
@@ -218,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     held.enter_context(lock.held(wait_s=files.SECONDS_FOR_A_DEAD_MACHINE))
                 _train()
         status = 0
-    except (UserError, SaveError, OffloadError) as failure:
+    except (UserError, SaveError, OffloadError, RunFailedError) as failure:
         status = 2 if isinstance(failure, UserError) else 1
         error, failed_at = str(failure), time.time()
         _tell(error)
@@ -236,6 +256,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             found = {"status": status, "error": error and error.splitlines()[0], "time": failed_at, "trace": trace}
             Path(folder, f"{os.environ.get('LOCAL_RANK', '0')}.json").write_text(json.dumps(found), "utf-8")
     return status
+
+
+def _end_with(parent: int) -> None:
+    """End this rank if torchrun is killed before the ranks have met: it would wait for the others for many minutes.
+
+    torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at that time.
+    """
+    while not ((torch := sys.modules.get("torch.distributed")) and torch.is_initialized()):
+        if os.getppid() != parent:
+            print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
+            os._exit(exit_codes.FAILURE)
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 
 def settle_one_process(environ: MutableMapping[str, str]) -> str | None:
@@ -283,6 +315,18 @@ def _help(is_first: bool) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def _has_trained() -> bool:
+    """Whether a run that was to train got as far as its first step, or had nothing left to do.
+
+    megatron-core ends with status 0 where it cannot read a checkpoint, and leaves training out where it has no data.
+    """
+    from megatron.training import get_args
+
+    args = get_args()
+    is_done = getattr(args, "iteration", 0) >= (args.train_iters or args.train_samples or 0)
+    return args.skip_train or is_done or bool(getattr(args, "do_train", False) and hasattr(args, "curr_iteration"))
+
+
 def _ended_by_signal() -> bool:
     """Whether a signal reached a rank of a run with --exit-signal-handler."""
     from megatron.training import get_args
@@ -326,10 +370,13 @@ def _train() -> None:
         )
         together = True
         tell("stage", stage="ending the ranks")
-    except SystemExit:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
+    except SystemExit as end:  # so Megatron ends all ranks: after a signal, at a time limit, for a fault that it found
         together = True
-        raise
+        if end.code or _ended_by_signal() or _has_trained():
+            raise
     finally:
         close_runs()
         if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
             torch.distributed.destroy_process_group()
+    if not _has_trained():
+        raise RunFailedError("nothing was trained: Megatron ended before the first step; what it printed says why")

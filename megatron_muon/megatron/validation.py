@@ -146,6 +146,10 @@ def _check_heads(args: argparse.Namespace) -> None:
         raise UserError(
             f"--num-attention-heads {heads} is not a multiple of --num-query-groups {groups}; change one of them"
         )
+    if args.swiglu and args.ffn_hidden_size % 2:
+        raise UserError(
+            f"--ffn-hidden-size {args.ffn_hidden_size} is odd, and --swiglu pairs its columns; take an even one"
+        )
     experts, top_k = args.num_experts, args.moe_router_topk
     if experts and top_k > experts:
         raise UserError(f"--moe-router-topk {top_k} is more than --num-experts {experts}; lower it")

@@ -6,7 +6,7 @@ import re
 import sys
 from importlib import metadata
 
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, install
 
 PYTHON = ((3, 12), (3, 14))
 MEGATRON_CORE = ((0, 19), (0, 20))
@@ -29,9 +29,7 @@ def check_versions(python: tuple[int, int] | None = None, megatron_core: str | N
     try:
         megatron_core = megatron_core or metadata.version("megatron-core")
     except metadata.PackageNotFoundError:
-        raise UserError(
-            f"megatron-core is not installed; type: pip install 'megatron-muon[megatron]' (or '{_RANGE}')"
-        ) from None
+        raise UserError(f"megatron-core is not installed; {install('megatron')} (or pip install '{_RANGE}')") from None
     numbers = re.match(r"(\d+)\.(\d+)", megatron_core)
     if numbers is None or not MEGATRON_CORE[0] <= (int(numbers[1]), int(numbers[2])) < MEGATRON_CORE[1]:
         raise UserError(f"megatron-core {megatron_core} is not supported; type: pip install '{_RANGE}'")

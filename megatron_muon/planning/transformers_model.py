@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Shard
 
 from megatron_muon import shipped
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.errors import UserError
+from megatron_muon.errors import UserError, install
 from megatron_muon.fsdp.cuts import placed_shards
 from megatron_muon.fsdp.selection import select
 from megatron_muon.planning.estimate import Group
@@ -30,7 +30,7 @@ def read_model(path: Path, world_size: int) -> Group:
     try:
         import transformers
     except ImportError as error:
-        raise UserError(f"--hf needs transformers ({error}); pip install 'megatron-muon[hf]'") from None
+        raise UserError(f"--hf needs transformers ({error}); {install('hf')}") from None
     if not path.exists():
         raise UserError(f"--hf {path}: there is no such folder or file; give a model's folder or its config.json")
     try:

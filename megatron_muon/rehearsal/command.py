@@ -7,11 +7,10 @@ training. What does not agree is named with its ranks, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.planning.asked import check_unmet
 from megatron_muon.planning.command import add_node_ranks, duration, hardware_of, settings_of, size
 from megatron_muon.planning.estimate import HARDWARE, Hardware, plan_kind
+from megatron_muon.progress import progress
 from megatron_muon.quiet import quiet_imports
 
 if TYPE_CHECKING:
@@ -36,8 +36,6 @@ _NOT_REHEARSED = {
     "muon_offload_state": "all",
 }
 """What every rank does alike, what needs files, what makes the host wait by intent, what needs a model's buffers."""
-LINES = 10
-"""That say how far a rehearsal is, where the standard error is not a terminal."""
 SHOWN = 8
 """Findings of a check, and reasons of a rank to wait, that are printed."""
 
@@ -105,9 +103,11 @@ def run(args: argparse.Namespace) -> int:
     plans = [plan_kind(group, planned, hardware, args.world_size) for group in groups]
     check_unmet(plans)
     rehearsal = Rehearsal(settings, groups, args.world_size, hardware)
-    with _progress(len(ranks)) as done, warnings.catch_warnings():
+    with progress("rehearsing", "ranks") as show_done, warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of torch, about what it calls by an older name
-        traces = all_ranks.rehearse(rehearsal, ranks, processes=args.processes, done=done)
+        traces = all_ranks.rehearse(
+            rehearsal, ranks, processes=args.processes, done=lambda done: show_done(done, len(ranks))
+        )
     plain = (settings.muon_offload, settings.muon_momentum_dtype) == ("none", "fp32")
     recorded = checks.Recorded(traces, plans, args.world_size, has_memory=plain)
     findings = checks.check(recorded)
@@ -216,30 +216,6 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
             console.print(Text(f"{name}: {number - SHOWN:,} more", style="red"))
     if not found:
         console.print(Text("ranks, layout and plan agree", style="green"))
-
-
-@contextlib.contextmanager
-def _progress(ranks: int) -> Iterator[Callable[[int], None]]:
-    """Shows on the standard error how many ranks are done: a bar on a terminal, else a line for each tenth of them."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        said = 0
-
-        def say(done: int) -> None:
-            nonlocal said
-            if done * LINES // ranks > said:
-                said = done * LINES // ranks
-                console.print(f"{done:,} of {ranks:,} ranks rehearsed")
-
-        console.print(f"rehearsing {ranks:,} rank{'s' * (ranks != 1)}")
-        yield say
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("ranks", total=ranks)
-        yield lambda done: progress.update(task, completed=done)
 
 
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (

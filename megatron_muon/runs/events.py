@@ -15,9 +15,7 @@ from typing import NamedTuple
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS_PREFIX, LOSS
-
-EVENT_FILES = "events.out.tfevents.*"
-"""The files of a TensorBoard folder."""
+from megatron_muon.megatron.places import EVENT_FILES
 
 WARMUP_STEPS = 10
 """Speed is measured after these: the first steps pay for caches and allocations."""

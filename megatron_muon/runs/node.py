@@ -26,6 +26,7 @@ import psutil
 from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
+from megatron_muon.megatron import OWNS_PLACES
 from megatron_muon.megatron.flags import config_file
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"node: error: {error}", file=sys.stderr, flush=True)
         return 2
     settle(args, os.environ)
+    os.environ[OWNS_PLACES] = "1"  # a start that was cut off before its first checkpoint is put back into the queue
     try:
         run(args)
     except ChildFailedError as error:

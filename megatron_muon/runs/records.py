@@ -19,8 +19,9 @@ from typing import Any
 
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, LOSS
+from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
 from megatron_muon.runs import run_folder
-from megatron_muon.runs.events import EVENT_FILES, Point, RunEvents, after_warmup, read_events, validations
+from megatron_muon.runs.events import Point, RunEvents, after_warmup, read_events, validations
 
 PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
 """Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
@@ -204,7 +205,7 @@ class Record:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
-    return (folder / run_folder.RUN).is_file() or any((folder / run_folder.TENSORBOARD).glob(EVENT_FILES))
+    return (folder / run_folder.RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
 
 
 def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:

@@ -17,15 +17,16 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_muon.errors import RunFailedError, UserError, missing_extra
-from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags
+from megatron_muon.errors import RunFailedError, UserError, missing_extra, settling
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags, pairs
+from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RUN, RunFolder, beside, locate, read_json
 from megatron_muon.runs import traces
 from megatron_muon.runs.processes import THIS_MACHINE, Nodes, python_path
-from megatron_muon.runs.run_folder import PLACES, RUN, RunFolder, config_hash, locate, moved, read_json
+from megatron_muon.runs.run_folder import config_hash, moved
 from megatron_muon.suggest import did_you_mean, plain
 
 FROM_SET, FROM_LINE, FROM_FOLDER, FILLED_IN = "--set", "command line", "run folder", "filled in"
@@ -40,6 +41,10 @@ _SETTINGS = (
 )
 """Megatron's arguments in `Resolved.settings` and run.json."""
 
+_NEVER = "1000000000"
+"""A --save-interval that no training reaches; it still saves at its end."""
+
+_CHECKING = "checking the settings"
 _NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Makes torch look for GPUs without CUDA, which a process that forks must not have touched."""
 
@@ -56,6 +61,8 @@ class Request:
         out: the run's folder, where it is given; else what the flags say, or `default_out`.
         keeps_places: whether `config` is that of the run in `out` itself, whose --save and --tensorboard-dir hold.
         writes: whether data and folders may be made.
+        saves: whether settings without a --save get one, with a checkpoint at the end, and whether a signal that ends
+            the training has it save first; settings that take --save away (`save=null`) get neither.
         grace_s: how long ranks may take to finish their step and save, once they have been asked to end.
         profile: whether to record some steps, or the first of them and the one after the last.
         command: what the user typed.
@@ -70,6 +77,7 @@ class Request:
     default_out: str = "runs/run"
     keeps_places: bool = False
     writes: bool = True
+    saves: bool = False
     resume: bool = False
     overwrite: bool = False
     grace_s: int = 600
@@ -149,12 +157,13 @@ def answer() -> None:
     """The process that settles: reads requests from the file `sys.argv[1]` and writes the answers to `sys.argv[2]`."""
     asked, answers = map(Path, sys.argv[1:])
     requests = pickle.loads(asked.read_bytes())
+    answered: list[Resolved | UserError]
     try:
-        _import_once()
-        answered = [_answer_in_fork(request) for request in requests]
-    except ModuleNotFoundError as error:
-        if not (reason := missing_extra(error)):
-            raise
+        with settling(_CHECKING):
+            _import_once()
+            answered = [_answer_in_fork(request) for request in requests]
+    except (UserError, ModuleNotFoundError) as error:
+        reason = missing_extra(error) if isinstance(error, ModuleNotFoundError) else str(error)
         answered = [UserError(reason)] * len(requests)
     answers.write_bytes(pickle.dumps(answered))
 
@@ -181,7 +190,8 @@ def _answer_in_fork(request: Request) -> Resolved | UserError:
 
 def _settle_in_fork(request: Request) -> Resolved:
     os.environ.pop(_NVML_CHECK, None)  # NVML counts a GPU that its driver cannot use, and this fork may ask CUDA
-    return settle(request)
+    with settling(_CHECKING):
+        return settle(request)
 
 
 def settle(request: Request) -> Resolved:
@@ -214,11 +224,8 @@ def settle(request: Request) -> Resolved:
         return amended.argv
 
     settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
-    if request.writes and settled.device == "cuda" and ranks > gpus:  # a dry run or submit is for another machine
-        raise UserError(
-            f"{ranks} processes on this machine need as many GPUs, and it has {gpus}; give --nproc {gpus}, "
-            "or --device cpu"
-        )
+    if request.writes and settled.device == "cuda":  # a dry run or submit is for another machine
+        check_gpus(ranks, gpus)
     config, actions = settled.config, settled.parser._option_string_actions
     assert config is not None
     chosen = pairs(settled.argv[len(settled.defaults) :], actions)
@@ -241,6 +248,16 @@ def settle(request: Request) -> Resolved:
         settings={name: getattr(settled.args, name, None) for name in _SETTINGS},
         files=tuple(map(str, config.files)),
     )
+
+
+def check_gpus(ranks: int, gpus: int, *, jobs: int = 1) -> None:
+    """Raises a UserError for more processes, of all `jobs` at once, than this machine has GPUs."""
+    if jobs * ranks > gpus:
+        fewer = f" or --jobs {max(1, gpus // ranks)}" if jobs > 1 else ""
+        raise UserError(
+            f"{jobs * ranks} processes at once on this machine need as many GPUs, and it has {gpus}; give "
+            f"--nproc {max(1, gpus // jobs)}{fewer}, or --device cpu"
+        )
 
 
 @dataclass(frozen=True)
@@ -279,11 +296,33 @@ def _amend(
             notes = [f"this run was started in {run['folder']}; it goes on with what is in {root}"] if rebased else []
         chosen = {**values, **rebased, **chosen}
     folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
+    if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):
+        folder, moves, note = beside(folder, values)
+        flags |= moves
+        notes += [note] if note else []
     flags |= rebased
+    said = {plain(name) for name in (*chosen, *(key for key, _ in sets))}
+    if request.saves and (folder.checkpoints is not None or "save" not in said):
+        saving = _saving(folder, {**values, **chosen}, said)
+        folder = replace(folder, checkpoints=Path(saving.get("--save", folder.checkpoints or "")))
+        flags |= saving
     profiled = traces.flags(request, folder, ranks, {**values, **chosen, **flags}, typed_flags)
     sources = {**dict.fromkeys(given_flags(profiled), FROM_LINE), **dict.fromkeys(given_flags(from_sets), FROM_SET)}
     sources |= dict.fromkeys(given_flags(typed), FROM_LINE) | dict.fromkeys(flags, FROM_FOLDER)
-    return _Amended([*profiled, *line, *(token for item in flags.items() for token in item)], sources, folder, notes)
+    added = [token for flag, value in flags.items() for token in ((flag, value) if value else (flag,))]
+    return _Amended([*profiled, *line, *added], sources, folder, notes)
+
+
+def _saving(folder: RunFolder, values: Mapping[str, str], said: Collection[str]) -> dict[str, str]:
+    """Flags by which a run saves at its end and when a signal ends it; `said` are names in --set and on the line."""
+    flags = {}
+    if folder.checkpoints is None:
+        flags["--save"] = str(folder.root / CHECKPOINTS)
+        if "--save-interval" not in values:  # at the end alone
+            flags["--save-interval"] = values.get("--train-iters", _NEVER)
+    if "--exit-signal-handler" not in values and "exit-signal-handler" not in said:
+        flags["--exit-signal-handler"] = ""
+    return flags
 
 
 def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
@@ -325,15 +364,3 @@ def set_flag(key: str, value: str, actions: Mapping[str, argparse.Action], in_fi
     if action.nargs in ("*", "+") or isinstance(action.nargs, int):
         return [flag, *value.split()]
     return [f"{flag}={value}"] if value.startswith("-") else [flag, value]
-
-
-def pairs(argv: Sequence[str], actions: Mapping[str, argparse.Action]) -> list[tuple[str, tuple[str, ...]]]:
-    """The flags of a command line with their values; a value may begin with dashes if no flag is named so."""
-    found: list[tuple[str, list[str]]] = []
-    for token in argv:
-        flag, equals, value = token.partition("=")
-        if flag in actions and token.startswith("--"):
-            found.append((flag, [value] if equals else []))
-        elif found:
-            found[-1][1].append(token)
-    return [(flag, tuple(values)) for flag, values in found]

@@ -17,14 +17,12 @@ docs/experiments.md lists the fields of run.json and summary.json.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,75 +31,19 @@ import msgspec
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
-from megatron_muon.megatron import FACTS, LOSS, WANDB_RUN
+from megatron_muon.megatron import FACTS, WANDB_RUN
 from megatron_muon.megatron.flags.monitoring import TRACE, TRACES
-from megatron_muon.runs.events import EVENT_FILES
+from megatron_muon.megatron.places import CHECKPOINTS, EVENT_FILES, PLACES, TENSORBOARD, foreign_file, held_by
+from megatron_muon.megatron.places import CONFIG as CONFIG
+from megatron_muon.megatron.places import LOG as LOG
+from megatron_muon.megatron.places import RUN as RUN
+from megatron_muon.megatron.places import SUMMARY as SUMMARY
+from megatron_muon.megatron.places import RunFolder as RunFolder
+from megatron_muon.megatron.places import read_json as read_json
 
-CONFIG, RUN, LOG, SUMMARY = "config.yaml", "run.json", "train.log", "summary.json"
-TENSORBOARD, CHECKPOINTS, WANDB = "tensorboard", "checkpoints", "wandb"
-
-PLACES = ("--tensorboard-dir", "--save", "--load")
-"""Flags that say where things lie, not what is trained."""
+WANDB = "wandb"
 
 _PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
-
-
-@dataclass(frozen=True)
-class RunFolder:
-    """Where the files of a run lie; `checkpoints` is None where it saves nothing."""
-
-    root: Path
-    tensorboard: Path
-    checkpoints: Path | None
-
-    @property
-    def checkpoint(self) -> Path | None:
-        """The latest checkpoint that Megatron's tracker file names."""
-        if self.checkpoints is None:
-            return None
-        with contextlib.suppress(UserError):  # a run tells so when it loads
-            if (latest := files.latest(self.checkpoints)) is not None:
-                return files.iteration_folder(self.checkpoints, latest)
-        return None
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether a training has logged a step in the TensorBoard folder: its events begin with the arguments alone."""
-        tag = LOSS.encode()
-        return any(tag in file.read_bytes() for file in self.tensorboard.glob(EVENT_FILES))
-
-
-def locate(
-    values: Mapping[str, str], chosen: Mapping[str, str], *, out: str | None, default: str
-) -> tuple[RunFolder, dict[str, str]]:
-    """Where a run's files go.
-
-    With `out` everything goes there that the command line (`chosen`) does not place: a --save or --tensorboard-dir of
-    the experiment file (`values`), too. Without, the flags decide: the folder is the parent of a --tensorboard-dir
-    named tensorboard, or of a --save named checkpoints, or else `default`.
-
-    Returns:
-        The folder, and the flags that have to be added.
-    """
-    flags = {}
-    tensorboard, save = ({**values, **chosen}.get(flag) for flag in ("--tensorboard-dir", "--save"))
-    if out is not None:
-        root = Path(out)
-        if "--tensorboard-dir" not in chosen:
-            tensorboard = None
-        if "--save" in values and "--save" not in chosen:
-            save = flags["--save"] = str(root / CHECKPOINTS)
-            if values.get("--load") == values["--save"] and "--load" not in chosen:
-                flags["--load"] = save
-    elif tensorboard and Path(tensorboard).name == TENSORBOARD:
-        root = Path(tensorboard).parent
-    elif save and Path(save).name == CHECKPOINTS:
-        root = Path(save).parent
-    else:
-        root = Path(default)
-    if not tensorboard:
-        tensorboard = flags["--tensorboard-dir"] = str(root / TENSORBOARD)
-    return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
 
 
 def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
@@ -130,14 +72,6 @@ def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
 def name_of(config: Path) -> str:
     """A run's name after its experiment file; Megatron-LM's are all called model_config.yaml, so after their folder."""
     return config.resolve().parent.name if config.stem in ("model_config", "config") else config.stem
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file of a run; empty where it is not there or not whole."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-    except (OSError, ValueError, RecursionError):
-        return {}
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
@@ -169,28 +103,19 @@ def refuse_living(folder: RunFolder) -> None:
 
 
 def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
-    """Raises a UserError where another run's results lie, unless told to go on or to start anew.
+    """Raises a UserError where another run's results lie, unless told to go on or to start anew, or a user's files.
 
     What a start left that made no training step and no checkpoint may be overwritten.
     """
+    if file := foreign_file(folder.root):
+        raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
     if resume or overwrite:
         return
-    summary = read_json(folder.root / SUMMARY)
-    if not (summary.get("iterations") or folder.checkpoint or folder.has_steps):
-        return
-    place = folder.root
-    if summary:
-        done, asked = summary.get("iterations") or 0, summary.get("train_iters")
-        what = f"a run that {summary.get('outcome', 'ended')} after {done} of {asked} iterations"
-    elif (folder.root / RUN).exists():
-        what = "a run that was cut off"
-    else:
-        place = folder.tensorboard if folder.has_steps else folder.checkpoints or folder.root
-        what = "a run's events or checkpoints"
-    raise UserError(
-        f"{place} holds {what}; go on with it with --resume, start it anew with --overwrite (deletes it), or "
-        "give another folder with --out DIR"
-    )
+    if what := held_by(folder):
+        raise UserError(
+            f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
+            "--overwrite, which deletes it"
+        )
 
 
 def traces_of(folder: RunFolder) -> list[Path]:
@@ -226,8 +151,8 @@ def clear(folder: RunFolder) -> None:
     for file in traces_of(folder):
         file.unlink()
     shutil.rmtree(folder.root / WANDB, ignore_errors=True)
-    if folder.checkpoints is not None and folder.checkpoints.exists():
-        shutil.rmtree(folder.checkpoints)
+    if folder.checkpoints is not None:
+        files.delete_all(folder.checkpoints)
 
 
 def config_text(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str], *, heading: str) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,12 @@ def show(record: Record) -> None:
     console.print(Text(f"Run {record.folder}", style="bold"), soft_wrap=True)
     console.print(table)
     console.print(Text("\nWhat to try next", style="bold"))
-    for purpose, command in next_commands(record):
+    commands = next_commands(record)
+    if shutil.which("megatron-muon") is None and sys.prefix != sys.base_prefix:  # called by its path
+        activate = Path(sys.prefix, "bin", "activate")
+        here = activate.relative_to(Path.cwd()) if activate.is_relative_to(Path.cwd()) else activate
+        commands = (("first, in this shell", shlex.join(["source", str(here)])), *commands)
+    for purpose, command in commands:
         console.print(Text(f"  {purpose}"))
         for line in command_lines(command, indent=4):
             console.print(Text(line, style="cyan"), soft_wrap=True)
@@ -93,7 +100,7 @@ def rows(record: Record) -> list[tuple[str, str]]:
     for name, value in record.validation_by_set.items():
         lines.append((validation_label(name), f"{value:.3f} at iteration {record.validation[-1].step:,}"))
     if not record.validation:
-        lines.append(("validation loss", "none; --eval-iters and --eval-interval turn it on"))
+        lines.append(("validation loss", f"none; {_why_no_validation(record)}"))
     speed, early = "not in the log", ", slow first steps included" if record.iterations <= WARMUP_STEPS else ""
     if record.tokens_per_second is not None and record.step_ms is not None:
         speed = f"{record.tokens_per_second:,.0f} tokens/s, {record.step_ms:,.0f} ms per step{early}"
@@ -105,6 +112,13 @@ def rows(record: Record) -> list[tuple[str, str]]:
     )
     lines.append(("checkpoint", str(record.places.checkpoint or "none saved")))
     return lines
+
+
+def _why_no_validation(record: Record) -> str:
+    evaluates, every = (record.whole_number(name) or 0 for name in ("eval_iters", "eval_interval"))
+    if evaluates and record.iterations < every:
+        return f"the run ended at iteration {record.iterations:,}, before the first at {every:,}"
+    return "--eval-iters and --eval-interval turn it on"
 
 
 def next_commands(record: Record) -> tuple[tuple[str, str], ...]:

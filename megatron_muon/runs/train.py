@@ -23,8 +23,9 @@ from typing import Any, Protocol
 from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import STATUS_FOLDER, TOLD
+from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER, TOLD
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG
+from megatron_muon.megatron.places import locate
 from megatron_muon.provenance import origin
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.node import FIRST_START_ONLY, names_own_step
@@ -142,7 +143,7 @@ def prepare(request: Request, resolved: Resolved | UserError | None = None) -> E
     """
     nodes = request.nodes
     if request.out is not None and nodes.rank == 0:  # with --out the flags do not matter: refused before the slow part
-        _refuse_taken(run_folder.locate({}, {}, out=request.out, default="")[0], request)
+        _refuse_taken(locate({}, {}, out=request.out, default="")[0], request)
     if resolved is None:
         (resolved,) = resolve_each([request])
     if isinstance(resolved, UserError):
@@ -243,6 +244,7 @@ def _launch(
                 **environment(resolved.ranks, nodes=experiment.request.nodes.count, settings=resolved.env),
                 **(env or {}),
                 STATUS_FOLDER: ends,
+                OWNS_PLACES: "1",
                 "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(experiment.request.grace_s),  # seconds to save, else 30
             },
             on_line=listener.line,

@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_muon.command_parser import CommandParser, positive
-from megatron_muon.errors import UserError
+from megatron_muon.command_parser import CommandParser, positive, processes
+from megatron_muon.errors import UserError, settling
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import THIS_MACHINE, Nodes, sigterm_unwinds
 
@@ -52,7 +52,7 @@ def configure(parser: CommandParser) -> None:
         "(repeatable)")  # fmt: skip
     parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --: --lr 0.001 --train-iters 50")
     where = parser.add_argument_group("where")
-    where.add_argument("--nproc", type=positive, metavar="N",
+    where.add_argument("--nproc", type=processes, metavar="N",
         help="processes on this machine (its GPUs, or 1 where there are none)")  # fmt: skip
     where.add_argument("--nnodes", type=positive, default=1, metavar="N", help="machines (1)")
     where.add_argument("--node-rank", type=int, metavar="R", help="number of this machine, from 0")
@@ -61,10 +61,15 @@ def configure(parser: CommandParser) -> None:
     folder = parser.add_argument_group("the run's folder")
     folder.add_argument("--out", type=Path, metavar="DIR",
         help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
-        "else runs/NAME-TIME")  # fmt: skip
+        "else runs/NAME-TIME; where the file's own place holds a run, the next free one beside it")  # fmt: skip
     folder.add_argument("--resume", action="store_true",
         help="go on from the run's own checkpoint, where there is one; "
         "may be given from the first start on")  # fmt: skip
+    folder.add_argument(
+        "--no-save",
+        action="store_true",
+        help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM ends it",
+    )
     folder.add_argument("--overwrite", action="store_true", help="delete the run in that folder and start over")
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
@@ -89,14 +94,15 @@ def run(args: argparse.Namespace) -> int:
 
     if args.quiet and args.verbose:
         raise UserError("--quiet shows less and --verbose shows more; give one of them")
-    request = request_of(args)
+    with settling("reading the command line"):
+        request = request_of(args)
     elsewhere = request.nodes.rank > 0  # the first machine shows the training
     watcher = Watcher(verbose=args.verbose, quiet=args.quiet or (elsewhere and not args.verbose))
     with watcher.screen:
         watcher.enter(f"checking the settings of {request.config}")
         from megatron_muon.runs.train import execute, prepare
 
-        with sigterm_unwinds():
+        with sigterm_unwinds(), settling("checking the settings"):
             experiment = prepare(request)
         watcher.head(experiment, settings=args.verbose or args.dry_run)
         if args.dry_run:
@@ -113,12 +119,15 @@ def request_of(args: argparse.Namespace) -> Request:
     Raises:
         UserError: arguments that do not go together.
     """
+    from megatron_muon.megatron.flags.config_file import given_flags
     from megatron_muon.runs.resolve import Request
 
     if args.profile_steps and not args.profile:
         raise UserError("--profile-steps says which steps --profile records; add --profile")
     if args.resume and args.overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
+    if args.no_save and "--save" in given_flags(args.flags):
+        raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
     config = args.config
     if config is None:
         if not (args.resume and args.out):
@@ -130,14 +139,15 @@ def request_of(args: argparse.Namespace) -> Request:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
     return Request(
         config=str(config),
-        sets=tuple(assignment(text) for text in args.sets),
+        sets=(*(assignment(text) for text in args.sets), *((("save", "null"),) if args.no_save else ())),
         flags=tuple(args.flags),
         ranks=ranks,
         nodes=_nodes(args),
-        out=str(args.out) if args.out else None,
+        out=str(args.out.absolute() if str(args.out).startswith("-") else args.out) if args.out else None,
         keeps_places=args.config is None,
         default_out=f"runs/{run_folder.name_of(config)}-{stamp}",
         writes=not args.dry_run,
+        saves=True,
         resume=args.resume,
         overwrite=args.overwrite,
         grace_s=args.grace,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_muon.command_parser import CommandParser, positive
+from megatron_muon.command_parser import CommandParser, positive, processes
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import sigterm_unwinds
@@ -77,7 +77,7 @@ def configure(parser: CommandParser) -> None:
     where.add_argument("--out", type=Path, metavar="DIR", help="the sweep's folder (runs/NAME-sweep)")
     where.add_argument("--overwrite", action="store_true",
         help="delete runs that were trained with other settings, and train them anew")  # fmt: skip
-    where.add_argument("--nproc", type=positive, metavar="N", help="processes of each run (GPUs, or 1 without)")
+    where.add_argument("--nproc", type=processes, metavar="N", help="processes of each run (GPUs, or 1 without)")
     where.add_argument("--jobs", type=positive, default=1, metavar="N",
         help="runs at once on this machine, which share its cores and GPUs evenly (1)")  # fmt: skip
     how = parser.add_argument_group("how")
@@ -92,7 +92,7 @@ def configure(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the sweep, or shows what it would run."""
-    from megatron_muon.runs.resolve import Request
+    from megatron_muon.runs.resolve import Request, check_gpus
     from megatron_muon.sweep import trials
 
     points = parse_grids(args.grid)
@@ -111,13 +111,14 @@ def run(args: argparse.Namespace) -> int:
     )
     with sigterm_unwinds(), told_that(f"checking the settings of {len(tasks)} runs"):
         plans = trials.settle(tasks, every)
-    trials.check_devices(plans, args.jobs)
     if args.list_flags:
         print("\n".join(shlex.join(plan.flags()) for plan in plans))
         return 0
     if args.dry_run:
         _show_plans(plans)
         return 0
+    if plans[0].resolved.device == "cuda":
+        check_gpus(plans[0].resolved.ranks, plans[0].resolved.gpus, jobs=args.jobs)
     with trials.only_one(out):
         plans = [replace(plan) for plan in plans]  # the states that their folders have now
         if not args.overwrite:
@@ -139,7 +140,7 @@ def _run(args: argparse.Namespace, points: Sequence[Point], plans: Sequence[Plan
     done = len(plans) - len(to_do)
     print(f"{len(plans)} runs in {out}: {done} done before, {len(to_do)} to do", flush=True)
     failed: dict[Task, str] = {}
-    display = Display(len(plans), done)
+    display = Display(len(plans), done, args.jobs)
     with display.screen:
         sweep = Sweep(to_do, args.jobs, display)
 

@@ -26,6 +26,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.locks import Lock
 from megatron_muon.megatron import FIRST_STEP
 from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
+from megatron_muon.megatron.places import PLACES
 from megatron_muon.provenance import cores
 from megatron_muon.runs import processes, run_folder, wording
 from megatron_muon.runs.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
@@ -77,7 +78,7 @@ class Plan:
             return ["its config.yaml cannot be read"]
         old: dict[str, Any] = {**before.env, **dict(before.flags)}
         new: dict[str, Any] = {**self.resolved.env, **dict(self.resolved.flag_values)}
-        names = [name for name in {**old, **new} if name not in run_folder.PLACES and old.get(name) != new.get(name)]
+        names = [name for name in {**old, **new} if name not in PLACES and old.get(name) != new.get(name)]
         return [f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names]
 
     def flags(self) -> list[str]:
@@ -117,27 +118,21 @@ def refuse_changed(plans: Sequence[Plan]) -> None:
         )
 
 
-def check_devices(plans: Sequence[Plan], jobs: int) -> None:
-    """Raises a UserError for more runs at once than there are GPUs for."""
-    ranks, gpus = plans[0].resolved.ranks, plans[0].resolved.gpus
-    if plans[0].resolved.device == "cuda" and jobs * ranks > gpus:
-        raise UserError(
-            f"--jobs {jobs} with {ranks} processes each needs {jobs * ranks} GPUs and there are {gpus}; "
-            f"give --nproc {max(1, gpus // jobs)} or --jobs {max(1, gpus // ranks)}"
-        )
-
-
 def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
     """Keeps a second sweep away from the folder: that one gets a UserError."""
     return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
 
 
 class Display:
-    """Shows `total` runs, of which `done` are finished: a live line of each on a terminal; all threads call it."""
+    """Shows `total` runs, of which `done` are finished: a live line of each on a terminal; all threads call it.
 
-    def __init__(self, total: int, done: int) -> None:
+    When the first of them knows its speed, a line says how long all take, `jobs` at once.
+    """
+
+    def __init__(self, total: int, done: int, jobs: int = 1) -> None:
         self.screen = Screen(self._lines)
         self._total, self._done, self._start = total, done, time.monotonic()
+        self._rounds: int | None = -(-(total - done) // jobs)
         self._under_way: dict[Plan, Status] = {}
         self._printed: dict[Plan, float] = {}
 
@@ -151,6 +146,9 @@ class Display:
     def event(self, plan: Plan, event: Mapping[str, Any]) -> None:
         """An event of a run, see `megatron.TOLD`."""
         self._under_way[plan].take(event)
+        if (left := event.get("seconds_left")) is not None and self._rounds is not None:
+            seconds, self._rounds = self._rounds * (time.monotonic() - self._start + left), None
+            self.screen.print(f"about {wording.clock(seconds)} for all, by the speed of the first run")
         since = time.monotonic() - self._printed[plan]
         if not self.screen.live and event["event"] == "step" and since >= _LINE_EVERY_S:
             self._printed[plan] = time.monotonic()

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("muon_fsdp2") is None,
-        reason="muon-fsdp2 is not installed: pip install 'megatron-muon[bench]'",
+        reason="muon-fsdp2 is not installed: pip install '.[bench]'",
     ),
 ]
 

@@ -13,7 +13,7 @@ pytestmark = [
     pytest.mark.timeout(300),
     pytest.mark.skipif(
         importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed: pip install 'megatron-muon[bench]'",
+        reason="deepspeed is not installed: pip install '.[bench]'",
     ),
 ]
 

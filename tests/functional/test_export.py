@@ -253,6 +253,8 @@ def test_text_is_written_and_evaluated(
     """From a checkpoint and from its export alike; the loss is that of Megatron's logits."""
     checkpoint = trained("mixtral", "EP 2")
     command("export", "--checkpoint", checkpoint, "--to", "hf", tmp_path / "hf")
+    text = tmp_path / "text.txt"
+    text.write_text("One line of text, é, which data prepare does not cut.\n", "utf-8")
     said, found = [], []
     for place in (checkpoint, tmp_path / "hf"):
         capsys.readouterr()
@@ -261,6 +263,14 @@ def test_text_is_written_and_evaluated(
         file = tmp_path / "eval.json"
         command("eval", "--checkpoint", place, "--data", train.folder / "tiny", "--sequence-length", 32, "--json", file)
         found.append(json.loads(file.read_text()))
+    command("data", "prepare", "--input", text, "--output", tmp_path / "text")
+    given = [("--data", tmp_path / "text"), ("--text", text)]
+    figures = []
+    for words in given:
+        command("eval", "--checkpoint", tmp_path / "hf", *words, "--sequence-length", 32, "--json", file)
+        figures.append({**json.loads(file.read_text()), "data": None})
+    assert figures[0] == figures[1]
+    assert "evaluating ..." in capsys.readouterr().err
     capsys.readouterr()
     command("generate", "--checkpoint", tmp_path / "hf", "--prompt", "the", "--temperature", 0, "--untrained")
     before, _, after = capsys.readouterr().out.partition("after training:")

@@ -119,7 +119,9 @@ def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
 
 def test_ctrl_c_is_answered_and_the_end_told(tmp_path, corpus):
     write_run(tmp_path, corpus)
-    with Running(tmp_path, "train", "--config", "tiny.yaml", "--out", "x", "--train-iters", "100000") as running:
+    with Running(
+        tmp_path, "train", "--config", "tiny.yaml", "--out", "x", "--train-iters", "100000", "--no-save"
+    ) as running:
         running.wait_for(lambda: "step      3/100000" in running.output)
         assert running.end(signal.SIGINT) == exit_codes.INTERRUPTED, running.output[-4000:]
     after = running.output.partition("SIGINT: asking the ranks to end; a second signal kills them\n")[2]

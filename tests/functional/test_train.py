@@ -112,6 +112,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     line = ("--config", "tiny.yaml", "--set", "muon_lr=0.02", "--set", "weight-decay=null", "--out", "runs/one")
     run = train(tmp_path, *line, "--", "--eval-iters", "1").checked()
     assert len(run.losses) == 6
+    assert (tmp_path / "runs/one/checkpoints/iter_0000006").is_dir()
     assert re.search(r"--muon-lr +0\.02 +--set$", run.output, re.MULTILINE)
     assert re.search(r"--train-iters +6 +tiny\.yaml$", run.output, re.MULTILINE)
     assert re.search(r"--seq-length +32 +base\.yaml$", run.output, re.MULTILINE)
@@ -119,7 +120,7 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     assert re.search(r"--transformer-impl +local +filled in$", run.output, re.MULTILINE)
 
     folder = tmp_path / "runs/one"
-    names = {"config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
+    names = {"checkpoints", "config.yaml", "run.json", "summary.json", "tensorboard", "train.log"}
     assert {path.name for path in folder.iterdir()} == names
     summary, record = (json.loads((folder / name).read_text()) for name in ("summary.json", "run.json"))
     assert (summary["outcome"], summary["status"], summary["diverged"]) == ("finished", 0, False)
@@ -138,6 +139,8 @@ def test_from_a_file_to_a_summary(tmp_path, corpus, monkeypatch):
     assert resolved["--muon-lr"] == ("0.02",)
     assert resolved["--tensorboard-dir"] == ("runs/one/tensorboard",)
     assert "--weight-decay" not in resolved
+    shown = train(tmp_path, *line[:-1], "runs/two", "--no-save", "--dry-run").checked().output
+    assert not re.search(r"--save|--exit-signal-handler", shown)
     again = train(tmp_path, *line)
     assert again.returncode == 2
     (error,) = (line for line in again.output.splitlines() if "error" in line)
@@ -213,9 +216,11 @@ def test_a_file_of_megatron_lms_tests_as_it_is(tmp_path, capfd, monkeypatch):
 
 
 def test_a_run_is_ended_and_resumed_without_a_step_lost(tmp_path, corpus):
-    """SIGTERM: a checkpoint and 75. The resumed run goes on from there; Ctrl-C: a checkpoint and 130."""
-    flags = ("--global-batch-size", "4", "--train-iters", MANY, "--exit-signal-handler")
-    flags = (*flags, "--save", "x/checkpoints", "--save-interval", MANY)
+    """SIGTERM: a checkpoint and 75. The resumed run goes on from there; Ctrl-C: a checkpoint and 130.
+
+    No flag asks for checkpoints: a training lost all of its work at its end, or by Ctrl-C, without a word.
+    """
+    flags = ("--global-batch-size", "4", "--train-iters", MANY, "--tensorboard-dir", "x/tensorboard")
     write_config(tmp_path / "long.yaml", *cli.TINY, *corpus, *cli.MUON, *flags)
     summary = tmp_path / "x" / "summary.json"
     with Running(tmp_path, "train", "--config", "long.yaml", "--resume", "--verbose") as running:

@@ -158,6 +158,20 @@ if importlib.util.find_spec("transformer_engine") is None:
         ("--transformer-impl transformer_engine", "not installed", "pip install", "--transformer-impl local"),
     )
 
+# Story: each was a traceback, or a training that never ended well.
+CASES |= {
+    "a name of 300 letters": (
+        (*RUN, "--save", "x" * 300, "--save-interval", "1"),
+        {},
+        ("File name too long", "traceback is in"),
+    ),
+    "a file that links to itself": (("--config", "loop.yaml"), {}, ("Symlink loop", "loop.yaml", "traceback is in")),
+    "no interval of validation": ((*RUN, "--eval-interval", "0"), {}, ("--eval-interval 0", "--eval-iters 0")),
+    "no interval of the log": ((*RUN, "--log-interval", "0"), {}, ("--log-interval 0", "at least 1")),
+    "a seed below 1": ((*RUN, "--seed", "-1"), {}, ("--seed -1", "at least 1")),
+    "odd SwiGLU": ((*RUN, "--swiglu", "--ffn-hidden-size", "33"), {}, ("--ffn-hidden-size 33", "even")),
+}
+
 # Refusals of megatron-core itself; tests/unit/test_validation.py has more of them.
 CASES["checkpoint format"] = ((*RUN, "--ckpt-format", "torch_dist"), {}, ("megatron-core refuses", "fsdp_dtensor"))
 CASES["heads"] = ((*RUN, "--hidden-size", "33"), {}, ("refuses", "--hidden-size 33, --num-attention-heads 2"))
@@ -176,6 +190,7 @@ def in_one_process(directory: Path, cases: dict[str, Any]) -> dict[str, tuple[in
     for name, text in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
+    (directory / "loop.yaml").symlink_to("loop.yaml")
     (directory / "one.txt").write_text("a text file is one document\n")
     prepare([directory / "one.txt"], directory / "one")
     given, got = directory / "cases.json", directory / "results.json"

@@ -232,7 +232,7 @@ def test_flags_are_refused_where_they_do_not_work(parser, argv, about, refused):
 @pytest.mark.parametrize(
     ("is_installed", "device", "refused"),
     [
-        (False, "cuda", r"not installed; type pip install 'megatron-muon\[te\]'"),
+        (False, "cuda", r"not installed; type pip install '\.\[te\]'"),
         (True, "cuda", None),
         (True, "cpu", "needs a GPU"),
     ],

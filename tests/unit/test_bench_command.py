@@ -106,9 +106,7 @@ def test_usage_errors(argv, said, capsys):
 @pytest.mark.parametrize("peer", bench_command.PEERS)
 def test_missing_peer_says_what_to_type(peer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(
-        UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install 'megatron-muon\[bench\]'"
-    ):
+    with pytest.raises(UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install '\.\[bench\]'"):
         bench_command.step_spec(parsed(*STEP, "--peers", peer))
 
 

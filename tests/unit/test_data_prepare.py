@@ -13,8 +13,9 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.data import Settings, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
-from megatron_muon.data.sources import find_sources
+from megatron_muon.data.sources import cut, find_sources
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags import path_checks
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +157,33 @@ def test_text_that_holds_ids_goes_through_megatrons_null_tokenizer(tmp_path):
         prepare([tmp_path / "ids.txt"], tmp_path / "words", Settings(tokenizer=spec))
 
 
+@pytest.mark.parametrize("border", ["\n\n", "\r\n \r\n", "\n"], ids=["paragraphs", "CRLF", "lines alone"])
+def test_one_text_is_cut_so_that_a_split_leaves_documents_for_validation(tmp_path, border, capsys):
+    """`data prepare --input book.txt`, then `train`: refused, no document for validation."""
+    book = "".join(f"Paragraph {number}, a line\nand another.{border}" for number in range(1000))
+    (tmp_path / "book.txt").write_text(book, "utf-8", newline="")
+    argv = ["data", "prepare", "--input", str(tmp_path / "book.txt"), "--output", str(tmp_path / "out")]
+    assert cli.main(argv) == 0
+    assert "one text alone: cut at paragraphs into 100 documents" in capsys.readouterr().out
+    pieces = texts(tmp_path / "out")
+    assert "".join(pieces) == book
+    assert all(len(piece) < 2 * len(book) / 100 and piece.endswith(border) for piece in pieces)
+    path_checks._check_split(str(tmp_path / "out"), "98,2,0")
+    assert cli.main(argv) == 0
+    assert "up to date" in capsys.readouterr().out
+    manifest = tmp_path / "out.prepared.json"  # written when a text alone stayed whole
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"is_cut": None, "documents": 1}))
+    assert cli.main(argv) == 2
+    assert "add --overwrite" in capsys.readouterr().err
+    (tmp_path / "letter.txt").write_text("Another document.")  # negative control: documents are not cut otherwise
+    assert len(texts(prepare(list(tmp_path.glob("*.txt")), tmp_path / "two").prefix)) == 2
+
+
+def test_a_short_text_of_few_paragraphs_is_cut_at_lines_and_one_line_stays_whole():
+    assert cut("one line") == ["one line"]
+    assert cut("one\ntwo\n\n  three\n") == ["one\n", "two\n\n", "  three\n"]
+
+
 # Doing it again
 
 
@@ -177,6 +205,42 @@ def test_other_input_or_options_need_overwrite(tree, tmp_path):
         prepare([tree], prefix)
     assert not prepare([tree], prefix, overwrite=True).up_to_date
     assert "changed" in texts(prefix)
+
+
+def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
+    """A second quickstart was refused: megatron-core's indices had made a folder of the prefix data/stdlib.
+
+    And other documents under an old prefix were read by the old indices, which their key does not tell apart.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    from megatron_muon.megatron.model import gpt
+
+    def samples(prefix, **settings):
+        config = GPTDatasetConfig(
+            random_seed=1, sequence_length=4, blend=([str(prefix)], None), split="100,0,0", tokenizer=tokenizer,
+            reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False, **settings,
+        )  # fmt: skip
+        builder = gpt.BlendedMegatronDatasetBuilder(gpt.GPTDataset, [5, 0, 0], lambda: True, config)
+        return [sample["tokens"].tolist() for sample in builder.build()[0]]
+
+    tokenizer = tokenizers.build(TokenizerSpec())
+    prefix = tmp_path / "data" / "mine"
+    prepare([tree / "notes.txt"], prefix)
+    samples(prefix)
+    assert sorted(path.name for path in prefix.parent.glob("[!.]*")) == [
+        *("mine.bin", "mine.cache", "mine.idx", "mine.prepared.json")
+    ]
+    assert prepare([tree / "notes.txt"], prefix).up_to_date
+    assert list((prefix.parent / "mine.cache").iterdir())
+    (prefix / "cache").mkdir(parents=True)  # of Megatron-LM itself, or of an earlier version
+    assert prepare([tree / "notes.txt"], prefix).up_to_date
+    (tree / "notes.txt").write_text("\n".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+    prepare([tree / "notes.txt"], prefix, overwrite=True)
+    fresh = prepare([tree / "notes.txt"], tmp_path / "fresh").prefix
+    assert samples(prefix) == samples(fresh)
+    samples(prefix, path_to_cache=str(tmp_path / "chosen"))
+    assert any("GPTDataset-train" in path.name for path in (tmp_path / "chosen").iterdir())
 
 
 def test_foreign_or_truncated_output_is_not_up_to_date(tree, tmp_path):

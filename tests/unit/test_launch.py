@@ -2,6 +2,8 @@
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -143,3 +145,38 @@ def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):
     monkeypatch.setattr(launch, "_train", lambda: None)
     monkeypatch.setenv("RANK", "0")
     assert launch.main([]) == 0
+
+
+def test_a_rank_whose_torchrun_is_killed_before_the_ranks_have_met_ends(tmp_path):
+    """It waited for the store that torchrun held, for twelve minutes and with the lock of --save."""
+    here, parent = tmp_path / "ended", "subprocess.Popen([sys.executable, '-c', child]); time.sleep(0.5); os._exit(0)"
+    child = (
+        "import os, sys; from megatron_muon.megatron import launch; launch._SECONDS_BETWEEN_LOOKS = 0.05; "
+        f"sys.stderr = open({str(here)!r}, 'w'); launch._end_with(int(os.environ['TORCHRUN']))"
+    )
+    program = f"import os, subprocess, sys, time; os.environ['TORCHRUN'] = str(os.getpid()); child = {child!r}; "
+    subprocess.run([sys.executable, "-c", program + parent], check=True)
+    deadline = time.monotonic() + 30
+    while not (here.exists() and "torchrun has ended" in here.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("train_iters", "iteration", "facts", "trained"),
+    [
+        (10, 0, {}, False),  # a checkpoint that cannot be read: Megatron ends with status 0
+        (10, 0, {"do_train": 0, "curr_iteration": 0}, False),  # no data for training
+        (10, 0, {"do_train": 1, "curr_iteration": 0}, True),
+        (10, 10, {}, True),  # nothing is left to do
+        (0, 0, {}, True),
+        (10, 0, {"skip_train": True}, True),
+    ],
+)
+def test_a_start_that_was_to_train_and_did_not_is_told(monkeypatch, train_iters, iteration, facts, trained):
+    """It ended as "finished with status 0 after 0 iterations"."""
+    from megatron import training
+
+    args = {"train_iters": train_iters, "train_samples": None, "skip_train": False, "iteration": iteration, **facts}
+    monkeypatch.setattr(training, "get_args", lambda: SimpleNamespace(**args))
+    assert launch._has_trained() is trained

@@ -279,7 +279,7 @@ def test_a_command_that_needs_megatron_says_what_to_install(tmp_path):
     assert run.stdout.splitlines()[-1].split() == ["2"] * len(lines), run.stderr
     errors = [line for line in run.stderr.splitlines() if "error:" in line]
     assert len(errors) == len(lines), run.stderr
-    assert all(line.endswith("pip install 'megatron-muon[megatron]'") for line in errors)
+    assert all(line.endswith("type pip install '.[megatron]' in the checkout of megatron_muon") for line in errors)
 
 
 WITH = {

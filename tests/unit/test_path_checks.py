@@ -99,8 +99,34 @@ def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, 
     """megatron-core counts epochs until there are tokens enough; of no documents that never ends."""
     prefix = write_index(tmp_path / "text", documents)
     refused = f"--split {split or '969, 30, 1'} leaves no document of .* for {lacks}: it has {documents} in all"
-    argv = ["--split", split] if split else []
+    argv = ["--eval-iters", "0", *(["--split", split] if split else [])]
     check(parser, "--data-path", prefix, *argv, refused=refused if lacks else None)
+
+
+@pytest.mark.parametrize(
+    ("split", "refused"),
+    [
+        ("0,100,0", "--split 0,100,0 has no part for training"),  # it "finished" with status 0
+        ("100,0,0", "--split 100,0,0 has no part for validation; .*--eval-iters 0"),  # TypeError after the training
+        ("1,2,x", "--split 1,2,x: write three numbers"),  # x was passed over
+    ],
+)
+def test_a_split_is_of_numbers_and_has_what_the_run_needs(parser, tmp_path, split, refused):
+    prefix = write_index(tmp_path / "text", 100)
+    check(parser, "--data-path", prefix, "--split", split, refused=refused)
+
+
+def test_data_that_is_cut_short_is_refused(parser, tmp_path):
+    """It was a traceback after 100 of 400 iterations, with nothing saved."""
+    from megatron_muon.data import prepare
+
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("text" * 99)
+    prepare([tmp_path / f"{number}.txt" for number in range(20)], tmp_path / "made")
+    check(parser, "--data-path", str(tmp_path / "made"), "--split", "50,50,0")
+    file = tmp_path / "made.bin"
+    file.write_bytes(file.read_bytes()[:-1])
+    check(parser, "--data-path", str(tmp_path / "made"), "--split", "50,50,0", refused=r"made\.bin is cut short: .* of")
 
 
 def test_the_header_is_read_as_megatron_writes_it(parser, tmp_path):

@@ -1,11 +1,15 @@
 """What `--set KEY=VALUE` and the flags of a command line mean to the parser of pretrain_gpt.py."""
 
 import argparse
+import types
 
 import pytest
+import torch
 
 from megatron_muon.errors import UserError
-from megatron_muon.runs.resolve import flag_named, pairs, set_flag
+from megatron_muon.megatron import launch
+from megatron_muon.megatron.flags.config_file import pairs
+from megatron_muon.runs.resolve import Request, flag_named, set_flag, settle
 
 
 @pytest.fixture
@@ -68,3 +72,22 @@ def test_a_command_line_is_read_back_as_pairs(actions):
         ("--data-path", ("a", "b")),
         ("--offset", ("-3",)),
     ]
+
+
+@pytest.mark.parametrize(("ranks", "writes", "is_refused"), [(3, True, True), (2, True, False), (3, False, False)])
+def test_more_ranks_than_gpus_are_refused_where_a_run_starts(monkeypatch, ranks, writes, is_refused):
+    class SettledError(Exception):
+        """The launch is settled: this machine has no GPU on which its flags could be checked."""
+
+    class Launch(types.SimpleNamespace):
+        @property
+        def config(self):
+            raise SettledError
+
+    monkeypatch.setattr(launch, "prepare", lambda *_, **__: Launch(device="cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    expected = "3 processes at once on this machine need as many GPUs, and it has 2; give --nproc 2, or --device cpu"
+    with pytest.raises(UserError if is_refused else SettledError, match=expected if is_refused else ""):
+        settle(Request(config="tiny.yaml", ranks=ranks, writes=writes))

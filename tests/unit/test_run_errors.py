@@ -1,7 +1,11 @@
 """The lines that say why a run failed, from what its ranks left and what torchrun printed."""
 
+import tempfile
+from pathlib import Path
+
 import pytest
 
+from megatron_muon.errors import UserError, settling
 from megatron_muon.runs import run_summary
 
 KILLED = """\
@@ -64,3 +68,20 @@ REPORT = (
 def test_the_lines_that_show_why_are_found(ranks, log, shown):
     """Of a rank that could not be imported, of torchrun itself, of a rank that left a traceback."""
     assert run_summary.failure_of(ranks, log)[1] == shown
+
+
+def test_what_no_check_foresaw_is_one_line_while_settings_are_checked(tmp_path, monkeypatch):
+    """A user's error ended in a traceback; it is in the file that the line names."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with (
+        pytest.raises(
+            UserError, match=r"checking x failed: ZeroDivisionError: division by zero; the traceback is in"
+        ) as error,
+        settling("checking x"),
+    ):
+        _ = 1 / 0
+    assert "test_run_errors.py" in Path(str(error.value).split()[-1]).read_text()
+    with pytest.raises(UserError, match=r"^plain$"), settling("checking x"):
+        raise UserError("plain")
+    with pytest.raises(UserError, match=r"ValueError: a name with \\x1b in it;"), settling("checking x"):
+        raise ValueError("a name with \x1b in it")

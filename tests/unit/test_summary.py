@@ -2,6 +2,8 @@
 
 import json
 import math
+import shutil
+import sys
 
 import pytest
 
@@ -180,6 +182,27 @@ def test_validation_is_the_first_result_of_the_last_iteration(tmp_path, writer_c
     summary = loaded(tmp_path)
     assert summary.validation_by_set == {"validation": pytest.approx(4.5)}
     assert dict(rows(summary))["validation loss"] == "4.500 at iteration 30"
+
+
+def test_a_run_that_ended_before_its_first_validation_is_not_told_to_turn_it_on(tmp_path, writer_class):
+    args = {"eval_iters": 16, "eval_interval": 100}
+    write_start(writer_class, tmp_path / "tensorboard", range(1, 6), args=args)
+    assert (
+        dict(rows(loaded(tmp_path)))["validation loss"] == "none; the run ended at iteration 5, before the first at 100"
+    )
+
+
+@pytest.mark.parametrize("is_active", [True, False])
+def test_the_line_that_activates_comes_first_where_the_shell_does_not_know_the_command(
+    run_dir, monkeypatch, capsys, is_active
+):
+    """What the quickstart suggested ended in `megatron-muon: command not found`."""
+    monkeypatch.chdir(run_dir.parent)
+    monkeypatch.setattr(sys, "prefix", str(run_dir.parent / ".venv"))
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/megatron-muon" if is_active else None)
+    assert cli.main(["summary", str(run_dir)]) == 0
+    shown = capsys.readouterr().out.partition("What to try next\n")[2].splitlines()
+    assert (shown[1].strip() == "source .venv/bin/activate") is not is_active
 
 
 def test_several_validation_sets_are_named(tmp_path, writer_class):

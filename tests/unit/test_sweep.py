@@ -10,7 +10,7 @@ import pytest
 from megatron_muon import cli, exit_codes
 from megatron_muon.errors import UserError
 from megatron_muon.runs import run_folder, screen
-from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved
+from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
 from megatron_muon.runs.run_folder import RunFolder
 from megatron_muon.sweep import trials as sweep
 from megatron_muon.sweep.grid import Point, parse_grids, tasks_of
@@ -186,9 +186,9 @@ def test_a_line_of_flags_says_all_that_the_point_changes(tmp_path):
 
 def test_jobs_share_the_gpus_and_no_more(tmp_path, monkeypatch):
     plan = plan_of(tmp_path / "run", device="cuda", ranks=4, gpus=8)
-    sweep.check_devices([plan], 2)
-    with pytest.raises(UserError, match=r"--jobs 3 with 4 processes each needs 12 GPUs and there are 8; .*--nproc 2"):
-        sweep.check_devices([plan], 3)
+    check_gpus(4, 8, jobs=2)
+    with pytest.raises(UserError, match=r"12 processes at once .* it has 8; give --nproc 2 or --jobs 2, or --device"):
+        check_gpus(4, 8, jobs=3)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert sweep._share(plan.resolved, 1, 2) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}
@@ -323,3 +323,15 @@ def test_points_on_other_data_have_a_best_of_their_own(tmp_path):
     results = Results(points, [Row.of(task) for task in tasks_of(points, 1, tmp_path)])
     assert {point.name for point in results.best} == {"seq_length=64,lr=2e-3", "seq_length=128,lr=2e-3"}
     assert [note.partition(": ")[2][:12] for note in results.notes()] == ["lr=2e-3 is t", "lr=2e-3 is t"]
+
+
+def test_a_sweep_says_how_long_it_takes_as_soon_as_its_first_run_knows(tmp_path, capsys):
+    """It was silent on this until it had ended."""
+    display, plan = sweep.Display(9, 2, jobs=2), plan_of(tmp_path / "run")
+    display.started(plan)
+    step = {"event": "step", "step": 1, "steps": 10, "loss": 5.0}
+    display.event(plan, step)
+    assert "about" not in capsys.readouterr().out
+    for left in (150.0, 75.0):
+        display.event(plan, {**step, "seconds_left": left})
+    assert capsys.readouterr().out == "about 10:00 for all, by the speed of the first run\n"

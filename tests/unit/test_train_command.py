@@ -15,10 +15,11 @@ from megatron_muon import cli, exit_codes
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags.config_file import load_config
+from megatron_muon.megatron.places import beside, locate, settle_places
 from megatron_muon.runs import processes, run_folder, run_summary
 from megatron_muon.runs.processes import Ended, Nodes, torchrun
 from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved
-from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, locate, name_of
+from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
 from megatron_muon.runs.run_summary import summary_of
 from megatron_muon.runs.train import _exit_status, prepare
 from tests.unit.made_runs import make_run
@@ -45,6 +46,14 @@ from tests.unit.made_runs import make_run
             {"--tensorboard-dir": "a/tensorboard", "--save": "a/c", "--load": "a/c"}, {}, "o",
             ("o", "o/tensorboard", "o/checkpoints"),
             {"--save": "o/checkpoints", "--load": "o/checkpoints", "--tensorboard-dir": "o/tensorboard"},
+        ),
+        (  # events went on to the file's folder, where another run's lay
+            {"--tensorboard-dir": "a/tensorboard", "--save": "a/checkpoints"}, {"--save": "b/checkpoints"}, None,
+            ("b", "b/tensorboard", "b/checkpoints"), {"--tensorboard-dir": "b/tensorboard"},
+        ),
+        (
+            {"--tensorboard-dir": "a/tensorboard"}, {"--save": "b"}, None,
+            ("b", "b/tensorboard", "b"), {"--tensorboard-dir": "b/tensorboard"},
         ),
         (
             {"--save": "a/c", "--load": "pretrained"}, {"--save": "/big"}, "o",
@@ -73,12 +82,16 @@ def taken(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     summary = {"outcome": "stopped", "iterations": 7, "train_iters": 20}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
+    (tmp_path / "run.json").write_text(OURS)
     return folder
+
+
+OURS = '{"config_hash": "0"}'
 
 
 def test_a_run_is_not_written_over(taken):
     with pytest.raises(
-        UserError, match=r"holds a run that stopped after 7 of 20 iterations; .*--resume.*--overwrite.*--out"
+        UserError, match=r"holds a run that stopped after 7 of 20 iterations; .*--out.*--resume.*--overwrite"
     ):
         check_free(taken, resume=False, overwrite=False)
     check_free(taken, resume=True, overwrite=False)
@@ -87,11 +100,69 @@ def test_a_run_is_not_written_over(taken):
 
 def test_a_folder_without_a_summary_is_not_written_over_either(taken):
     (taken.root / "summary.json").unlink()
+    (taken.root / "run.json").unlink()
     with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
         check_free(taken, resume=False, overwrite=False)
-    (taken.root / "run.json").write_text("{}")
+    (taken.root / "run.json").write_text(OURS)
     with pytest.raises(UserError, match="holds a run that was cut off"):
         check_free(taken, resume=False, overwrite=False)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "train.log", "run.json", "summary.json"])
+@pytest.mark.parametrize("asked", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_file_that_train_has_not_written_is_never_replaced(tmp_path, name, asked):
+    """`train --config config.yaml --out .` wrote the resolved settings over that config.yaml."""
+    (tmp_path / name).write_text('{"mine": 1}')
+    folder = RunFolder(tmp_path, tmp_path / "tensorboard", None)
+    with pytest.raises(UserError, match=f"{name} was not written by .* --out DIR"):
+        check_free(folder, **{"resume": False, "overwrite": False, **asked})
+    (tmp_path / "run.json").write_text(OURS)
+    check_free(folder, **{"resume": False, "overwrite": False, **asked})
+
+
+FILE = {"--tensorboard-dir": "{}/tensorboard", "--save": "{}/checkpoints"}
+
+
+@pytest.mark.parametrize(
+    ("file", "typed", "moves"),
+    [
+        (FILE, {}, {"--tensorboard-dir": "{}-2/tensorboard", "--save": "{}-2/checkpoints"}),
+        (FILE, {"--load": "other"}, {"--tensorboard-dir": "{}-2/tensorboard", "--save": "{}-2/checkpoints"}),
+        ({"--tensorboard-dir": "{}/tensorboard"}, {}, {"--tensorboard-dir": "{}-2/tensorboard"}),
+        (FILE, {"--load": "{}/checkpoints"}, {}),  # goes on
+        ({**FILE, "--load": "{}/checkpoints"}, {}, {}),
+        (
+            {**FILE, "--load": "{}/checkpoints", "--finetune": ""}, {},
+            {"--tensorboard-dir": "{}-2/tensorboard", "--save": "{}-2/checkpoints", "--load": "{}-2/checkpoints"},
+        ),
+        (FILE, {"--save": "{}-x/checkpoints"}, {"--tensorboard-dir": "{}-x/tensorboard"}),
+        ({}, {"--save": "{}/checkpoints"}, "add --load {}/checkpoints"),
+        ({}, {"--save": "{}/checkpoints", "--load": "other"}, "add --load {}/checkpoints"),
+        (FILE, {"--tensorboard-dir": "{}/tensorboard"}, "another --save DIR and --tensorboard-dir DIR"),
+        ({}, {}, {}),
+    ],
+)  # fmt: skip
+def test_ranks_without_a_folder_of_their_own_keep_off_another_run(taken, file, typed, moves):
+    """A command of docs/offload.md replaced the checkpoint of the quickstart's run."""
+
+    def here(flags):
+        return {flag: path.format(taken.root) for flag, path in flags.items()}
+
+    if isinstance(moves, str):
+        with pytest.raises(UserError, match=f"holds a run that stopped .*{re.escape(moves.format(taken.root))}"):
+            settle_places(here(file), here(typed))
+        return
+    flags, note = settle_places(here(file), here(typed))
+    assert flags == here(moves)
+    assert ("; this one goes to " in note) == any("-2" in place for place in moves.values())
+
+
+def test_the_next_free_folder_is_taken(taken):
+    second = taken.numbered(2)
+    (second.checkpoints / "iter_0000003").mkdir(parents=True)
+    (second.checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    assert beside(taken, {})[0] == taken.numbered(3)
+    assert beside(taken.numbered(3), {}) == (taken.numbered(3), {}, "")
 
 
 @pytest.mark.parametrize("asked", [(), ("--resume",), ("--overwrite",), ("--resume", "--dry-run")])
@@ -123,7 +194,7 @@ def test_a_start_without_a_step_may_be_overwritten(tmp_path):
     folder = RunFolder(tmp_path, tmp_path / "tensorboard", tmp_path / "checkpoints")
     with SummaryWriter(log_dir=str(folder.tensorboard)) as writer:
         writer.add_text("seq_length", "32", global_step=0)
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text(OURS)
     check_free(folder, resume=False, overwrite=False)  # killed
     (tmp_path / "summary.json").write_text('{"outcome": "failed", "iterations": 0}')
     check_free(folder, resume=False, overwrite=False)

@@ -42,7 +42,7 @@ def test_an_absent_megatron_core_is_an_error_that_says_what_to_type(monkeypatch)
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", absent)
-    with pytest.raises(UserError, match=r"megatron-core is not installed; type: pip install"):
+    with pytest.raises(UserError, match=r"megatron-core is not installed; type pip install"):
         check_versions((3, 12))
 
 

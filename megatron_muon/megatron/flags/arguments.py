@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_muon.core.numbers import check_numbers, flag_of
-from megatron_muon.errors import Reasons, UserError
+from megatron_muon.errors import Reasons, UserError, install
 from megatron_muon.megatron.flags import monitoring, refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
@@ -176,7 +176,7 @@ def check_settings(
     independent = (
         (
             te_asked and not te_here,
-            f"--transformer-impl {TE}: Transformer Engine is not installed; type pip install 'megatron-muon[te]' on a "
+            f"--transformer-impl {TE}: Transformer Engine is not installed; {install('te')} on a "
             "machine with a GPU, or use --transformer-impl local",
         ),
         (

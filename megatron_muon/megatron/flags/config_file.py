@@ -157,6 +157,18 @@ def given_flags(user_argv: Sequence[str]) -> frozenset[str]:
     return frozenset(flags.union(map(_flag, _without_unset(user_argv)[1])))
 
 
+def pairs(argv: Sequence[str], actions: Container[str]) -> list[tuple[str, tuple[str, ...]]]:
+    """The flags of a command line with their values; a value may begin with dashes if no flag is named so."""
+    found: list[tuple[str, list[str]]] = []
+    for token in _without_unset(argv)[0]:
+        flag, equals, value = token.partition("=")
+        if flag in actions and token.startswith("--"):
+            found.append((flag, [value] if equals else []))
+        elif found:
+            found[-1][1].append(token)
+    return [(flag, tuple(values)) for flag, values in found]
+
+
 def _without_unset(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line without `--unset`, and what `--unset` names."""
     rest, unset = [], []

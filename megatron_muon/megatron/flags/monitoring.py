@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 
-from megatron_muon.errors import Reasons, UserError
+from megatron_muon.errors import Reasons, UserError, install
 
 TRACES = "torch_profile"
 """Where Megatron writes the traces of --use-pytorch-profiler: a folder beside --tensorboard-dir, with `TRACE` of each
@@ -47,6 +47,5 @@ def check_wandb(args: argparse.Namespace, *, elsewhere: bool) -> None:
     """Refuse --wandb-project where its package is missing; megatron-core finds that out on the last rank alone."""
     if args.wandb_project and not elsewhere and importlib.util.find_spec("wandb") is None:
         raise UserError(
-            f"--wandb-project {args.wandb_project}: wandb is not installed; type pip install 'megatron-muon[wandb]', "
-            "or leave the flag out"
+            f"--wandb-project {args.wandb_project}: wandb is not installed; {install('wandb')}, or leave the flag out"
         )

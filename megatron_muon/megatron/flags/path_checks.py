@@ -25,7 +25,7 @@ def require_data(args: argparse.Namespace) -> None:
         require_files(prefix, "--data-path")
         read_head(prefix)
         if prefix in (args.data_path or ()):
-            _check_split(prefix, args.split or "969, 30, 1")
+            _check_split(prefix, args.split or "969, 30, 1", needs_validation=bool(args.eval_iters))
 
 
 def check_vocabularies(args: argparse.Namespace) -> None:
@@ -42,21 +42,26 @@ def _prefixes(args: argparse.Namespace) -> list[str]:
     return [token for token in tokens if not is_number(token)]
 
 
-def _check_split(prefix: str, split: str) -> None:
-    """Refuse a set without documents: megatron-core 0.19 would count its epochs for ever."""
+def _check_split(prefix: str, split: str, *, needs_validation: bool) -> None:
+    """Refuse a set without documents: megatron-core 0.19 would count its epochs for ever, or leave training out."""
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
     )
 
+    if not all(is_number(part) for part in split.split(",")):
+        raise UserError(f"--split {split}: write three numbers, such as 98,2,0 for training, validation and test")
     _, documents = read_head(prefix)
     bounds = convert_split_vector_to_split_matrix(parse_and_normalize_split(split))
     for name, part in zip(("training", "validation", "test"), bounds, strict=True):
+        if part is None and (name == "training" or (name == "validation" and needs_validation)):
+            remedy = ", or --eval-iters 0 to leave validation out" * (name == "validation")
+            raise UserError(f"--split {split} has no part for {name}; give another, such as 98,2,0{remedy}")
         if part is not None and round(part[0] * documents) == round(part[1] * documents):
             raise UserError(
                 f"--split {split} leaves no document of {prefix} for {name}: it has {documents:,} in all; prepare more "
-                "(a text file is one document, and so is a line of JSONL), or choose another --split: 100,0,0 trains "
-                "on all of it"
+                "(a text file is one document, and so is a line of JSONL), or choose another --split: 98,2,0 works "
+                "from 26 documents on, 100,0,0 with --eval-iters 0 trains on all of them"
             )
 
 

@@ -6,14 +6,17 @@ megatron-core's wheel ships the training loop but not the script around it. Noth
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.utils import get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, print_rank_0
@@ -21,6 +24,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 
+from megatron_muon.data.corpus import OutputPaths
 from megatron_muon.megatron import LOSS
 
 _FIELDS = (
@@ -107,6 +111,22 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     loss_mask = batch["loss_mask"]
     assert loss_mask is not None  # set wherever the loss is computed: the last pipeline stage is the only one
     return output, partial(loss_func, loss_mask)
+
+
+class GPTDataset(gpt_dataset.GPTDataset):
+    """megatron-core's GPT dataset, with its indices in PREFIX.cache unless --data-cache-path says otherwise.
+
+    megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The class keeps the
+    name: that of an index contains it.
+    """
+
+    config: GPTDatasetConfig
+
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, Any, Any]:
+        if self.config.path_to_cache is None:
+            self.config = copy.copy(self.config)  # shared by the data sets of a blend
+            self.config.path_to_cache = str(OutputPaths(Path(self.dataset.path_prefix)).cache)
+        return super()._build_document_sample_shuffle_indices()  # type: ignore[no-any-return]
 
 
 def train_valid_test_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
