@@ -88,6 +88,15 @@ def numbers_of_all_ranks(numbers: Sequence[int], group: dist.ProcessGroup | Alon
     return found
 
 
+def of_any_rank(flags: Sequence[bool]) -> list[bool]:
+    """Which of these flags are set on some rank, on a device that the process group can reduce on. Collective."""
+    if not dist.is_initialized():
+        return list(flags)
+    found = torch.tensor(flags, dtype=torch.uint8, device=c10d._get_object_coll_device())
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in found.tolist()]
+
+
 def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Gathers equal parts into one tensor. Collective."""
     getattr(dist, ALL_GATHER)(output, part, group=group)

@@ -14,13 +14,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.probe import span
-from megatron_muon.core.ranks import of_all_ranks, say
+from megatron_muon.core.ranks import of_all_ranks, of_any_rank, say
 from megatron_muon.errors import OffloadError
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.qk_clip import QKClip
@@ -170,9 +169,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
 
     def _tell_if_any[T](self, value: T) -> list[T]:
         """The value of each rank, on every rank; an empty list where all are empty. Collective, cheap then."""
-        found = torch.tensor([bool(value)], dtype=torch.int32, device=self.get_parameters()[0].device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return of_all_ranks(value) if found.item() else []
+        return of_all_ranks(value) if of_any_rank([bool(value)])[0] else []
 
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None

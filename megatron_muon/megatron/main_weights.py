@@ -36,8 +36,8 @@ class Keeper(Protocol):
     parameters: Sequence[torch.Tensor]
     store: RecordStore
 
-    def read_weights(self, index: int) -> torch.Tensor:
-        """A copy of a parameter's main weights, this rank's, 1D, between steps."""
+    def read_weights(self, index: int, values: torch.Tensor) -> None:
+        """Copy a parameter's main weights, this rank's, to `values`, 1D and on any device, between steps."""
 
     def write_weights(self, index: int, values: torch.Tensor) -> None:
         """Replace a parameter's main weights by 1D values, between steps."""
@@ -120,7 +120,7 @@ class MainWeights:
         self._at_hand = True
         try:
             for keeper, index, shard in self._shards() if values else ():
-                shard.copy_(keeper.read_weights(index))
+                keeper.read_weights(index, shard)
             yield
             for keeper, index, shard in self._shards() if write else ():
                 keeper.write_weights(index, shard)
@@ -145,6 +145,9 @@ class MainWeights:
                 for note in _NOTES:
                     if hasattr(before, note):
                         setattr(tensor._local_tensor, note, getattr(before, note))
+                # For state dicts: a view of a DTensor must lie on the device on which the DTensor was made.
+                detach = partial(DTensor, tensor._local_tensor, tensor._spec, requires_grad=False)
+                tensor.detach = detach  # type: ignore[method-assign]
 
 
 class MatrixWeights(Lender):
@@ -160,9 +163,9 @@ class MatrixWeights(Lender):
         self._lent: list[torch.Tensor] = []
         weights.keep(self)
 
-    def read_weights(self, index: int) -> torch.Tensor:
+    def read_weights(self, index: int, values: torch.Tensor) -> None:
         """Of matrix `index`, as `Keeper` has it."""
-        return self.store.read(index).view(-1)
+        values.copy_(self.store.read(index).view(-1))
 
     def write_weights(self, index: int, values: torch.Tensor) -> None:
         """Of matrix `index`, as `Keeper` has it."""

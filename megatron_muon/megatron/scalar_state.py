@@ -135,9 +135,10 @@ class ScalarState:
                     row.copy_(local_rows(slots[slot]).reshape(-1)[piece.start : piece.stop])
                 self.store.write(number, values)
 
-    def read_weights(self, index: int) -> torch.Tensor:
+    def read_weights(self, index: int, values: torch.Tensor) -> None:
         """Of parameter `index`, as a `Keeper` of main weights gives them."""
-        return torch.cat([self.store.read(number)[0] for number, _ in self._pieces_of(index)])
+        for number, piece in self._pieces_of(index):
+            values[piece.start : piece.stop].copy_(self.store.read(number)[0])
 
     def write_weights(self, index: int, values: torch.Tensor) -> None:
         """Of parameter `index`, as a `Keeper` of main weights takes them."""

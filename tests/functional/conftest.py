@@ -43,11 +43,28 @@ def ranks() -> Iterator[Pool]:
     pool.close()
 
 
-@pytest.fixture(params=["gloo", pytest.param("delayed", marks=pytest.mark.wide)])
+DELAYED, TWO_MEMORIES = (pytest.param(mode, marks=pytest.mark.wide) for mode in ("delayed", "two_memories"))
+
+
+@pytest.fixture(params=["gloo", DELAYED])
 def delayed_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
     """Runs a test a second time, `wide`, with delayed collectives (delayed.py)."""
     with ranks.delayed() if request.param == "delayed" else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(params=["gloo", TWO_MEMORIES])
+def two_memories_too(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[None]:
+    """Runs a test a second time, `wide`, where a GPU's memory is not the host's (two_memories.py)."""
+    with contextlib.nullcontext() if request.param == "gloo" else ranks.two_memories():
+        yield
+
+
+@pytest.fixture(params=["gloo", DELAYED, TWO_MEMORIES])
+def every_way(request: pytest.FixtureRequest, ranks: Pool) -> Iterator[str]:
+    """Runs a test a second and a third time, `wide`: in the ways of `delayed_too` and of `two_memories_too`."""
+    with contextlib.nullcontext() if request.param == "gloo" else getattr(ranks, request.param)():
+        yield request.param
 
 
 @pytest.fixture(scope="session")

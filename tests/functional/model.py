@@ -331,10 +331,10 @@ def _schedule(case: Case, optimizer: Any, steps: int) -> Any:
 
 
 def _forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
-    tokens = next(iterator)
+    tokens = next(iterator).cuda()
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    positions = torch.arange(SEQUENCE).expand_as(inputs)
-    future = torch.ones(1, 1, SEQUENCE, SEQUENCE).tril().logical_not()
+    positions = torch.arange(SEQUENCE, device="cuda").expand_as(inputs)
+    future = torch.ones(1, 1, SEQUENCE, SEQUENCE, device="cuda").tril().logical_not()
     output = model(inputs, positions, future, labels=labels)
 
     def mean(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

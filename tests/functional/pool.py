@@ -45,7 +45,7 @@ class Pool:
     """Workers for up to `MAX_RANKS` ranks, started at the first task."""
 
     def __init__(self) -> None:
-        self._delay_seed: int | None = None
+        self._around: tuple[Any, ...] | None = None
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._tasks = 0
@@ -68,7 +68,7 @@ class Pool:
         self._tasks += 1
         store = Path(self._folder.name) / f"store-{self._tasks}"
         name = (function.__module__, function.__qualname__)
-        task = pickle.dumps((*name, world_size, str(store), self._delay_seed, kwargs))
+        task = pickle.dumps((*name, world_size, str(store), self._around, kwargs))
         ranks = self._workers[:world_size]
         try:
             for worker in ranks:
@@ -87,13 +87,20 @@ class Pool:
         return [result for _, result in answers]
 
     @contextlib.contextmanager
-    def delayed(self, seed: int = 1) -> Iterator[Pool]:
-        """Tasks run with delayed collectives (delayed.py) meanwhile."""
-        self._delay_seed = seed
+    def _within(self, module: str, name: str, *args: Any) -> Iterator[Pool]:
+        self._around = module, name, args
         try:
             yield self
         finally:
-            self._delay_seed = None
+            self._around = None
+
+    def delayed(self, seed: int = 1) -> contextlib.AbstractContextManager[Pool]:
+        """Tasks run with delayed collectives (delayed.py) meanwhile."""
+        return self._within("tests.functional.delayed", "delayed_collectives", seed)
+
+    def two_memories(self) -> contextlib.AbstractContextManager[Pool]:
+        """Tasks run where a GPU's memory is not the host's (two_memories.py) meanwhile."""
+        return self._within("tests.functional.two_memories", "two_memories")
 
     @property
     def pids(self) -> list[int]:
@@ -210,11 +217,9 @@ def _work(index: int, address: str) -> None:
 
 
 def _answer(
-    rank: int, module: str, name: str, world_size: int, store: str, delay_seed: int | None, kwargs: dict[str, Any]
+    rank: int, module: str, name: str, world_size: int, store: str, around: Any, kwargs: dict[str, Any]
 ) -> tuple[str, Any]:
     import torch.distributed as dist
-
-    from tests.functional.delayed import delayed_collectives
 
     try:
         dist.init_process_group(
@@ -229,7 +234,10 @@ def _answer(
         )
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")  # as torchrun does; the process group is there
         function = getattr(importlib.import_module(module), name)
-        with contextlib.nullcontext() if delay_seed is None else delayed_collectives(delay_seed):
+        with contextlib.ExitStack() as stack:
+            if around is not None:
+                of, manager, args = around
+                stack.enter_context(getattr(importlib.import_module(of), manager)(*args))
             result = function(rank, world_size, **kwargs)
         pickle.dumps(result)
         dist.barrier()

@@ -53,7 +53,7 @@ def measure(rank: int, world_size: int, *, case: Case) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("delayed_too")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("name", wide_but(["no_shard", "tp2 hsdp"], CASES))
 def test_metrics_are_those_of_the_tensors(ranks: Pool, name: str) -> None:
     world_size, case = CASES[name]
@@ -85,6 +85,7 @@ def documented() -> set[str]:
     return found["monitoring.md"] | {f"muon/{name}" for name in found["tuning.md"]}
 
 
+@pytest.mark.usefixtures("two_memories_too")
 def test_a_run_logs_metrics_and_shows_its_progress(ranks: Pool, tmp_path: Path) -> None:
     corpus = cli.make_corpus(tmp_path)
     batches = ("--micro-batch-size", "2", "--global-batch-size", "4", "--train-iters", "6")

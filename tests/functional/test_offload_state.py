@@ -98,7 +98,7 @@ def offloads(folder: Path) -> list[dict[str, Any]]:
     return [{}, {**everything, "muon_offload": "cpu"}, nvme, {**nvme, "muon_offload_fraction": 0.5}]
 
 
-@pytest.mark.usefixtures("delayed_too")
+@pytest.mark.usefixtures("every_way")
 @pytest.mark.parametrize("layout", wide_but(["optim_grads_params"], LAYOUTS))
 def test_the_training_is_the_same_wherever_all_state_lives(ranks: Pool, tmp_path: Path, layout: str) -> None:
     world_size, case = LAYOUTS[layout]
@@ -142,6 +142,7 @@ FLAGS = {
 MOVES = [("none", "nvme"), ("nvme", "none"), ("momentum", "cpu"), ("nvme", "momentum")]
 
 
+@pytest.mark.usefixtures("two_memories_too")
 @pytest.mark.parametrize(("before", "after"), wide_but([("none", "nvme")], MOVES))
 def test_checkpoints_are_the_same_wherever_all_state_lives(training: Trainings, before: str, after: str) -> None:
     """Saved with one setting, resumed with another, and saved again: nothing differs."""
@@ -181,6 +182,7 @@ def train_with_copies(rank: int, world_size: int, **run: Any) -> tuple[int, str]
     return train_run(rank, world_size, **run)
 
 
+@pytest.mark.usefixtures("two_memories_too")
 @pytest.mark.wide
 @pytest.mark.parametrize("ranks_after", [1, 4])
 def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after: int) -> None:
@@ -192,6 +194,7 @@ def test_all_state_is_cut_anew_for_other_ranks(training: Trainings, ranks_after:
     assert differences(saved(training, "other nvme", 4), saved(training, "other none", 4)) == []
 
 
+@pytest.mark.usefixtures("two_memories_too")
 @pytest.mark.wide
 def test_weights_alone_and_state_of_another_optimizer(training: Trainings) -> None:
     """What a checkpoint does not give starts afresh as without it: no state of Adam's checkpoint, none at all."""

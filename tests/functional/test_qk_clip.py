@@ -47,7 +47,7 @@ def step_with_logits(trainer: Trainer, *, scale: float = 1.0) -> Any:
     def gradient(*what: Any) -> torch.Tensor:
         for layer, core in enumerate(cores):
             seen = logits_of(layer, case.heads, trainer.steps_done, trainer.groups.dp_cp.rank())
-            core.current_max_attn_logits = seen[mine]
+            core.current_max_attn_logits = seen[mine].cuda()
         return scale * gradient_of(*what)
 
     return trainer.step(gradient)
@@ -186,6 +186,19 @@ def test_clipped_rows_equal_the_reference_on_every_layout(ranks: Pool, name: str
 
 
 @pytest.mark.wide
+def test_clipped_rows_equal_the_reference_where_a_gpus_memory_is_not_the_hosts(ranks: Pool) -> None:
+    by_size = {
+        2: KINDS,
+        4: {name: case.but(attention=CLIP) for name, (size, case) in CLIPPED_LAYOUTS.items() if size == 4},
+    }
+    for world_size, cases in by_size.items():
+        with ranks.two_memories():
+            seen = ranks(world_size, run, cases=cases, steps=2)[0]
+        for label, case in cases.items():
+            check(seen[label], case)
+
+
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["tp2 dp2", "tp2, swiglu", "tp2 dp2, latent"])
 def test_whole_parts_of_tensor_parallel_ranks_are_clipped_too(ranks: Pool, name: str) -> None:
     """Under no_shard Megatron-FSDP does not note where a tensor-parallel rank's part begins; Adam has the weights."""
@@ -252,6 +265,7 @@ def test_logits_that_explode_stay_under_the_threshold(ranks: Pool) -> None:
     assert max(with_clip) < 2 * LIMIT
 
 
+@pytest.mark.usefixtures("two_memories_too")
 def test_a_skipped_step_clips_nothing(ranks: Pool) -> None:
     for seen in ranks(2, skipped_step, case=Case(layers=1, attention=CLIP)):
         assert seen == ["skipped", "kept", "clipped", "forgotten", "no logits"]
@@ -266,7 +280,7 @@ def skipped_step(rank: int, world_size: int, *, case: Case) -> list[str]:
     step_with_logits(trainer)
     found += ["clipped"] if float(trainer.optimizer.qk_clip.largest) > THRESHOLD else []
     core = next(module.core_attention for module in trainer.model.modules() if hasattr(module, "core_attention"))
-    core.current_max_attn_logits = torch.full((case.heads,), 1e6)  # of an evaluation
+    core.current_max_attn_logits = torch.full((case.heads,), 1e6, device="cuda")  # of an evaluation
     trainer.train(batches(1)[0][:4])
     found += ["forgotten"] if float(trainer.optimizer.qk_clip.largest) < 1e3 else []
     try:
@@ -320,6 +334,7 @@ def test_clipped_training_equals_that_of_one_rank(ranks: Pool, alone: Any, layou
         assert logit == pytest.approx(other_logit, rel=1e-3), step
 
 
+@pytest.mark.usefixtures("two_memories_too")
 def test_a_run_logs_the_largest_logit(ranks: Pool, tmp_path: Path) -> None:
     """By the command line, with local attention, where 0.19 asks for Transformer Engine; TensorBoard has every step."""
     training = Trainings(

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from megatron_muon.checkpoint import checksums, content, files
 from megatron_muon.checkpoint.content import STEP
 from megatron_muon.checkpoint.unpickling import Planner, Reader
-from megatron_muon.core.ranks import of_all_ranks, of_first_rank, say
+from megatron_muon.core.ranks import of_all_ranks, of_any_rank, of_first_rank, say
 from megatron_muon.errors import UserError, reason_of
 from megatron_muon.patching import Patches
 
@@ -259,11 +259,8 @@ def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
     The states that Transformer Engine keeps of fp8 are none: megatron-core neither saves nor loads them in this format.
     """
     stored = sorted(name for name in content.weight_names(entries) if not name.endswith("._extra_state"))
-    device = next((tensor.device for tensor in weights.values() if isinstance(tensor, torch.Tensor)), None)
-    taken = torch.tensor([name.removeprefix("model.") in weights for name in stored], dtype=torch.uint8, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    left = [name for name, is_taken in zip(stored, taken.tolist(), strict=True) if not is_taken]
+    taken = of_any_rank([name.removeprefix("model.") in weights for name in stored])
+    left = [name for name, is_taken in zip(stored, taken, strict=True) if not is_taken]
     return [content.plain(name.removeprefix("model.")) for name in left]
 
 

@@ -1,0 +1,155 @@
+"""Where a GPU's memory is not the host's: a run with offloaded state, and what others or we once got wrong there.
+
+Tests of offload, QK-clip and metrics run with `-m ''` once more in this way (the fixtures `two_memories_too` and
+`every_way`). Here is a case of each for every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.functional import cli
+from tests.functional.case import Case
+from tests.functional.pool import Pool
+from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
+from tests.functional.test_offload import BUFFER_MB
+from tests.functional.test_qk_clip import CLIP, curve
+from tests.functional.training import Trainings
+
+EVERYTHING = {"muon_offload_state": "all", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_fraction": 0.5}
+
+
+def test_a_run_with_all_state_off_the_gpu_is_saved_and_resumed(ranks: Pool, tmp_path: Path) -> None:
+    """Half of all state on disk, saved; loaded into host memory, trained on and saved again; metrics are measured."""
+    steps = ("--train-iters", "4", "--save-interval", "2", "--eval-interval", "3", "--eval-iters", "1", "--bf16")
+    more = ("--muon-metrics-interval", "1", "--tensorboard-dir", "events", "--muon-offload-state", "all")
+    flags = (*cli.TINY, *cli.make_corpus(tmp_path), *FULL, *SWIGLU, *steps, *more)
+    training = Trainings(ranks, tmp_path, flags, batch=4)
+    (tmp_path / "state").mkdir()
+    disk = ("--muon-offload", "nvme", "--muon-offload-dir", "state", "--muon-offload-buffer-mb", str(BUFFER_MB))
+    with ranks.two_memories():
+        training(*disk, "--muon-offload-fraction", "0.5", "--save", "before").checked()
+        training("--muon-offload", "cpu", "--load", "before", "--ckpt-step", "2", "--save", "after").checked()
+    assert differences(saved(training, "after", 4), saved(training, "before", 4)) == []
+    assert differences(saved(training, "before", 2), saved(training, "before", 4)), "the comparison can fail"
+
+
+def test_clipped_weights_are_the_same_where_a_gpus_memory_is_not_the_hosts(ranks: Pool) -> None:
+    """With momentum in host memory, which QK-clip allows."""
+    run = {"case": Case(layers=1, attention=CLIP, optimizer={"muon_offload": "cpu"}), "steps": 2}
+    expected = ranks(2, curve, **run)
+    with ranks.two_memories():
+        assert ranks(2, curve, **run) == expected
+
+
+BUGS = {
+    "": "",
+    "a state dict takes views of weights": "aten.detach.default: a DTensor made on cuda:0 has its local tensor on cpu",
+    "flags are reduced where weights lie": "c10d.allreduce_.default of (0,) on cpu",
+    "pieces are joined where they lie": "aten.cat.default of (1024,) on cpu",
+}
+
+
+@contextlib.contextmanager
+def with_bug(bug: str) -> Iterator[None]:
+    """Puts back how `--muon-offload-state all` once saved and loaded."""
+    from megatron_muon.megatron.checkpoint import loading
+    from megatron_muon.megatron.main_weights import MainWeights
+    from megatron_muon.megatron.scalar_state import ScalarState
+
+    show = MainWeights._show
+
+    def show_alone(self: Any, data: Any) -> None:
+        show(self, data)
+        for place in self._places.values():
+            for tensor in place.shown_by:
+                del tensor.detach
+
+    def reduce_on_host(flags: list[bool]) -> list[bool]:
+        found = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [bool(flag) for flag in found.tolist()]
+
+    def join(self: Any, index: int, values: torch.Tensor) -> None:
+        values.copy_(torch.cat([self.store.read(number)[0] for number, _ in self._pieces_of(index)]))
+
+    replaced = zip(
+        BUGS,
+        (
+            contextlib.nullcontext(),
+            mock.patch.object(MainWeights, "_show", show_alone),
+            mock.patch.object(loading, "of_any_rank", reduce_on_host),
+            mock.patch.object(ScalarState, "read_weights", join),
+        ),
+        strict=True,
+    )
+    with dict(replaced)[bug]:
+        yield
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """In a worker: what becomes of a state dict of weights, and of a look at what a checkpoint has, with each bug."""
+    from megatron_muon.megatron.checkpoint import loading
+    from tests.functional.model import Trainer
+    from tests.functional.two_memories import PlaceError
+
+    found = {}
+    for bug in BUGS:
+        trainer = Trainer(Case(bf16=True, optimizer={**EVERYTHING, "muon_offload": "cpu"}))
+        trainer.step()
+        try:
+            with with_bug(bug), trainer.optimizer.main_weights_at_hand():
+                loading._dropped(trainer.model.state_dict_for_save_checkpoint(), {})
+            found[bug] = ""
+        except PlaceError as error:
+            found[bug] = str(error)
+    return found
+
+
+def test_saving_and_loading_as_they_once_were_are_refused(ranks: Pool) -> None:
+    """Story: no run with `--muon-offload-state all` could save or load on a GPU, and no test on a CPU noticed."""
+    with ranks.two_memories():
+        found = ranks(1, refusals)[0]
+    assert {bug: error[: len(BUGS[bug])] for bug, error in found.items()} == BUGS
+    assert found[""] == ""
+
+
+def rules(rank: int, world_size: int) -> dict[str, str]:
+    """In a worker: what becomes of some operations."""
+    from tests.functional.two_memories import PlaceError
+
+    host, device = torch.ones(2), torch.ones(2, device="cuda")
+    found = {}
+    for name, run in {
+        "copy": lambda: host.copy_(device + 1).device,
+        "number": lambda: (device * torch.tensor(2.0)).device,
+        "new": lambda: device.new_zeros(3).device,
+        "like": lambda: torch.zeros_like(device, device="cpu").device,
+        "to": lambda: device.to("cpu").add(host).device,
+        "itself": lambda: device.to(device.device) is device,
+        "reduce": lambda: dist.all_reduce(device),
+        "add": lambda: host + device,
+        "number of the device": lambda: host * device.sum(),
+        "reduce on the host": lambda: dist.all_reduce(host),
+        "numpy": lambda: device.numpy(),
+    }.items():
+        try:
+            found[name] = str(run())
+        except PlaceError:
+            found[name] = "refused"
+    return found
+
+
+def test_host_and_device_memory_are_apart(ranks: Pool) -> None:
+    with ranks.two_memories():
+        found = ranks(1, rules)[0]
+    works = {"copy": "cpu", "number": "cuda:0", "new": "cuda:0", "like": "cpu", "to": "cpu", "itself": "True"}
+    refused = ("add", "number of the device", "reduce on the host", "numpy")
+    assert found == works | {"reduce": "None"} | dict.fromkeys(refused, "refused")
