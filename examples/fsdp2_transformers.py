@@ -6,6 +6,7 @@ Runs on GPUs over NCCL, or where there is none on the CPU over gloo; half a minu
 transformers and megatron-muon, no Megatron. What belongs to Muon is marked.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -52,9 +53,8 @@ def sharded_model(device: torch.device) -> LlamaForCausalLM:
     return model
 
 
-def main() -> None:
+def train(device: torch.device) -> None:
     """Train for `STEPS` steps."""
-    device = start()
     text = Path(sys.argv[1] if len(sys.argv) > 1 else __file__).read_bytes()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     model = sharded_model(device)
@@ -77,6 +77,13 @@ def main() -> None:
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f"step {step + 1:3}  loss {mean.item() / dist.get_world_size():.3f}", flush=True)
+
+
+def main() -> None:
+    """Train, and end the ranks together: nothing made with the process group outlives it."""
+    train(start())  # model, optimizer and mesh are gone when it returns
+    gc.collect()  # those in cycles too
+    dist.barrier()
     dist.destroy_process_group()
 
 

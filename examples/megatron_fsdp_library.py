@@ -6,6 +6,7 @@ Runs on GPUs over NCCL, or where there is none on the CPU over gloo, with megatr
 Needs transformers, and megatron-fsdp or megatron-core. What belongs to Muon is marked.
 """
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -36,9 +37,8 @@ def start() -> torch.device:
     return torch.device("cpu")
 
 
-def main() -> None:
+def train(device: torch.device) -> None:
     """Train for `STEPS` steps."""
-    device = start()
     with quiet_imports():  # without warnings about what is not installed
         from megatron.core.distributed.fsdp.src import megatron_fsdp  # or the package megatron_fsdp, which is the same
 
@@ -83,6 +83,13 @@ def main() -> None:
             dist.all_reduce(mean)
             if dist.get_rank() == 0:
                 print(f"step {step + 1:3}  loss {mean.item() / dist.get_world_size():.3f}", flush=True)
+
+
+def main() -> None:
+    """Train, and end the ranks together: nothing made with the process group outlives it."""
+    train(start())  # model, optimizer and mesh are gone when it returns
+    gc.collect()  # those in cycles too
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -1,0 +1,134 @@
+"""Types the commands of README.md and docs/ where the quickstart has run, and watches the quickstart's files.
+
+    python -m tests.functional.typed [PAGE...]
+
+Each command runs in a shell, page by page, in the order of the page. The variable STEPS (2) shortens trainings to that
+many iterations and takes one point and one seed of a sweep; with STEPS= every command runs at its whole length. A line
+for each command says how it went; the exit status is 1 if one failed or changed a file of the quickstart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.functional import cli, warm
+from tests.functional.documented import Command, commands, pages
+from tests.functional.test_documented_commands import NOT_HERE, STAND_INS
+
+STEPS = os.environ.get("STEPS", "2")
+SHORT = (
+    f"--device cpu --exit-interval {STEPS} --eval-iters 1 --log-interval 1 --micro-batch-size 1 --global-batch-size 12"
+    " --seq-length 64 --max-position-embeddings 64"
+)
+LEFT_OUT = {
+    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(("source", "megatron-muon"))},
+    r"\./scripts/(quickstart|test)\.sh": "sets up an environment; the quickstart has run before the first command",
+    r"pip install": "installs packages; Reader.pip checks that the extras exist",
+    r"torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "test_command_line.py",
+    r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
+    r".*--wandb-project": "needs wandb; see test_wandb.py",
+    r".*--nnodes 2": "needs a second machine",
+    r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster; Reader tries it dry",
+    r"\./examples/": "sweeps for an hour; see test_sweep.py",
+}
+"""Commands that are not typed, by a pattern of their beginning, with the reason."""
+
+
+def shortened(text: str) -> str:
+    """A command as it is typed: its trainings end after STEPS iterations."""
+    for name, stand_in in STAND_INS.items():
+        text = text.replace(name, stand_in)
+    if not STEPS or "--dry-run" in text or "--list-flags" in text:
+        return text
+    if "pretrain_gpt.py" in text:
+        return f"{text} {SHORT}"
+    ours, _, flags = text.partition(" -- ")
+    if ours.startswith("megatron-muon bench train"):
+        return f"{ours} --steps 2 --warmup 1 --rounds 1 -- {flags}"
+    if ours.startswith("megatron-muon bench step") or "-m benchmarks." in ours:
+        return f"{ours} --repeat 1"
+    if ours.startswith("megatron-muon sweep"):
+        before, grid, axes = ours.partition(" --grid")
+        ours = f"{before}{grid}{re.sub(r'(=[^ ,]+)(,[^ ,]+)+', r'\1', axes)} --seeds 1"
+    elif not ours.startswith("megatron-muon train"):
+        return text
+    return f"{ours} -- {flags} {SHORT}"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """SHA-256 of each file of the quickstart's run and data, by its path."""
+    files = [*(folder / "runs/quickstart").rglob("*"), *(folder / "data").glob("stdlib.*")]
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()
+    }
+
+
+def prepare(folder: Path) -> dict[str, str]:
+    """A copy of the repository's files in which the quickstart has run; the environment to type in."""
+    for name in (
+        "README.md",
+        "pretrain_gpt.py",
+        "docs",
+        "configs",
+        "scripts",
+        "examples",
+        "benchmarks",
+        "megatron_muon",
+    ):
+        copy = shutil.copytree if (cli.ROOT / name).is_dir() else shutil.copy
+        copy(cli.ROOT / name, folder / name)
+    binaries = Path(sys.executable).parent
+    (folder / ".venv").symlink_to(binaries.parent)
+    for name in ("local-nvme", "bin"):
+        (folder / name).mkdir()
+    starts = {"python": "", "torchrun": "-m torch.distributed.run", "megatron-muon": str(binaries / "megatron-muon")}
+    for name, arguments in starts.items():
+        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{warm.PYTHON}" {arguments} "$@"\n', "utf-8")
+        (folder / "bin" / name).chmod(0o755)
+    tasks = re.findall(r"^    (--lr .*)$", (cli.ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
+    (folder / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
+    env = {"PATH": f"{folder / 'bin'}:{binaries}:{os.environ['PATH']}", "PET_STANDALONE": "1"}
+    cli.run(
+        ["bash", "-c", f"megatron-muon quickstart --nproc 2 -- {SHORT if STEPS else ''}"], folder, env=env
+    ).checked()
+    return env
+
+
+def type_command(command: Command, folder: Path, env: dict[str, str]) -> str:
+    """Type a command; what is wrong, or nothing."""
+    before = digests(folder)
+    try:
+        run = cli.run(["bash", "-c", shortened(command.text)], folder, seconds=600 if STEPS else 36_000, env=env)
+        wrong = f"status {run.returncode}\n{run.tail[-2000:]}" if run.returncode else ""
+    except cli.HangError as error:
+        wrong = str(error)
+    changed = sorted(name for name, _ in before.items() ^ digests(folder).items())
+    return wrong + (f"changed {sorted(set(changed))}" if changed else "")
+
+
+def main(chosen: list[str]) -> int:
+    """Type the commands of pages; 1 if one failed."""
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="typed-") as name:
+        folder = Path(name)
+        env = prepare(folder)
+        for command in (command for page in chosen or pages() for command in commands(page)):
+            reason = next((why for pattern, why in LEFT_OUT.items() if re.match(pattern, command.text)), "")
+            started = time.monotonic()
+            wrong = "" if reason else type_command(command, folder, env)
+            failed |= bool(wrong)
+            how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
+            print(f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""), flush=True)
+    warm.PROCESS.close()
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
