@@ -97,8 +97,11 @@ def locate(
     return RunFolder(root, Path(tensorboard), Path(save) if save else None), flags
 
 
-def beside(folder: RunFolder, values: Mapping[str, str]) -> tuple[RunFolder, dict[str, str], str]:
-    """A folder that holds no run: the one that an experiment file (`values`) names, or the next free one beside it.
+def beside(folder: RunFolder, given: Mapping[str, str]) -> tuple[RunFolder, dict[str, str], str]:
+    """A folder that holds no run: the one that an experiment file names, or the next free one beside it.
+
+    A run that loads what it saves, by its `given` flags, starts from nothing there; --finetune takes the weights of the
+    run that lies here.
 
     Every rank finds the same, as no rank writes events or checkpoints before all of them have met.
 
@@ -111,7 +114,7 @@ def beside(folder: RunFolder, values: Mapping[str, str]) -> tuple[RunFolder, dic
     flags = {"--tensorboard-dir": str(free.tensorboard)}
     if free.checkpoints is not None:
         flags["--save"] = str(free.checkpoints)
-        if values.get("--load") == values.get("--save"):
+        if given.get("--load") == given.get("--save") and "--finetune" not in given:
             flags["--load"] = flags["--save"]
     return free, flags, f"{what}; this one goes to {free.root}"
 
@@ -130,13 +133,15 @@ def settle_places(values: Mapping[str, str], chosen: Mapping[str, str]) -> tuple
     folder, flags = locate(values, chosen, out=None, default="")
     flags = {flag: path for flag, path in flags.items() if flag in values}  # nobody asked for events otherwise
     load, save = given.get("--load"), given.get("--save")
+    continues = load is not None and "--finetune" not in given
     is_own = load is not None and (save is None or Path(save).resolve() == Path(load).resolve())
-    if (is_own and "--finetune" not in given) or not (save or "--tensorboard-dir" in given):
+    if (is_own and continues) or not (save or "--tensorboard-dir" in given):
         return flags, ""
     if not {"--save", "--tensorboard-dir"} & chosen.keys() and folder.root.name:
-        _, moves, note = beside(folder, values)
+        _, moves, note = beside(folder, given)
         return {flag: path for flag, path in moves.items() if flag in given}, note
-    if what := held_by(folder):
+    # A run that goes on from another's checkpoint may log where that one did; what it saves has a folder of its own.
+    if (folder.checkpoint or not continues) and (what := held_by(folder)):
         add = f"; to go on with it, add --load {save}" if save and folder.checkpoint else ""
         raise UserError(f"{what}; give another --save DIR and --tensorboard-dir DIR{add}")
     return flags, ""

@@ -302,7 +302,7 @@ def _amend(
         chosen = {**values, **rebased, **chosen}
     folder, flags = locate(values, chosen, out=request.out, default=request.default_out)
     if request.out is None and not (request.resume or request.overwrite or {"--save", "--tensorboard-dir"} & {*chosen}):
-        folder, moves, note = beside(folder, values)
+        folder, moves, note = beside(folder, {**values, **chosen})
         flags |= moves
         notes += [note] if note else []
     flags |= rebased

@@ -131,14 +131,16 @@ FILE = {"--tensorboard-dir": "{}/tensorboard", "--save": "{}/checkpoints"}
         ({"--tensorboard-dir": "{}/tensorboard"}, {}, {"--tensorboard-dir": "{}-2/tensorboard"}),
         (FILE, {"--load": "{}/checkpoints"}, {}),  # goes on
         ({**FILE, "--load": "{}/checkpoints"}, {}, {}),
-        (
+        (  # the weights are those of the run that lies there
             {**FILE, "--load": "{}/checkpoints", "--finetune": ""}, {},
-            {"--tensorboard-dir": "{}-2/tensorboard", "--save": "{}-2/checkpoints", "--load": "{}-2/checkpoints"},
+            {"--tensorboard-dir": "{}-2/tensorboard", "--save": "{}-2/checkpoints"},
         ),
         (FILE, {"--save": "{}-x/checkpoints"}, {"--tensorboard-dir": "{}-x/tensorboard"}),
         ({}, {"--save": "{}/checkpoints"}, "add --load {}/checkpoints"),
         ({}, {"--save": "{}/checkpoints", "--load": "other"}, "add --load {}/checkpoints"),
         (FILE, {"--tensorboard-dir": "{}/tensorboard"}, "another --save DIR and --tensorboard-dir DIR"),
+        ({}, {"--tensorboard-dir": "{}/tensorboard", "--save": "{}-x/checkpoints"}, "another --save DIR"),
+        ({}, {"--tensorboard-dir": "{}/tensorboard", "--save": "{}-x/checkpoints", "--load": "{}/checkpoints"}, {}),
         ({}, {}, {}),
     ],
 )  # fmt: skip
