@@ -37,7 +37,7 @@ Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Changes the update `(rows, cols)` of the matrix in this place, in place; told whether it is finite, a bool."""
 
 
-class _Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """What blocks of a stack have in common. Ranks of a team sort the kinds that they share alike."""
 
     smaller: int
@@ -75,21 +75,26 @@ class BlockBatch:
         self._orthogonalize = orthogonalize
         self._normalize = normalize
         self._teams = teams or {}
-        members: dict[_Kind, list[_Member]] = {}
+        members: dict[BlockKind, list[_Member]] = {}
         for index, matrix in enumerate(matrices):
             for block, (rows, cols) in enumerate(matrix.blocks):
                 longer = max(rows, cols)
-                kind = _Kind(min(rows, cols), longer, scale((rows, cols)), matrix.steps, (), longer)
+                kind = BlockKind(min(rows, cols), longer, scale((rows, cols)), matrix.steps, (), longer)
                 members.setdefault(kind, []).append(_Member(index, block, (rows, cols), rows > cols))
         for index, portion in enumerate(portions, len(matrices)):
             ranks = portion.ranks if len(portion.ranks) > 1 else ()
             length = portion.shape[0 if portion.is_tall else 1]
-            kind = _Kind(min(portion.of), max(portion.of), scale(portion.of), portion.steps, ranks, length)
+            kind = BlockKind(min(portion.of), max(portion.of), scale(portion.of), portion.steps, ranks, length)
             members.setdefault(kind, []).append(_Member(index, 0, portion.shape, portion.is_tall))
         self._members = {kind: members[kind] for kind in sorted(members, key=lambda kind: kind[:5])}
-        self._stacks: dict[_Kind, torch.Tensor] = {}
+        self._stacks: dict[BlockKind, torch.Tensor] = {}
         self._matrix_of_block: torch.Tensor | None = None
         self._matrices: list[torch.Tensor] = []
+
+    @property
+    def kinds(self) -> list[BlockKind]:
+        """The kinds of its stacks, in the order of the iterations."""
+        return list(self._members)
 
     def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
         """Room for each matrix `(rows, cols)`, and then for each portion, of the dtype and on the device of `like`.
@@ -131,7 +136,7 @@ class BlockBatch:
                 self._normalize(place, matrix, keep)
         return matrices, finite
 
-    def _cut(self, kind: _Kind) -> Cut | None:
+    def _cut(self, kind: BlockKind) -> Cut | None:
         return Cut(kind.longer, self._teams[kind.ranks]) if kind.ranks else None
 
     def _of_matrices(self, finite: torch.Tensor) -> torch.Tensor:
@@ -143,7 +148,7 @@ class BlockBatch:
         return failed.index_add_(0, self._matrix_of_block, (~finite).int()) == 0
 
     def _split_blocks(
-        self, stacks: dict[_Kind, torch.Tensor], matrices: list[torch.Tensor]
+        self, stacks: dict[BlockKind, torch.Tensor], matrices: list[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The blocks of matrices that have several: views of their stacks, and views of their matrices."""
         blocks = [

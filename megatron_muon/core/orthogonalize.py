@@ -16,7 +16,7 @@ from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.batch import BlockBatch, Cut, Normalize
+from megatron_muon.core.batch import BlockBatch, BlockKind, Cut, Normalize
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.memory import TOGETHER
@@ -180,27 +180,30 @@ class Orthogonalizer:
             all_finite.append(finite)
         return torch.cat(all_finite)
 
-    def warm_up(self, shapes: Iterable[tuple[int, int]], portions: Iterable[Portion] = ()) -> int:
-        """Tune and compile the symmetric kernel for blocks of these shapes, and for portions, where it is used.
-
-        Returns how many kinds there are. A team's sums are left out: the kernel meets the same sizes without them, and
-        with any number of steps.
-
-        Triton tunes it in every process for each size that it meets first, for up to 90 s. In a step the other ranks
-        would wait for that in a collective.
-        """
+    def kernel_kinds(self, matrices: Iterable[Matrix], portions: Iterable[Portion] = ()) -> list[BlockKind]:
+        """The kinds of blocks whose products the symmetric kernel forms; none where it is not used."""
         if self.iteration.products is not KERNEL:
-            return 0
-        found = {(min(shape), max(shape), max(shape), 1, self.scale(shape)) for shape in shapes}
-        for one in portions:
-            length = one.shape[0 if one.is_tall else 1]
-            found.add((min(one.of), max(one.of), length, len(one.ranks), self.scale(one.of)))
+            return []
+        kinds = self.batch(list(matrices), portions=list(portions)).kinds
         # Also where X X^T is formed by a dense product, squares of it may be the kernel's.
-        kinds = [kind for kind in found if KERNEL.shares(kind[0], kind[0])[0] < 1.0]
-        for rows, longer, cols, team, scale in sorted(kinds):
-            start = torch.ones(1, rows, cols, dtype=self.dtype, device=self.device)
-            self._iterate(start, scale, longer=longer, team=team, total=None if team == 1 else torch.clone)
-        return len(kinds)
+        return [kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0]
+
+    def warm_up(self, kinds: Iterable[BlockKind]) -> None:
+        """Compile the symmetric kernel for these kinds; a team's sums are left out.
+
+        Coefficients are constants of a compilation, and the last step's depend on the scale and the number of steps. In
+        a step the other ranks would wait for compilations in a collective.
+        """
+        for kind in kinds:
+            start = torch.ones(1, kind.smaller, kind.length, dtype=self.dtype, device=self.device)
+            self._iterate(
+                start,
+                kind.scale,
+                longer=kind.longer,
+                team=len(kind.ranks) or 1,
+                total=torch.clone if kind.ranks else None,
+                steps=kind.steps,
+            )
 
     def _iterate(
         self,
@@ -227,6 +230,12 @@ class Orthogonalizer:
         half, precision = self.iteration.half, self.iteration.precision
         with _sums_in_fp32() if half else eo_utils.fp32_matmul_precision(precision):
             return iterate(start, scaled, least_norm, total)
+
+
+def kernel_operands(kinds: Iterable[BlockKind]) -> list[tuple[int, int]]:
+    """The sizes `(rows, cols)` that the symmetric kernel meets in blocks of these kinds, ascending."""
+    sizes = {(kind.smaller, cols) for kind in kinds for cols in (kind.length, kind.smaller)}
+    return sorted(size for size in sizes if KERNEL.shares(*size)[0] < 1.0)
 
 
 @contextlib.contextmanager

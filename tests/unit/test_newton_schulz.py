@@ -241,16 +241,16 @@ def test_an_unknown_set_is_named() -> None:
 
 
 @pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """A dense stand-in of the GPU's symmetric kernel, for blocks from 16 rows on; the shapes that it is called with."""
-    calls: list[tuple[int, ...]] = []
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
+    """A dense stand-in of the GPU's symmetric kernel, from 16 rows on; the sizes and constants of its calls."""
+    calls: list[tuple[float, ...]] = []
     small = replace(KERNEL, from_rows=16)
 
     def tsyrk_ex(a: torch.Tensor, c: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
         assert a.dtype == torch.bfloat16
         assert a.ndim == 2
         assert a.is_contiguous()
-        calls.append(tuple(a.shape))
+        calls.append((*a.shape, alpha, beta))
         product = alpha * (a.float() @ a.float().mT)
         return (product if c is None else product + beta * c.float()).bfloat16()
 
@@ -265,8 +265,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def test_the_symmetric_kernel_forms_the_squares_of_both_iterations(kernel, monkeypatch, iterate) -> None:
     stack = torch.randn(2, 16, 40, generator=seeded(0)).bfloat16()
     found = iterate(stack, QUINTIC)
-    wide = [shape for shape in kernel if shape == (16, 40)]
-    squares = [shape for shape in kernel if shape == (16, 16)]
+    wide = [call for call in kernel if call[:2] == (16, 40)]
+    squares = [call for call in kernel if call[:2] == (16, 16)]
     assert len(wide) == 2 * (5 if iterate is ns.standard else 3)
     assert len(squares) == 2 * 5
     monkeypatch.setattr(ns, "products_on", lambda device, dtype: DENSE)
@@ -279,31 +279,35 @@ def test_the_symmetric_kernel_is_left_out_for_small_and_odd_blocks(kernel) -> No
     assert {shape for shape in kernel if shape[1] > 16} == set()
 
 
-def test_the_symmetric_kernel_is_tuned_before_the_first_step(kernel) -> None:
-    """In a step the other ranks waited up to 90 s for each size in a collective, at every start."""
+@pytest.mark.parametrize("steps", [0, 3, 7])
+def test_the_symmetric_kernel_is_compiled_before_the_first_step(kernel, steps: int) -> None:
+    """In a step the other ranks waited for compilations in a collective, also with `--muon-ns-steps-for`."""
     orthogonalizer = orthogonalize.Orthogonalizer()
-    kinds = [(16, 40), (40, 16), (24, 24), (8, 40)]
-    assert orthogonalizer.warm_up(kinds) == 2
-    tuned = set(kernel)
-    assert {(16, 40), (16, 16), (24, 24)} <= tuned
+    matrices = [Matrix("w", shape, steps=steps) for shape in ((16, 40), (40, 16), (24, 24), (8, 40))]
+    kinds = orthogonalizer.kernel_kinds(matrices)
+    assert orthogonalize.kernel_operands(kinds) == [(16, 16), (16, 40), (24, 24)]
+    orthogonalizer.warm_up(kinds)
+    compiled = set(kernel)
+    assert {call[:2] for call in compiled} == {(16, 16), (16, 40), (24, 24)}
     kernel.clear()
-    batch = orthogonalizer.batch([Matrix("w", shape) for shape in kinds])
+    batch = orthogonalizer.batch(matrices)
     for matrix in batch.allocate(torch.empty(0, dtype=torch.bfloat16)):
         matrix.normal_()
     batch.orthogonalize()
-    assert set(kernel) <= tuned
-    assert orthogonalize.Orthogonalizer(Iteration(precision="high")).warm_up(kinds) == 0
+    assert set(kernel) == compiled
+    assert orthogonalize.Orthogonalizer(Iteration(precision="high")).kernel_kinds(matrices) == []
 
 
 @pytest.mark.parametrize("block", [(40, 16), (16, 48)])
-def test_the_symmetric_kernel_is_tuned_for_parts_of_blocks(kernel, block: tuple[int, int]) -> None:
+def test_the_symmetric_kernel_is_compiled_for_parts_of_blocks(kernel, block: tuple[int, int]) -> None:
     """Of a block that a team owns, the sizes were met first within a step."""
     team = Team((0, 1), (0.0, 0.0), ((0, 2),))
-    portion = team.portions(0, Matrix("w", block))[1]
+    portion = team.portions(0, Matrix("w", block, steps=3))[1]
     orthogonalizer = orthogonalize.Orthogonalizer()
-    assert orthogonalizer.warm_up([], [portion]) == 1
-    tuned = set(kernel)
-    assert tuned
+    kinds = orthogonalizer.kernel_kinds([], [portion])
+    assert len(kinds) == 1
+    orthogonalizer.warm_up(kinds)
+    compiled = set(kernel)
     kernel.clear()
     alone = SimpleNamespace(ranks=(0, 1), total=lambda part, probe: part, largest=lambda values: values)
     batch = orthogonalizer.batch([], None, [portion], {(0, 1): alone})
@@ -311,4 +315,4 @@ def test_the_symmetric_kernel_is_tuned_for_parts_of_blocks(kernel, block: tuple[
         room.normal_()
     batch.orthogonalize()
     assert kernel
-    assert set(kernel) <= tuned
+    assert set(kernel) == compiled

@@ -203,7 +203,7 @@ def test_an_iteration_that_moves_to_another_device_costs_what_it_costs_there(mon
     assert on_gpu.iteration.products is KERNEL
     on_cpu = dataclasses.replace(on_gpu, device=torch.device("cpu"))
     assert on_cpu.iteration.products is HALVES
-    assert on_cpu.warm_up([(2048, 2048)]) == 0
+    assert on_cpu.kernel_kinds([Matrix("w", (2048, 2048))]) == []
 
 
 @pytest.mark.parametrize("before", [(True, True), (False, True), (False, False)])

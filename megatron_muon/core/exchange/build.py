@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.batch import BlockKind
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.owner import OwnerExchange
@@ -18,11 +19,12 @@ from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import Memory, MomentBytes, moment_bytes
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Portion
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.teams import TeamGroup, make_teams
+from megatron_muon.core.tuning import tune
 
 OWNER, ALL_GATHER, SHARED, LOCAL = "owner", "allgather", "shared", "local"
 
@@ -42,7 +44,9 @@ def make_exchange(
     stages: str = AUTO,
     plan: Plan | None = None,
 ) -> Exchange:
-    """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL. Collective, but for LOCAL.
+    """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL.
+
+    Collective, but for LOCAL without the symmetric kernel.
 
     Args:
         scheme: the last two are for matrices that every rank holds whole.
@@ -73,6 +77,8 @@ def make_exchange(
 
     buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
     beside = moment_bytes(None if moment is None else moment.method, cautious=cautious)
+    if scheme in (LOCAL, ALL_GATHER):
+        _prepare_kernel(layout, group, orthogonalizer)
     if scheme == LOCAL:
         memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
         return LocalExchange(layout, group, batches, memory=memory, buffer_bytes=buffer_bytes, device=device)
@@ -83,6 +89,7 @@ def make_exchange(
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
     connect([group], device)
+    _prepare_kernel(layout, group, orthogonalizer, plan)
     if asked is None:
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
     # Now that all ranks have one plan, they agree on which groups it takes.
@@ -126,9 +133,8 @@ def _plan(
     made: Plan | None,
     beside: MomentBytes,
 ) -> Plan:
-    """Owners and waves, the same on every rank; the symmetric kernel is tuned for this rank's blocks."""
-    matrices, rank = layout.matrices, group.rank()
-    costs = [orthogonalizer.flops(matrix) for matrix in matrices]
+    """Owners and waves, the same on every rank."""
+    costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
     memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
     plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
     found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
@@ -138,9 +144,26 @@ def _plan(
                 f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
                 "other; start all ranks with the same settings, software and devices"
             )
-    owned = [index for index, team in enumerate(plan.teams) if rank in team.ranks]
-    whole = [matrices[index] for index in owned if plan.teams[index].cuts is None]
-    portions = [one for index in owned if plan.teams[index].cuts for one in plan.portions(index) if one.rank == rank]
-    if (kinds := orthogonalizer.warm_up((block for matrix in whole for block in matrix.blocks), portions)) and not rank:
-        print(f"megatron-muon: note: the symmetric kernel is tuned for {kinds} sizes of blocks", flush=True)
     return plan
+
+
+def _prepare_kernel(
+    layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, plan: Plan | None = None
+) -> None:
+    """Tune the symmetric kernel for the blocks of all ranks, and compile it for this rank's.
+
+    Without a plan every rank has all blocks. Collective where the kernel is used.
+    """
+
+    def kinds(ranks: Sequence[int]) -> list[BlockKind]:
+        if plan is None:
+            return orthogonalizer.kernel_kinds(layout.matrices)
+        owned = [index for index, team in enumerate(plan.teams) if not set(ranks).isdisjoint(team.ranks)]
+        return orthogonalizer.kernel_kinds(
+            (layout.matrices[index] for index in owned if plan.teams[index].cuts is None),
+            (one for index in owned if plan.teams[index].cuts for one in plan.portions(index) if one.rank in ranks),
+        )
+
+    if everyone := kinds(range(group.size())):
+        tune(kernel_operands(everyone), group, orthogonalizer.device)
+        orthogonalizer.warm_up(kinds([group.rank()]))
