@@ -158,6 +158,18 @@ def test_communication_that_takes_longer_than_computing_counts() -> None:
     assert figures["muon_ms"]["exposed_communication"] == exposed
 
 
+def test_a_step_that_mostly_waits_for_communication_warns() -> None:
+    """Muon / Adam was 1.002 over a step of which FSDP's communication took 75 %, and nothing said so."""
+    slow = simulate(replace(TINY, sequence_flops=6e6))
+    share = slow["adam_ms"]["exposed_communication"] / slow["adam_ms"]["total"]
+    assert slow["communication_share"] == share > 0.5
+    assert slow["notes"][0].startswith(f"warning: {share:.0%} of Adam's step waits for FSDP's communication")
+    assert ("share waiting for communication", f"{share:.0%}") == training_step.rows(slow)[-2][:2]
+    computing = simulate()
+    assert computing["communication_share"] == 0
+    assert not any("warning" in note for note in computing["notes"])
+
+
 def test_less_than_a_sequence_for_a_rank_is_said() -> None:
     assert not [note for note in simulate()["notes"] if "context-parallel" in note]
     (note,) = [note for note in simulate(tokens=8_000)["notes"] if "context-parallel" in note]
