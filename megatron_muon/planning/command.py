@@ -275,7 +275,8 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
             table.add_row(*row)
         console.print(table)
         for line in step["notes"]:
-            console.print(Text(line, style="dim"), soft_wrap=True)
+            style = "yellow" if line.startswith(training_step.WARNING) else "dim"
+            console.print(Text(line, style=style), soft_wrap=True)
 
 
 def notes(figures: dict[str, Any]) -> list[str]:

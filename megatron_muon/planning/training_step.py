@@ -19,6 +19,11 @@ MFU = 0.45
 Megatron-LM gives 41 % (2B) to 48 % (462B) on H100, https://github.com/NVIDIA/Megatron-LM#training-speed-and-scalability.
 The more, the shorter the step that Muon adds to."""
 
+MAX_COMMUNICATION = 0.5
+"""Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
+WARNING = "warning:"
+"""Start of a note that `plan` shows in colour."""
+
 NORM_BYTES, CLIP_BYTES = 4, 8
 """Of a parameter: the norm reads the fp32 gradient, clipping reads and writes it."""
 ADAM_BYTES = 28
@@ -181,6 +186,7 @@ def simulate(
         "adam_ms": {**adam, "total": sum(adam.values())},
         "muon_ms": {**ours, "total": sum(ours.values())},
         "muon_over_adam": sum(ours.values()) / sum(adam.values()),
+        "communication_share": adam["exposed_communication"] / sum(adam.values()),
         "assumptions": {
             "model_flops": flops,
             "mfu": mfu,
@@ -213,7 +219,15 @@ def assumptions(figures: dict[str, Any]) -> list[str]:
     """What the figures of `simulate` rest on, in sentences."""
     a = figures["assumptions"]
     dtypes = {2: "bf16", 4: "fp32"}
-    lines = [
+    lines = []
+    if (share := figures["communication_share"]) > MAX_COMMUNICATION:
+        lines.append(
+            f"{WARNING} {share:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
+            "reason; try fewer and larger micro-batches (--micro-batch-size, with --recompute-granularity full), HSDP "
+            "within nodes (--num-distributed-optimizer-instances with --overlap-grad-reduce), more expert-parallel "
+            "ranks (their all-to-alls are not counted), or a larger batch"
+        )
+    lines += [
         f"forward and backward: {a['model_flops']:.4g} model FLOPs by Megatron's count (causal attention, no "
         f"recomputation), at {a['mfu']:.0%} of {a['peak_tflops']:,.0f} TFLOP/s a rank (--mfu)",
         f"FSDP: weights gathered {a['weight_gathers']}x in {dtypes[a['weight_bytes']]}, gradients reduced "
@@ -258,4 +272,6 @@ def rows(figures: dict[str, Any]) -> Sequence[tuple[str, str, str]]:
     table = [
         (label, shown(figures["adam_ms"], part), shown(figures["muon_ms"], part)) for part, label in _PARTS.items()
     ]
-    return [*table, ("Muon / Adam", "1", f"{figures['muon_over_adam']:.4f}")]
+    adam, ours = (figures[of]["exposed_communication"] / figures[of]["total"] for of in ("adam_ms", "muon_ms"))
+    waiting = ("share waiting for communication", f"{adam:.0%}", f"{ours:.0%}")
+    return [*table, waiting, ("Muon / Adam", "1", f"{figures['muon_over_adam']:.4f}")]

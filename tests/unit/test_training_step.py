@@ -158,6 +158,28 @@ def test_communication_that_takes_longer_than_computing_counts() -> None:
     assert figures["muon_ms"]["exposed_communication"] == exposed
 
 
+def test_a_step_that_mostly_waits_for_communication_warns() -> None:
+    """Muon / Adam was 1.002 over a step of which FSDP's communication took 75 %, and nothing said so."""
+    slow = simulate(replace(TINY, sequence_flops=6e6))
+    share = slow["adam_ms"]["exposed_communication"] / slow["adam_ms"]["total"]
+    assert slow["communication_share"] == share > 0.5
+    assert slow["notes"][0].startswith(f"warning: {share:.0%} of Adam's step waits for FSDP's communication")
+    assert ("share waiting for communication", f"{share:.0%}") == training_step.rows(slow)[-2][:2]
+    computing = simulate()
+    assert computing["communication_share"] == 0
+    assert not any("warning" in note for note in computing["notes"])
+
+
+@pytest.mark.parametrize(("name", "world_size"), [("llama3-8b", 64), ("llama3-70b", 512), ("moe-large", 128)])
+def test_the_shipped_configs_compute_while_they_communicate(name: str, world_size: int) -> None:
+    """At the size that the file's first lines name."""
+    assert f"--world-size {world_size}\n" in (CONFIGS / f"{name}.yaml").read_text("utf-8")
+    model = read_model(CONFIGS / f"{name}.yaml", world_size)
+    assert model.tokens is not None
+    figures = simulate(model, model.tokens, world_size=world_size, mfu=training_step.MFU)
+    assert figures["communication_share"] == 0
+
+
 def test_less_than_a_sequence_for_a_rank_is_said() -> None:
     assert not [note for note in simulate()["notes"] if "context-parallel" in note]
     (note,) = [note for note in simulate(tokens=8_000)["notes"] if "context-parallel" in note]
