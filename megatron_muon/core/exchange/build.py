@@ -158,7 +158,7 @@ def _prepare_kernel(
     def kinds(ranks: Sequence[int]) -> list[BlockKind]:
         if plan is None:
             return orthogonalizer.kernel_kinds(layout.matrices)
-        owned = [index for index, team in enumerate(plan.teams) if not set(ranks).isdisjoint(team.ranks)]
+        owned = [index for index, team in enumerate(plan.teams) if any(rank in ranks for rank in team.ranks)]
         return orthogonalizer.kernel_kinds(
             (layout.matrices[index] for index in owned if plan.teams[index].cuts is None),
             (one for index in owned if plan.teams[index].cuts for one in plan.portions(index) if one.rank in ranks),
