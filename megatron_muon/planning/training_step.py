@@ -223,9 +223,9 @@ def assumptions(figures: dict[str, Any]) -> list[str]:
     if (share := figures["communication_share"]) > MAX_COMMUNICATION:
         lines.append(
             f"{WARNING} {share:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
-            "reason; try fewer and larger micro-batches (--micro-batch-size, with --recompute-granularity full), HSDP "
-            "within nodes (--num-distributed-optimizer-instances with --overlap-grad-reduce), more expert-parallel "
-            "ranks (their all-to-alls are not counted), or a larger batch"
+            "reason; try fewer and larger micro-batches (--micro-batch-size, with --recompute-granularity full), a "
+            "larger batch, more expert-parallel ranks (their all-to-alls are not counted), or HSDP "
+            "(--num-distributed-optimizer-instances with --overlap-grad-reduce; Muon then sends its updates to each)"
         )
     lines += [
         f"forward and backward: {a['model_flops']:.4g} model FLOPs by Megatron's count (causal attention, no "
