@@ -40,6 +40,8 @@ def shortened(text: str) -> str:
     if ours.startswith("megatron-muon bench step") or "-m benchmarks." in ours:
         smaller = "" if "--matrices" in ours else " --hidden-size 64 --num-layers 1"
         return f"{ours}{smaller} --warmup 1 --repeat 1"
+    if ours.startswith("megatron-muon eval"):
+        return f"{ours} --max-tokens 20000"
     if ours.startswith("megatron-muon sweep"):
         before, grid, axes = ours.partition(" --grid")
         ours = f"{before}{grid}{re.sub(r'(=[^ ,]+)(,[^ ,]+)+', r'\1', axes)} --seeds 1"
