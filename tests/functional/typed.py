@@ -38,8 +38,8 @@ def shortened(text: str) -> str:
     if ours.startswith("megatron-muon bench train"):
         return f"{ours} --steps 2 --warmup 1 --rounds 1 -- {flags} {SMALL}"
     if ours.startswith("megatron-muon bench step") or "-m benchmarks." in ours:
-        smaller = "" if "--matrices" in ours else " --hidden-size 64 --num-layers 1"
-        return f"{ours}{smaller} --warmup 1 --repeat 1"
+        smaller = "--matrices 512x64" if "--matrices" in ours else "--hidden-size 64 --num-layers 1"
+        return f"{ours} {smaller} --warmup 1 --repeat 1"
     if ours.startswith("megatron-muon eval"):
         return f"{ours} --max-tokens 20000"
     if ours.startswith("megatron-muon sweep"):
