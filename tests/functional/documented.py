@@ -19,6 +19,44 @@ PROGRAM = re.compile(
 )
 _COMMENT = re.compile(r"\s{2,}#.*$")
 
+STAND_INS = {
+    "torchrun ...": "torchrun --nproc-per-node 2",
+    "--config ...": "--config configs/quickstart.yaml",
+    "--config FILE": "--config configs/quickstart.yaml",
+    "--config my.yaml": "--config configs/quickstart.yaml",
+    "/local/nvme": "local-nvme",
+    "/scratch/8b": "scratch-8b",
+}
+"""Names that a reader replaces, and places that this machine lacks."""
+
+NOT_HERE = {
+    r"megatron-muon data prepare --input \$\(": "reads the packages of the environment, found by the shell",
+    r"source \.venv/bin/activate": "tests run in the environment that it activates",
+    r"sudo scripts/slurm/local_cluster\.sh (start|stop)": "needs root and SLURM; test_slurm.py does it",
+    r"export SLURM_CONF=": "belongs to the local SLURM cluster",
+    r"sbatch --partition urgent .*--wrap": "needs a SLURM cluster",
+    r"docker build -f scripts/containers/": "needs a Docker daemon and NVIDIA's registry; see test_clusters_files.py",
+    r"apptainer build ": "needs Apptainer and NVIDIA's registry; see test_clusters_files.py",
+    r"kubectl (apply|delete) ": "needs a cluster; test_installed.py runs what its pods run",
+    r"scripts/versions\.py ": "makes an environment and tests in it for a quarter of an hour",
+}
+"""Commands that are not run, by their beginning, with the reason; the files that they name must exist."""
+
+LEFT_OUT = {
+    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(("source", "megatron-muon"))},
+    r"\./scripts/(quickstart|test)\.sh": "sets up an environment; the quickstart has run before the first command",
+    r"pip install": "installs packages; Reader.pip checks that the extras exist",
+    r"torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "test_command_line.py",
+    r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
+    r".*--wandb-project": "needs wandb; see test_wandb.py",
+    r".*--nnodes 2": "needs a second machine",
+    r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster; Reader tries it dry",
+    r".*--peers deepspeed": "needs DeepSpeed; see test_bench_peers.py",
+    r"\./examples/": "sweeps for an hour; see test_sweep.py",
+    r"megatron-muon report runs/lr-transfer": "reports the runs of examples/lr_transfer.sh",
+}
+"""Commands that are not typed, by a pattern of their beginning, with the reason."""
+
 
 @dataclass(frozen=True)
 class Command:

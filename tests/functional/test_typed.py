@@ -1,11 +1,11 @@
-"""What `python -m tests.functional.typed` types and watches; the commands themselves take it half an hour."""
+"""What `python -m tests.functional.typed` types and watches; wide cases type every page."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.functional import typed
-from tests.functional.documented import Command
+from tests.functional.documented import Command, commands, pages
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,8 @@ from tests.functional.documented import Command
         ("megatron-muon train --config a.yaml --dry-run", "--dry-run"),
         ("megatron-muon sweep --grid lr=1,2 --seeds 3", f"lr=1 --seeds 3 --seeds 1 --  {typed.SHORT}"),
         ("megatron-muon summary runs/mine", "runs/mine"),
+        ("megatron-muon bench step --repeat 9", "--num-layers 1 --warmup 1 --repeat 1"),
+        ("megatron-muon bench train --steps 9 -- --bf16", f"--steps 2 --warmup 1 --rounds 1 -- --bf16 {typed.SMALL}"),
     ],
 )
 def test_only_long_commands_are_shortened(text: str, ends: str) -> None:
@@ -39,3 +41,10 @@ def test_a_command_that_fails_or_changes_the_quickstart_is_found(text: str, says
     wrong = typed.type_command(Command("nowhere", 1, text), tmp_path, {})
     assert says in wrong
     assert bool(wrong) == bool(says)
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("page", [page for page in pages() if commands(page)])
+def test_a_page_can_be_typed_where_the_quickstart_has_run(page: str) -> None:
+    assert typed.main([page]) == 0  # prints a line for each command

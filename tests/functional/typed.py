@@ -19,26 +19,11 @@ import time
 from pathlib import Path
 
 from tests.functional import cli, warm
-from tests.functional.documented import Command, commands, pages
-from tests.functional.test_documented_commands import NOT_HERE, STAND_INS
+from tests.functional.documented import LEFT_OUT, STAND_INS, Command, commands, pages
 
 STEPS = os.environ.get("STEPS", "2")
-SHORT = (
-    f"--device cpu --exit-interval {STEPS} --eval-iters 1 --log-interval 1 --micro-batch-size 1 --global-batch-size 12"
-    " --seq-length 64 --max-position-embeddings 64"
-)
-LEFT_OUT = {
-    **{pattern: reason for pattern, reason in NOT_HERE.items() if not pattern.startswith(("source", "megatron-muon"))},
-    r"\./scripts/(quickstart|test)\.sh": "sets up an environment; the quickstart has run before the first command",
-    r"pip install": "installs packages; Reader.pip checks that the extras exist",
-    r"torchrun --nproc-per-node 2 pretrain_gpt.py --optimizer muon --use-megatron-fsdp$": "test_command_line.py",
-    r".*--config \.\.\./|export DATA_PATH=": "needs a checkout of Megatron-LM; see test_train.py",
-    r".*--wandb-project": "needs wandb; see test_wandb.py",
-    r".*--nnodes 2": "needs a second machine",
-    r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster; Reader tries it dry",
-    r"\./examples/": "sweeps for an hour; see test_sweep.py",
-}
-"""Commands that are not typed, by a pattern of their beginning, with the reason."""
+SMALL = "--micro-batch-size 1 --global-batch-size 12 --seq-length 64 --max-position-embeddings 64"
+SHORT = f"--device cpu --exit-interval {STEPS} --eval-iters 1 --log-interval 1 {SMALL}"
 
 
 def shortened(text: str) -> str:
@@ -51,9 +36,12 @@ def shortened(text: str) -> str:
         return f"{text} {SHORT}"
     ours, _, flags = text.partition(" -- ")
     if ours.startswith("megatron-muon bench train"):
-        return f"{ours} --steps 2 --warmup 1 --rounds 1 -- {flags}"
+        return f"{ours} --steps 2 --warmup 1 --rounds 1 -- {flags} {SMALL}"
     if ours.startswith("megatron-muon bench step") or "-m benchmarks." in ours:
-        return f"{ours} --repeat 1"
+        smaller = "--matrices 512x64" if "--matrices" in ours else "--hidden-size 64 --num-layers 1"
+        return f"{ours} {smaller} --warmup 1 --repeat 1"
+    if ours.startswith("megatron-muon eval"):
+        return f"{ours} --max-tokens 20000"
     if ours.startswith("megatron-muon sweep"):
         before, grid, axes = ours.partition(" --grid")
         ours = f"{before}{grid}{re.sub(r'(=[^ ,]+)(,[^ ,]+)+', r'\1', axes)} --seeds 1"
@@ -90,7 +78,8 @@ def prepare(folder: Path) -> dict[str, str]:
         (folder / name).mkdir()
     starts = {"python": "", "torchrun": "-m torch.distributed.run", "megatron-muon": str(binaries / "megatron-muon")}
     for name, arguments in starts.items():
-        (folder / "bin" / name).write_text(f'#!/bin/sh\nexec "{warm.PYTHON}" {arguments} "$@"\n', "utf-8")
+        script = f'#!/bin/sh\nexec "${{PYTHON_EXEC:-{warm.COLD}}}" {arguments} "$@"\n'
+        (folder / "bin" / name).write_text(script, "utf-8")
         (folder / "bin" / name).chmod(0o755)
     tasks = re.findall(r"^    (--lr .*)$", (cli.ROOT / "docs/clusters.md").read_text("utf-8"), re.MULTILINE)
     (folder / "rates.txt").write_text("\n".join(tasks) + "\n", "utf-8")
@@ -105,7 +94,9 @@ def type_command(command: Command, folder: Path, env: dict[str, str]) -> str:
     """Type a command; what is wrong, or nothing."""
     before = digests(folder)
     try:
-        run = cli.run(["bash", "-c", shortened(command.text)], folder, seconds=600 if STEPS else 36_000, env=env)
+        cold = re.search(r"bench step|-m benchmarks\.|examples/", command.text)  # they ask for a GPU before the CPU
+        line, seconds = ["bash", "-c", shortened(command.text)], 600 if STEPS else 36_000
+        run = cli.run(line, folder, seconds=seconds, env=env, cold=bool(cold))
         wrong = f"status {run.returncode}\n{run.tail[-2000:]}" if run.returncode else ""
     except cli.HangError as error:
         wrong = str(error)
@@ -126,9 +117,10 @@ def main(chosen: list[str]) -> int:
             failed |= bool(wrong)
             how = f"left out ({reason})" if reason else "FAILED" if wrong else "ok"
             print(f"{how}, {time.monotonic() - started:.0f} s: {command}" + (f"\n{wrong}" if wrong else ""), flush=True)
-    warm.PROCESS.close()
     return failed
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    warm.PROCESS.close()
+    sys.exit(status)
