@@ -15,9 +15,11 @@ def progress(doing: str, unit: str) -> Iterator[Callable[[float, float], None]]:
     from rich.console import Console
     from rich.progress import Progress
 
-    console, printed = Console(stderr=True, highlight=False), -_LINE_EVERY_S
+    console, printed = Console(stderr=True, highlight=False), time.monotonic()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(doing, total=None)
+        if bar.disable:
+            console.print(f"{doing} ...")
 
         def show(done: float, total: float) -> None:
             nonlocal printed

@@ -270,7 +270,7 @@ def test_text_is_written_and_evaluated(
         command("eval", "--checkpoint", tmp_path / "hf", *words, "--sequence-length", 32, "--json", file)
         figures.append({**json.loads(file.read_text()), "data": None})
     assert figures[0] == figures[1]
-    assert "evaluating: " in capsys.readouterr().err
+    assert "evaluating ..." in capsys.readouterr().err
     capsys.readouterr()
     command("generate", "--checkpoint", tmp_path / "hf", "--prompt", "the", "--temperature", 0, "--untrained")
     before, _, after = capsys.readouterr().out.partition("after training:")
