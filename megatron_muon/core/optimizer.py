@@ -140,10 +140,9 @@ class ShardedMuon(torch.optim.Optimizer):
         self._compute_device = compute_device
         self._skip_missing = skip_missing
         self._missing = set[int]()
-        self._usable: tuple[
-            torch.Tensor, ...
-        ] = ()  # for each matrix: every rank has a finite gradient; with skip_missing
-        self._marks: tuple[torch.Tensor, ...] = ()  # 0.0 for these, NaN for others
+        # With skip_missing, for each matrix: whether every rank has a finite gradient, and 0.0 if so, else NaN.
+        self._usable: tuple[torch.Tensor, ...] = ()
+        self._marks: tuple[torch.Tensor, ...] = ()
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
         self._to_prepare, self._to_finalize = set[int](), set[int]()
         self._skipped: torch.Tensor | None = None
@@ -172,7 +171,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self.update_matrices()
 
     def update_matrices(self) -> None:
-        """The step without what subclasses that take other parameters too do around it; in the precision asked for."""
+        """The step of the matrices, outside of any autocast; subclasses override `step` to add other parameters."""
         device = self._matrices[0].device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
@@ -208,8 +207,8 @@ class ShardedMuon(torch.optim.Optimizer):
     def _agree_on_gradients(self) -> None:
         """Find the matrices whose gradient is there and finite on every rank. Collective, unless the exchange is local.
 
-        Momentum advances before rows travel, so that ranks which knew of their own gradients alone would advance theirs
-        of a matrix that another rank cannot update.
+        Momentum advances before rows travel, so a rank that knew only its own gradients would advance the momentum of a
+        matrix that another rank cannot update.
         """
         ready = [index for index in self._held if index not in self._missing]
         failed = torch.zeros(len(self._matrices), dtype=torch.int32, device=self._matrices[0].device)
@@ -375,7 +374,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._skipped.index_add_(0, self._index(indices, finite.device), (~finite).int())
 
     def _index(self, indices: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Matrices as a tensor, which is made once."""
+        """The indices as an int64 tensor on the device, made once for each sequence."""
         key = tuple(indices)
         if key not in self._on_device:
             self._on_device[key] = torch.tensor(key, dtype=torch.int64, device=device)

@@ -265,7 +265,7 @@ def splits(
     """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows.
 
     Raises:
-        UserError: a pattern matches nothing, rows are no whole numbers, or the rows of a matrix are not filled.
+        UserError: a pattern matches nothing, rows are not whole numbers, or the rows of a matrix are not filled.
     """
     found = {}
     by_name = {names[p]: p for p in parameters}
