@@ -73,10 +73,10 @@ def run(args: argparse.Namespace) -> int:
         format=args.format,
         json_key=args.json_key,
     )
-    with progress("tokenizing", "MB") as show:
+    with progress("tokenizing", "kB") as show:
         prepared = prepare(
             args.input, Path(args.output), settings, workers=args.workers, overwrite=args.overwrite,
-            progress=lambda read, total: show(read / 1e6, total / 1e6),
+            progress=lambda read, total: show(read / 1e3, total / 1e3),
         )  # fmt: skip
     found = prepared.manifest
     if found.skipped:
