@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import megatron_muon
+from megatron_muon import cpu
 
 WORDS, WIDTH, INNER = 13, 23, 38
 
@@ -40,10 +41,15 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def device() -> str:
+    """Where models are: on what stands in for a GPU, where something does (two_memories.py)."""
+    return "cuda" if cpu.installed() else "cpu"
+
+
 def tokens(steps: int) -> list[torch.Tensor]:
     """A batch for each step, the same on every rank: averages over ranks are the gradients of one process."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(WORDS, (4, 9), generator=generator) for _ in range(steps)]
+    return [torch.randint(WORDS, (4, 9), generator=generator).to(device()) for _ in range(steps)]
 
 
 @dataclass
@@ -93,12 +99,12 @@ SETTINGS: Mapping[str, Any] = {"lr": 0.02, "adamw_lr": 3e-3, "fp32_matmul_prec":
 
 
 def plain(**settings: Any) -> Training:
-    model = Net()
+    model = Net().to(device())
     return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
 
 
 def ddp(**settings: Any) -> Training:
-    model = nn.parallel.DistributedDataParallel(Net())
+    model = nn.parallel.DistributedDataParallel(Net().to(device()))
     return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
 
 
@@ -112,8 +118,8 @@ def fsdp2(
     from torch.distributed.fsdp import fully_shard
 
     names = ("replicate", "shard")[-max(len(shape), 1) :]
-    mesh = init_device_mesh("cpu", shape or (dist.get_world_size(),), mesh_dim_names=names)
-    model = Net().to(dtype)
+    mesh = init_device_mesh(device(), shape or (dist.get_world_size(),), mesh_dim_names=names)
+    model = Net().to(device(), dtype)
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh, **(options or {}))
     return Training(model, megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings}))
@@ -124,8 +130,8 @@ def fsdp2_tp(**settings: Any) -> Training:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
-    model = Net()
+    mesh = init_device_mesh(device(), (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    model = Net().to(device())
     plan = {"layers.*.0": ColwiseParallel(), "layers.*.2": RowwiseParallel()}
     plan |= {"narrow": ColwiseParallel(), "back": RowwiseParallel()}
     parallelize_module(model, mesh["tp"], plan)
@@ -145,7 +151,7 @@ def megatron_fsdp(
     import importlib
 
     library = importlib.import_module(package or "megatron.core.distributed.fsdp.src.megatron_fsdp")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device(), (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
     options = {
         "device_mesh": mesh,
         "dp_shard_dim": "dp",
@@ -153,7 +159,7 @@ def megatron_fsdp(
         "fsdp_unit_modules": [nn.Sequential],
         "zero_dp_strategy": strategy,
     }
-    model = Net()
+    model = Net().to(device())
     if at_once:
         optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})
         model, optimizer = library.fully_shard(model, optimizer, **options)
@@ -170,10 +176,10 @@ def experimental(package: str = "", **settings: Any) -> Training:
     import importlib
 
     library = importlib.import_module((package or "megatron.core.distributed.fsdp.src.megatron_fsdp") + ".experimental")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    mesh = init_device_mesh(device(), (dist.get_world_size(),), mesh_dim_names=("dp",))
     flat = [library.Flat()]
     placements = importlib.import_module(library.__name__ + ".placement").Placements(["dp"], flat, flat, flat)
-    model = Net()
+    model = Net().to(device())
     for module in (*model.layers, model):
         library.fully_shard(module, mesh, placements)
     optimizer = megatron_muon.Muon(model.named_parameters(), **{**SETTINGS, **settings})

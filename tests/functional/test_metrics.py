@@ -21,6 +21,8 @@ from tests.functional.wide import wide_but
 QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {
     "owner": (2, Case(optimizer=QUIET)),
+    "optim": (2, Case(strategy="optim", optimizer=QUIET)),
+    "optim_grads": (2, Case(strategy="optim_grads", optimizer=QUIET)),
     "allgather": (2, Case(optimizer={**QUIET, "muon_exchange": "allgather"})),
     "no_shard": (2, Case(strategy="no_shard", optimizer=QUIET)),
     "shared": (2, Case(strategy="no_shard", optimizer={**QUIET, "muon_share_replicated": True})),

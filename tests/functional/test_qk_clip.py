@@ -187,9 +187,10 @@ def test_clipped_rows_equal_the_reference_on_every_layout(ranks: Pool, name: str
 
 @pytest.mark.wide
 def test_clipped_rows_equal_the_reference_where_a_gpus_memory_is_not_the_hosts(ranks: Pool) -> None:
+    four = ("tp2 dp2, latent", "hsdp", "hsdp tp2", "ep2", "expert tp2")
     by_size = {
-        2: KINDS,
-        4: {name: case.but(attention=CLIP) for name, (size, case) in CLIPPED_LAYOUTS.items() if size == 4},
+        2: KINDS | {strategy: Case(strategy=strategy, attention=CLIP) for strategy in STRATEGIES},
+        4: {name: CLIPPED_LAYOUTS[name][1].but(attention=CLIP) for name in four},
     }
     for world_size, cases in by_size.items():
         with ranks.two_memories():

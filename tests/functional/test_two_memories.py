@@ -1,44 +1,122 @@
 """Where a GPU's memory is not the host's: a run with offloaded state, and what others or we once got wrong there.
 
 Tests of offload, QK-clip and metrics run with `-m ''` once more in this way (the fixtures `two_memories_too` and
-`every_way`). Here is a case of each for every run.
+`every_way`). Here is a case of each for every run, and with `-m ''` saving and resuming in every layout and framework.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_muon.runs.events import read_events
 from tests.functional import cli
 from tests.functional.case import Case
 from tests.functional.pool import Pool
-from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
+from tests.functional.test_any_model import (
+    FRAMEWORKS,
+    ON_FOUR,
+    assert_close,
+    measured,
+    resumed,
+    resumed_library,
+    weights,
+)
+from tests.functional.test_checkpoint_layouts import HSDP
+from tests.functional.test_checkpoints import DIVISIBLE, EXPERTS, FULL, SWIGLU, differences, saved, strategy, warnings
 from tests.functional.test_offload import BUFFER_MB
 from tests.functional.test_qk_clip import CLIP, curve
 from tests.functional.training import Trainings
+from tests.functional.wide import wide_but
 
 EVERYTHING = {"muon_offload_state": "all", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_fraction": 0.5}
 
 
-def test_a_run_with_all_state_off_the_gpu_is_saved_and_resumed(ranks: Pool, tmp_path: Path) -> None:
-    """Half of all state on disk, saved; loaded into host memory, trained on and saved again; metrics are measured."""
+ALL_STATE = ("--muon-offload-state", "all")
+TP = ("--tensor-model-parallel-size", "2", *DIVISIBLE, "--make-vocab-size-divisible-by", "132")
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "optim_grads_params": (2, (*SWIGLU, *ALL_STATE)),
+    "optim": (2, (*strategy("optim"), *SWIGLU, *ALL_STATE)),
+    "optim_grads": (2, (*strategy("optim_grads"), *SWIGLU, *ALL_STATE)),
+    "no_shard": (2, (*strategy("no_shard"), *SWIGLU, "--muon-share-replicated", "--qk-clip")),
+    "HSDP 2 x TP 2": (4, (*HSDP, *TP, *SWIGLU, *ALL_STATE)),
+    "EP 2 x DP 2": (4, (*EXPERTS, *ALL_STATE)),
+}
+
+
+@pytest.mark.parametrize("layout", wide_but(["optim_grads_params"], LAYOUTS))
+def test_a_run_with_its_state_off_the_gpu_is_saved_and_resumed(ranks: Pool, tmp_path: Path, layout: str) -> None:
+    """Half of the state on disk, saved; loaded into host memory, trained on and saved again; metrics are measured."""
+    size, of_layout = LAYOUTS[layout]
     steps = ("--train-iters", "4", "--save-interval", "2", "--eval-interval", "3", "--eval-iters", "1", "--bf16")
-    more = ("--muon-metrics-interval", "1", "--tensorboard-dir", "events", "--muon-offload-state", "all")
-    flags = (*cli.TINY, *cli.make_corpus(tmp_path), *FULL, *SWIGLU, *steps, *more)
+    more = ("--muon-metrics-interval", "1", "--tensorboard-dir", "events")
+    flags = (*cli.TINY, *cli.make_corpus(tmp_path), *FULL, *steps, *more, *of_layout)
     training = Trainings(ranks, tmp_path, flags, batch=4)
     (tmp_path / "state").mkdir()
     disk = ("--muon-offload", "nvme", "--muon-offload-dir", "state", "--muon-offload-buffer-mb", str(BUFFER_MB))
     with ranks.two_memories():
-        training(*disk, "--muon-offload-fraction", "0.5", "--save", "before").checked()
-        training("--muon-offload", "cpu", "--load", "before", "--ckpt-step", "2", "--save", "after").checked()
+        training(*disk, "--muon-offload-fraction", "0.5", "--save", "before", ranks=size).checked()
+        resumed = ("--muon-offload", "cpu", "--load", "before", "--ckpt-step", "2", "--save", "after")
+        assert warnings(training(*resumed, ranks=size).checked()) == []
     assert differences(saved(training, "after", 4), saved(training, "before", 4)) == []
     assert differences(saved(training, "before", 2), saved(training, "before", 4)), "the comparison can fail"
+    assert len(read_events(tmp_path / "events").points("muon/momentum_norm")) >= 4
+
+
+ANY_MODEL = {
+    **{name: (2, *FRAMEWORKS[name]) for name in ("fsdp2", "ddp", "ddp, shared", "megatron-fsdp")},
+    **{name: (4, *ON_FOUR[name]) for name in ("hsdp", "tensor parallel")},
+}
+
+
+@pytest.mark.parametrize("framework", wide_but(["fsdp2"], ANY_MODEL))
+def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp_path: Path, framework: str) -> None:
+    """Momentum in host memory, saved; loaded onto a disk. Weights and metrics are those of one process without."""
+    size, kind, options = ANY_MODEL[framework]
+    _, expected = ranks(1, weights, kind="plain", options={}, steps=4)[0]
+    norm = ranks(1, measured, kind="plain", options={})[0]
+    (tmp_path / "momentum").mkdir()
+    host, disk = {"offload": "cpu"}, {"offload": "nvme", "offload_dir": str(tmp_path / "momentum")}
+    with ranks.two_memories():
+        assert ranks(size, measured, kind=kind, options={**options, **host}) == pytest.approx([norm] * size, rel=1e-5)
+        for offload, steps in ((host, (0, 2)), (disk, (2, 4))):
+            given = {**options, **offload}
+            run = {"settings": given} if kind == "megatron_fsdp" else {"kind": kind, "options": given}
+            go_on = resumed_library if kind == "megatron_fsdp" else resumed
+            found = ranks(size, go_on, folder=str(tmp_path), steps=steps, **run)[0]
+    assert_close(found, expected, atol=2e-6)
+
+
+def step_with_momentum_lent_from_host_memory(rank: int, world_size: int, *, kind: str) -> str:
+    """In a worker: what becomes of a step that computes with records where a host keeps them."""
+    from megatron_muon.offload.store import RecordStore
+    from tests.functional import frameworks
+    from tests.functional.two_memories import CPU, PlaceError
+
+    make = RecordStore.__init__
+    with mock.patch.object(RecordStore, "__init__", lambda *args, **given: make(*args, **{**given, "device": CPU})):
+        training = getattr(frameworks, kind)(offload="cpu")
+    try:
+        training.step(*frameworks.tokens(1))
+    except PlaceError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+def test_momentum_lent_from_host_memory_is_refused(ranks: Pool, kind: str) -> None:
+    with ranks.two_memories():
+        (found,) = ranks(1, step_with_momentum_lent_from_host_memory, kind=kind)
+    assert re.search("^aten.*on cpu", found)
+    assert "on cuda:0" in found
 
 
 def test_clipped_weights_are_the_same_where_a_gpus_memory_is_not_the_hosts(ranks: Pool) -> None:
@@ -138,6 +216,8 @@ def rules(rank: int, world_size: int) -> dict[str, str]:
         "add": lambda: host + device,
         "number of the device": lambda: host * device.sum(),
         "reduce on the host": lambda: dist.all_reduce(host),
+        "reduce numbers of the host": lambda: dist.all_reduce(torch.tensor([1.0])),
+        "reduce what was computed there": lambda: dist.all_reduce(torch.from_numpy(host.numpy()) + 1),
         "numpy": lambda: device.numpy(),
     }.items():
         try:
@@ -152,4 +232,5 @@ def test_host_and_device_memory_are_apart(ranks: Pool) -> None:
         found = ranks(1, rules)[0]
     works = {"copy": "cpu", "number": "cuda:0", "new": "cuda:0", "like": "cpu", "to": "cpu", "itself": "True"}
     refused = ("add", "number of the device", "reduce on the host", "numpy")
+    refused += ("reduce numbers of the host", "reduce what was computed there")
     assert found == works | {"reduce": "None"} | dict.fromkeys(refused, "refused")

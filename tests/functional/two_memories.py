@@ -10,6 +10,8 @@ these are errors, as on a GPU:
     a view of a DTensor whose local tensor lies elsewhere than where the DTensor was made
     `numpy()` of a tensor on the device
 
+DDP makes its buckets without Python: memory of which nobody has said the place may be written to and reduced.
+
 All else is real: values, gloo, Megatron, and the store's path for GPUs, with streams that have always run. Threads are
 not watched; those of the store copy and do nothing else.
 """
@@ -22,12 +24,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _device as device_context
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_muon import cpu
 from megatron_muon.cpu import devices
@@ -50,7 +52,7 @@ def two_memories() -> Iterator[None]:
     driver = Driver()
     with contextlib.ExitStack() as stack:
         for owner, name, value in (
-            *((torch, name, _made) for name in constructors | set(devices._LIKE) if hasattr(torch, name)),
+            *((torch, name, _made) for name in constructors | {"from_numpy", *devices._LIKE} if hasattr(torch, name)),
             *((torch.Tensor, name, _made) for name in devices._NEW),
             *((torch.Tensor, name, around) for name, around in {"to": _to, "type": _type, "numpy": _numpy}.items()),
         ):
@@ -64,6 +66,7 @@ def two_memories() -> Iterator[None]:
             (torch.cuda, "cudart", lambda: driver),
             (DeviceMesh, "__init__", DeviceMesh.__init__.__wrapped__),
             (c10d, "_get_object_coll_device", lambda group=None: "cuda"),
+            (funcol, "_maybe_wrap_tensor", funcol.wait_tensor),  # else a tensor that waits, on torch's own cuda:0
         ):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(_Apart())
@@ -93,7 +96,7 @@ class _Apart(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        found = _tensors(args, kwargs)
         if any(issubclass(kind, DTensor) for kind in types):
             is_view = any(value.alias_info and not value.alias_info.is_write for value in func._schema.returns)
             for tensor in (each for each in found if isinstance(each, DTensor)):
@@ -101,17 +104,37 @@ class _Apart(TorchDispatchMode):
                     raise PlaceError(f"{func}: a DTensor made on {place(tensor)} has its local tensor on {local}")
             return NotImplemented  # the operations on local tensors come here by themselves
         found = [each for each in found if _real_device(each).type == "cpu"]
-        places = {place(each) for each in found if each.dim() or place(each) == GPU}
+        storages = [each.untyped_storage() for each in found]
+        known = [getattr(storage, "place", None) for storage in storages]
+        written = {id(each) for each in _tensors(kwargs["out"])} if "out" in kwargs else ()
+        places = {
+            where or CPU
+            for each, where in zip(found, known, strict=True)
+            if where == GPU or (each.dim() and (where or id(each) not in written))
+        }
         is_collective = func.namespace in ("c10d", "_c10d_functional") and func.name() != "c10d::barrier"
-        if (len(places) > 1 and func.name().split(".")[0] not in _COPIES) or (is_collective and CPU in places):
+        mixes = len(places) > 1 and func.name().split(".")[0] not in _COPIES
+        if mixes or (is_collective and CPU in known):
             shown = ", ".join(f"{tuple(each.shape)} on {place(each)}" for each in found)
             raise PlaceError(f"{func} of {shown}")
-        given = {each.untyped_storage()._cdata for each in found}
         result = func(*args, **kwargs)
-        for made in (each for each in tree_leaves(result) if isinstance(each, torch.Tensor)):
-            if _real_device(made).type == "cpu" and made.untyped_storage()._cdata not in given:
-                _put(made, GPU if GPU in places else CPU)
+        if any(known):
+            given = {storage._cdata for storage in storages}
+            for made in _tensors(result):
+                if _real_device(made).type == "cpu" and made.untyped_storage()._cdata not in given:
+                    _put(made, GPU if GPU in places else CPU)
         return result
+
+
+def _tensors(*values: Any) -> list[torch.Tensor]:
+    """The tensors in lists, tuples and dicts; torch's own function for that takes most of an operation's time."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found += _tensors(*(value.values() if isinstance(value, dict) else value))
+    return found
 
 
 def _named(device: Any) -> torch.device | None:
@@ -131,10 +154,10 @@ def _made(make: Callable[..., Any]) -> Callable[..., Any]:
         like = [each for each in args[:1] if isinstance(each, torch.Tensor)]
         where = _named(kwargs.get("device")) or (place(like[0]) if like else CPU)
         made = make(*args, **kwargs)
-        if _real_device(made).type != "cpu" or place(made) == where:
+        if _real_device(made).type != "cpu":
             return made
         is_shared = any(made.untyped_storage()._cdata == each.untyped_storage()._cdata for each in like)
-        return _put(made.clone() if is_shared else made, where)
+        return _put(made.clone() if is_shared and place(made) != where else made, where)
 
     return make_there
 
