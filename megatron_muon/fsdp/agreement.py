@@ -1,4 +1,4 @@
-"""Compares the settings of `Muon` between ranks before its first collective, which may hang or abort where they differ.
+"""Compares the settings of a Muon between ranks before its first collective, which may hang or abort where they differ.
 
 It goes through the store by which the ranks found each other: a few small requests from each rank, with a time limit
 that no backend has to keep.
@@ -21,7 +21,7 @@ from megatron_muon.core.errors import UserError
 TIME_LIMIT = timedelta(minutes=5)
 """How long a rank waits for the others to make their Muon; some may still be reading a model."""
 
-_OF_RANKS = ("params", "process_group", "offload_dir")
+_OF_RANKS = ("params", "process_group", "offload_dir", "muon_offload_dir")
 """What may differ: objects of each process, and a directory of each node."""
 
 

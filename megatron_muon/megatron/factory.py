@@ -28,6 +28,7 @@ from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
+from megatron_muon.fsdp.agreement import compare_settings
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.logits import asked
@@ -56,11 +57,12 @@ def get_megatron_muon_optimizer(
         pg_collection: by default the process groups of megatron-core's parallel state.
 
     Raises:
-        UserError: a setting that Muon under Megatron-FSDP does not support.
+        UserError: a setting that Muon under Megatron-FSDP does not support, or that differs between ranks.
     """
     if not isinstance(config, MuonOptimizerConfig):
         config = MuonOptimizerConfig(**vars(config))
     require_megatron_fsdp(model_chunks)
+    compare_settings(vars(config), [], range(dist.get_world_size()))
     check_supported(config, model_chunks)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()

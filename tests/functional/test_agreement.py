@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_muon
 from tests.functional import frameworks, model
+from tests.functional.case import Case
 from tests.functional.pool import Pool
 from tests.functional.test_layouts import LAYOUTS
 from tests.functional.wide import wide_but
@@ -56,6 +57,33 @@ def test_ranks_that_give_other_matrices_are_named(ranks: Pool) -> None:
     assert of_blocks == "split is None on rank 0 and {'layers.*.0.weight': (19, 19)} on rank 2" + of_settings
     assert of_steps == "ns_steps_for is None on rank 0 and {'layers.0': 4} on rank 2" + of_settings
     assert of_names == "exclude is () on rank 0 and ['narrow'] on rank 2" + of_settings
+
+
+def of_megatron(rank: int, world_size: int, *, settings: dict[str, tuple[Any, Any]]) -> list[str]:
+    """In a worker: what Muon under Megatron-FSDP says where the last rank has another setting."""
+    from megatron_muon.errors import UserError
+
+    said = []
+    for name, values in settings.items():
+        with pytest.raises(UserError) as caught:
+            model.Trainer(Case(optimizer={name: values[rank == world_size - 1]}))
+        said.append(str(caught.value))
+    return said
+
+
+def test_settings_of_megatron_that_differ_between_ranks_are_named_on_all(ranks: Pool) -> None:
+    """As where nodes read different files: ranks then took other rates without a word, or waited for ever."""
+    settings = {
+        "lr": (0.02, 0.01),
+        "muon_num_ns_steps": (5, 4),
+        "muon_exclude": ([], ["router"]),
+        "muon_offload": ("none", "cpu"),
+        "muon_metrics_interval": (0, 2),
+    }
+    first, *others = ranks(3, of_megatron, settings=settings)
+    assert all(other == first for other in others)
+    rest = "give every rank the same settings"
+    assert first == [f"{name} is {a!r} on rank 0 and {b!r} on rank 2; {rest}" for name, (a, b) in settings.items()]
 
 
 def cut_otherwise(rank: int, world_size: int) -> str:
