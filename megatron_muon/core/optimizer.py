@@ -216,7 +216,7 @@ class ShardedMuon(torch.optim.Optimizer):
             failed[sorted(self._missing)] = 1
         if ready:
             gradients = [local_rows(self._matrices[index].grad) for index in ready]
-            largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf"), dtype=torch.float32))
+            largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf"))).float()  # as momentum takes them
             failed.index_add_(0, self._index(ready, failed.device), (~largest.isfinite()).int())
         if not isinstance(self.exchange, LocalExchange) and self.exchange.group.size() > 1:
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.exchange.group)

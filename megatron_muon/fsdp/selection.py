@@ -321,11 +321,11 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
                 kind = type(parameter).__name__
                 raise TypeError(f"{shown} is a {kind}, not a tensor; pass model.named_parameters()")
             name = name or _known_name(parameter)
-            _check_tensor(name or shown, parameter)
             if parameter in selection.names:
                 raise UserError(f"{name or shown} is given twice; pass each parameter once")
             selection.names[parameter] = name or shown
             if parameter.requires_grad:
+                _check_tensor(name or shown, parameter)
                 yield name, parameter, options
             else:
                 selection.frozen.append(parameter)

@@ -207,6 +207,18 @@ def test_a_gradient_that_is_not_finite_changes_its_matrix_not_at_all() -> None:
         assert p.isfinite().all()
 
 
+def test_fp64_parameters_train_and_what_fp32_momentum_cannot_hold_is_skipped() -> None:
+    p, other, bf16 = (
+        nn.Parameter(torch.eye(4, dtype=dtype)) for dtype in (torch.float64, torch.float64, torch.bfloat16)
+    )
+    optimizer = megatron_muon.Muon([p, other, bf16], lr=0.1)
+    p.grad, other.grad, bf16.grad = torch.ones_like(p), torch.full_like(other, 1e300), torch.ones_like(bf16)
+    optimizer.step()
+    changed = [not torch.equal(each, torch.eye(4, dtype=each.dtype)) for each in (p, other, bf16)]
+    assert changed == [True, False, True]
+    assert optimizer.skipped_updates() == {"parameter 1": 1}
+
+
 def test_state_that_is_missing_or_frozen_later() -> None:
     """AdamW's state of a new head starts at zero; a layer frozen after construction keeps what it has."""
     model = Model()

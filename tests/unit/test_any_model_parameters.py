@@ -102,7 +102,6 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "twice": (groups(("a", ONE), ("b", ONE)), UserError, "b is given twice"),
     "an empty group": (groups({"params": [ONE]}, {"params": []}), UserError, "group 1 has no parameters"),
     "a string": (groups("layers"), TypeError, "is a str, not a tensor"),
-    "integers": (groups(("a", nn.Parameter(torch.ones(3, 3).int(), False))), UserError, "a is of torch.int32"),
     "complex": (groups(("a", nn.Parameter(torch.ones(3, 3).cfloat()))), UserError, "a is of torch.complex64"),
     "another optimizer": (groups({"params": [ONE], "optimizer": "lion"}), UserError, "choose 'muon' or 'adamw'"),
     "a group's steps": (
@@ -207,6 +206,13 @@ def test_wrong_input_is_refused_by_name(case: str) -> None:
     act, kind, message = WRONG[case]
     with pytest.raises(kind, match=message):
         act()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8, torch.float8_e4m3fn])
+def test_frozen_weights_may_have_any_dtype(dtype: torch.dtype) -> None:
+    """As of the base model under LoRA: fp16, or codes of a quantization."""
+    base = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+    assert select([("base", base), ("lora", ONE)]).frozen == [base]
 
 
 @pytest.fixture
