@@ -57,9 +57,11 @@ def _file(path: Path, *, of_living_run: bool, remove: bool) -> tuple[str, str]:
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             return WRONG, "not a file, so not of a run; remove it by hand"
-        text = f"{_described(path)}, {found.st_size:,} bytes"
+        described, size = _described(path)
+        cut_short = found.st_size < size
+        text = f"{described}, {found.st_size:,}{f' of {size:,}' if cut_short else ''} bytes"
         if of_living_run or in_use(path):
-            return OK, f"{text}, in use"
+            return (WRONG, f"{text}, in use: its end is lost") if cut_short else (OK, f"{text}, in use")
         if not remove:
             if reason_to_leave(path) is None:
                 return NOTE, f"{text}, left over; the next run removes it, and so does --remove"
@@ -73,13 +75,14 @@ def _file(path: Path, *, of_living_run: bool, remove: bool) -> tuple[str, str]:
         return WRONG, f"{error.strerror}; its owner may remove it"
 
 
-def _described(path: Path) -> str:
+def _described(path: Path) -> tuple[str, int]:
+    """Whose file it is, and how many bytes it should have, 0 where that is not known."""
     try:
         header = read_header(path)
     except UserError as error:
-        return str(error).removeprefix(f"{path} ").removeprefix(f"{path}: ")
+        return str(error).removeprefix(f"{path} ").removeprefix(f"{path}: "), 0
     since = "kept with iteration" if header.kept else "begun at"
     return (
         f"run {header.run}, rank {header.rank}, {header.part} as {header.dtype}, {since} {header.iteration}, "
         f"by process {header.pid} on {header.host}"
-    )
+    ), header.front + header.size

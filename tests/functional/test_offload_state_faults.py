@@ -35,31 +35,45 @@ def training(ranks: Pool, corpus: tuple[str, ...], tmp_path: Path) -> Trainings:
     return Trainings(ranks, tmp_path, (*cli.TINY, *corpus, *ALL))
 
 
-def train_with(rank: int, world_size: int, *, fault: str, on_rank: int, what: str, **run: Any) -> tuple[int, str]:
-    """In a worker: a training run whose store of `what` meets a fault on one rank at the start of its fourth step."""
+def train_with(
+    rank: int, world_size: int, *, fault: str, on_rank: int, what: str, saving: bool, **run: Any
+) -> tuple[int, str]:
+    """In a worker: a training run whose store of `what` meets a fault on one rank: at the start of its fourth step, or
+    after it, where the save has begun.
+    """
     from megatron_muon.megatron.chained import MuonChainedOptimizer
 
-    step = MuonChainedOptimizer.step_with_ready_grads
+    step, at_hand = MuonChainedOptimizer.step_with_ready_grads, MuonChainedOptimizer.main_weights_at_hand
     undo: list[Callable[[], None]] = []
     done: list[int] = []
 
-    def step_with_fault(self: Any) -> bool:
-        done.append(1)
+    def meet_fault(self: Any) -> None:
         if rank == on_rank and len(done) == FAULTY_STEP:
             store = next(store for store in self.stores if store.content.what == what)
             undo.append(getattr(test_offload_faults, fault)(store))
+
+    def save_with_fault(self: Any, **how: Any) -> Any:
+        meet_fault(self)
+        return at_hand(self, **how)
+
+    def step_with_fault(self: Any) -> bool:
+        done.append(1)
+        if not saving:
+            meet_fault(self)
         updated = bool(step(self))
         while undo:
             undo.pop()()
         return updated
 
     MuonChainedOptimizer.step_with_ready_grads = step_with_fault
+    if saving:
+        MuonChainedOptimizer.main_weights_at_hand = save_with_fault
     return train(rank, world_size, **run)
 
 
-def with_fault(training: Trainings, fault: str, *flags: str, what: str) -> cli.Run:
-    argv = [*training.flags, *flags]
-    answers = training.ranks(2, train_with, argv=argv, folder=str(training.folder), fault=fault, on_rank=1, what=what)
+def with_fault(training: Trainings, fault: str, *flags: str, what: str, saving: bool = False) -> cli.Run:
+    run = {"argv": [*training.flags, *flags], "folder": str(training.folder)}
+    answers = training.ranks(2, train_with, **run, fault=fault, on_rank=1, what=what, saving=saving)
     assert len({status for status, _ in answers}) == 1, "\n".join(text[-3000:] for _, text in answers)
     return cli.Run(answers[0][0], "".join(text for _, text in answers), 0.0)
 
@@ -90,6 +104,17 @@ def test_lost_state_ends_the_run_without_a_checkpoint(training: Trainings, what:
     assert files.latest(training.folder / "ck") == 2
     run = training("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler", "--bf16").checked()
     assert [iteration.number for iteration in run.iterations] == [3, 4]
+
+
+@pytest.mark.parametrize("fault", ["unreadable", "cut_short"])
+@pytest.mark.parametrize("what", [WEIGHTS, SCALARS, "momentum"])
+def test_state_that_a_save_cannot_read_is_in_no_checkpoint(training: Trainings, what: str, fault: str) -> None:
+    """It reads as NaN; the checkpoint before stays the latest."""
+    error = error_of(with_fault(training, fault, "--save", "ck", "--bf16", what=what, saving=True), status=1)
+    assert f"rank 1 cannot read {what} in " in error
+    assert error.endswith("is lost on this rank; start again from a checkpoint")
+    assert files.latest(training.folder / "ck") == 2
+    training("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler", "--bf16").checked()
 
 
 def test_files_of_a_killed_run_are_named_by_doctor_and_removed_by_the_next_run(

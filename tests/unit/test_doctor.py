@@ -177,6 +177,10 @@ def test_files_of_a_living_run_and_of_others(tmp_path) -> None:
     )
     assert found["muon-momentum-folder"][0] == "wrong"
 
+    os.truncate(file.path, 5000)
+    cut = f"run living, rank 0, dense0 as fp32, begun at 0, by process {os.getpid()} on {socket.gethostname()}"
+    assert lying_there(tmp_path)[file.path.name] == ("wrong", f"{cut}, 5,000 of 12,288 bytes, in use: its end is lost")
+
     removed = lying_there(tmp_path, remove=True)
     assert removed[LEFT.name] == ("ok", f"{described}, left over; removed")
     assert removed["muon-momentum-folder"] == ("wrong", "not a file, so not of a run; remove it by hand")
