@@ -91,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if file is not None and (note := shipped.note(Path(file))):
                 print(f"megatron-muon: {note}", file=sys.stderr)
         status: int = modules[args.command].run(args)
-        sys.stdout.flush()  # a full device is noticed here, not by the interpreter's end
+        if sys.stdout is not None:  # closed by whoever started it
+            sys.stdout.flush()  # a full device is noticed here, not by the interpreter's end
         return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
         return end.code if isinstance(end.code, int) else exit_codes.FAILURE

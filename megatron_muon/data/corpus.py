@@ -216,7 +216,8 @@ def _write(reader: Reader, paths: OutputPaths, workers: int, progress: Progress)
         )
         manifest_file.write_text(json.dumps(msgspec.to_builtins(manifest), indent=2) + "\n", "utf-8")
         paths.manifest.unlink(missing_ok=True)  # between the renames there is no manifest that could promise anything
-        shutil.rmtree(paths.cache, ignore_errors=True)  # keyed by path and settings: stale for other documents
+        for index in paths.cache.glob("*Dataset-*"):  # keyed by path and settings: stale for other documents
+            index.unlink()
         for file, place in zip(partial, paths.all, strict=True):
             os.replace(file, place)
     except OSError as error:

@@ -13,6 +13,7 @@ from megatron_muon.command_parser import CommandParser, positive, processes
 from megatron_muon.errors import UserError, settling
 from megatron_muon.runs import run_folder
 from megatron_muon.runs.processes import THIS_MACHINE, Nodes, sigterm_unwinds
+from megatron_muon.suggest import plain
 
 if TYPE_CHECKING:
     from megatron_muon.runs.resolve import Request
@@ -126,7 +127,8 @@ def request_of(args: argparse.Namespace) -> Request:
         raise UserError("--profile-steps says which steps --profile records; add --profile")
     if args.resume and args.overwrite:
         raise UserError("--resume goes on with a run and --overwrite deletes it; give one of them")
-    if args.no_save and "--save" in given_flags(args.flags):
+    sets = [assignment(text) for text in args.sets]
+    if args.no_save and ("--save" in given_flags(args.flags) or "save" in {plain(key) for key, _ in sets}):
         raise UserError("--no-save writes no checkpoint and --save says where to; give one of them")
     config = args.config
     if config is None:
@@ -139,7 +141,7 @@ def request_of(args: argparse.Namespace) -> Request:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S-%f")  # two starts in one second have two folders
     return Request(
         config=str(config),
-        sets=(*(assignment(text) for text in args.sets), *((("save", "null"),) if args.no_save else ())),
+        sets=(*sets, *((("save", "null"),) if args.no_save else ())),
         flags=tuple(args.flags),
         ranks=ranks,
         nodes=_nodes(args),

@@ -35,6 +35,12 @@ def test_help_is_complete_and_imports_nothing_heavy():
     assert "exit status:" in done.stdout
 
 
+def test_stdout_may_be_closed(monkeypatch):
+    install_command(monkeypatch, lambda args: print("shown to nobody") or 0)
+    monkeypatch.setattr(sys, "stdout", None)  # as `>&-` leaves it
+    assert cli.main(["probe"]) == exit_codes.OK
+
+
 @pytest.mark.parametrize(
     "argv", [["data", "prepare", "--help"], ["bench", "step", "--help"], *([name, "--help"] for name in cli.COMMANDS)]
 )

@@ -186,6 +186,12 @@ def test_a_file_may_rest_on_others_alone(tree):
         load_config(folder / "nothing.yaml", {})
 
 
+def test_a_link_to_itself_is_no_file(tmp_path):
+    (tmp_path / "run.yaml").symlink_to("run.yaml")
+    with pytest.raises(UserError, match=r"cannot read configuration .*run\.yaml': Too many levels of symbolic links"):
+        load_config(tmp_path / "run.yaml", {})
+
+
 def test_one_base_twice_is_no_circle_but_a_circle_is(tree):
     folder = tree(
         model=model_args("--lr: 1"),

@@ -236,7 +236,10 @@ def test_data_that_was_trained_on_can_be_prepared_again(tree, tmp_path):
     (prefix / "cache").mkdir(parents=True)  # of Megatron-LM itself, or of an earlier version
     assert prepare([tree / "notes.txt"], prefix).up_to_date
     (tree / "notes.txt").write_text("\n".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))
+    mine = prefix.parent / "mine.cache" / "mine.txt"
+    mine.touch()
     prepare([tree / "notes.txt"], prefix, overwrite=True)
+    assert mine.exists()  # this tool did not write it
     fresh = prepare([tree / "notes.txt"], tmp_path / "fresh").prefix
     assert samples(prefix) == samples(fresh)
     samples(prefix, path_to_cache=str(tmp_path / "chosen"))

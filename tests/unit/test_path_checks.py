@@ -109,6 +109,8 @@ def test_a_set_without_documents_is_refused(parser, tmp_path, documents, split, 
         ("0,100,0", "--split 0,100,0 has no part for training"),  # it "finished" with status 0
         ("100,0,0", "--split 100,0,0 has no part for validation; .*--eval-iters 0"),  # TypeError after the training
         ("1,2,x", "--split 1,2,x: write three numbers"),  # x was passed over
+        ("nan,1,1", "--split nan,1,1: write three numbers"),  # and so was nan
+        ("98,2,0,5", "--split 98,2,0,5: write three numbers"),  # an AssertionError
     ],
 )
 def test_a_split_is_of_numbers_and_has_what_the_run_needs(parser, tmp_path, split, refused):

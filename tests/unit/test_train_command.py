@@ -394,6 +394,7 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
     [
         ([], "give --config FILE, or --resume --out DIR"),
         (["--config", "x", "--resume", "--overwrite"], "give one of them"),
+        (["--config", "x", "--no-save", "--set", "save=y"], "--no-save writes no checkpoint and --save says where to"),
         (["--config", "x", "--set", "lr"], "--set lr: write KEY=VALUE"),
         (["--config", "x", "--nnodes", "2"], "--nnodes 2 needs --node-rank R (0 to 1) and --rdzv-endpoint HOST:PORT"),
         (["--config", "x", "--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1"], "choose 0 to 1"),

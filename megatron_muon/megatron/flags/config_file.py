@@ -205,7 +205,7 @@ def as_argv(flags: Iterable[tuple[str, tuple[str, ...]]]) -> Iterator[str]:
 
 def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[str, dict[str, yaml.Node]]]]:
     """A file's sections by key, after those of its bases. `above` are the files that led here."""
-    if path.resolve() in [file.resolve() for file in above]:
+    if os.path.realpath(path) in map(os.path.realpath, above):
         ring = " -> ".join(str(file) for file in (*above, path))
         raise UserError(f"{above[-1]}: {BASE_KEY} goes round in a circle: {ring}; take one of them out")
     sections = _items(path, "the file", _root(path, above))
