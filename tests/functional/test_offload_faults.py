@@ -148,7 +148,8 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, fault: str) -> N
     error = error_of(with_fault(training, fault, "--save", "ck", on_rank=0), status=1)
     assert "rank 0 cannot read momentum in " in error
     assert "Bad file descriptor; momentum of " in error or "the file ends before this record; momentum of " in error
-    assert error.endswith("more is lost on this rank; start again from a checkpoint")
+    # How many records are lost depends on what had been read ahead.
+    assert error.endswith(" is lost on this rank; start again from a checkpoint")
     assert lying_there(training) == []
     assert files.latest(training.folder / "ck") == 2
     run = training("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler").checked()
