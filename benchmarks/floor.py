@@ -239,9 +239,8 @@ def _travels(plan: Plan, orthogonalizer: Orthogonalizer) -> list[list[int]]:
             if len(portion.ranks) > 1:
                 before = portion.ranks[portion.place - 1]
                 travels[before][portion.rank] += sum_bytes(portion, orthogonalizer.iteration)
-    for wave in plan.waves:
-        for transfers in (*plan.gathering(wave), *plan.returning(wave)):
-            columns = (column.tolist() for column in transfers.between_ranks())
-            for source, target, elements in zip(*columns, strict=True):
-                travels[source][target] += elements * itemsize
+    for transfers in itertools.chain(*plan.all_to_alls()):
+        columns = (column.tolist() for column in transfers)
+        for source, target, elements in zip(*columns, strict=True):
+            travels[source][target] += elements * itemsize
     return travels

@@ -14,10 +14,8 @@ Offload = Literal["none", "cpu", "nvme"]
 OffloadState = Literal["momentum", "all"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 TeamSize = Literal["auto", "1", "2", "4", "8"]
-Stages = Literal["auto", "1", "2", "3"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 OFFLOAD_STATES = get_args(OffloadState)
-STAGES = get_args(Stages)
 
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode under Megatron-FSDP, as on megatron-core's main branch: updates do not depend on the tensor
@@ -67,11 +65,6 @@ class MuonSettings:
     muon_team_size: TeamSize = "auto"
     """with the owner scheme: how many ranks of a node own a matrix together, each with a part of it; auto forms teams
     only where a matrix is more than a rank's share of the work, and where they save time"""
-
-    muon_exchange_stages: Stages = "auto"
-    """with the owner scheme on several nodes: 1 has each rank send to every rank that needs its rows; 2 sends by way of
-    the rank of the same place in the owner's node, 3 over one link for each two nodes, so that a rank has few peers;
-    auto: the fastest"""
 
     muon_ns: Literal["auto", "standard", "gram"] = "auto"
     """the Newton-Schulz iteration; auto takes Gram iteration where it needs fewer operations and is proven"""

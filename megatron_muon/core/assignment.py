@@ -21,7 +21,6 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.memory import AUTO_BYTES, Memory
 from megatron_muon.core.portions import TEAM_SIZES, Cuts, Team, chunks
-from megatron_muon.core.traffic import ranks_of_nodes
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of what it is without them."""
@@ -38,13 +37,11 @@ class TeamRules:
         cost: the work of each rank of a team on a block, from its rows, its columns and the size of the team.
         nodes: the node of each rank, counted from 0; a team lies in one.
         size: of every team; 1 forms none, 0 leaves it to the planner.
-        stages: of an all-to-all, 1 to 3; 0 leaves them to the planner.
     """
 
     cost: Callable[[int, int, int, int], float]
     nodes: Sequence[int]
     size: int = 0
-    stages: int = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -65,19 +62,11 @@ class TeamRules:
             found["--muon-team-size"] = Unmet(
                 self.size, "is more than the ranks of a node that share these matrices", f"auto, or {largest}"
             )
-        if self.stages > 1 and not ranks_of_nodes(self.nodes):
-            reason = "needs two nodes or more, of as many ranks each, two at least, that share these matrices"
-            found["--muon-exchange-stages"] = Unmet(self.stages, reason, "auto, or 1")
         return found
 
     def possible(self) -> TeamRules:
         """These rules, with 1 in the place of what the ranks cannot have."""
-        unmet = self.unmet()
-        return replace(
-            self,
-            size=1 if "--muon-team-size" in unmet else self.size,
-            stages=1 if "--muon-exchange-stages" in unmet else self.stages,
-        )
+        return replace(self, size=1) if self.unmet() else self
 
 
 class Unmet(NamedTuple):
@@ -300,15 +289,14 @@ def _place(
 ) -> _Placed:
     """The most even of a few longest-first assignments, then the one that moves least.
 
-    What moves between nodes counts first, on the rank or, in stages, on the node that receives most: that link is the
-    slowest. Each assignment lets a matrix with one owner stay with a rank that holds some of it, and a team take any
-    node, as long as the load stays below a cap, in even shares; otherwise the least loaded take it. Of these it takes
-    the node that holds most, or, spreading, that which then receives least. A cap of zero is the classical
-    longest-processing-time rule.
+    What moves between nodes counts first, on the rank that receives most: that link is the slowest. Each assignment
+    lets a matrix with one owner stay with a rank that holds some of it, and a team take any node, as long as the load
+    stays below a cap, in even shares; otherwise the least loaded take it. Of these it takes the node that holds most,
+    or, spreading, that which then receives least. A cap of zero is the classical longest-processing-time rule.
     """
     # Of equal loads those of teams go first: they have fewer places to choose from.
     order = sorted(range(len(divisions)), key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i))
-    node_of, nodes, each = list(rules.nodes), np.array(rules.nodes, dtype=np.int64), ranks_of_nodes(rules.nodes)
+    node_of, nodes = list(rules.nodes), np.array(rules.nodes, dtype=np.int64)
     largest = max((division.heaviest for division in divisions), default=0.0)
     fair = max(sum(sum(division.loads) for division in divisions) / len(rules.nodes), largest)
     sizes = {len(division.loads) for division in divisions} - {1}
@@ -329,11 +317,9 @@ def _place(
         )
         members = np.fromiter(itertools.chain.from_iterable(team.ranks for team in teams), np.int64)
         of_members = np.repeat(missing, [len(team.ranks) for team in teams])
-        far = np.bincount(members, of_members, len(rules.nodes))
-        straight, staged = far.max(), np.bincount(nodes, weights=far).max() / each if each else np.inf
-        moved = (min(straight, staged), straight, staged, staged)[rules.stages]
+        far = float(np.bincount(members, of_members, len(rules.nodes)).max())
         # Loads within 3 % of the even share count as equal: below that, bytes decide.
-        merit = (max(heaviest / fair, 1.03) if fair else 0.0, float(moved), near)
+        merit = (max(heaviest / fair, 1.03) if fair else 0.0, far, near)
         found.append(_Placed(merit, teams, heaviest))
     return min(found, key=lambda placed: placed.merit)
 

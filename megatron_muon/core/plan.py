@@ -2,8 +2,7 @@
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
 itself. It gives every matrix one owner, or a team of them (`assignment`), so that the ranks' work is even and few bytes
-move, then cuts the matrices that travel into waves that fit memory, and chooses in how many stages they go between
-nodes. Nothing here sends anything.
+move, then cuts the matrices that travel into waves that fit memory. Nothing here sends anything.
 """
 
 from __future__ import annotations
@@ -14,18 +13,17 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from megatron_muon.core.assignment import TeamRules, assign, refuse_unmet
-from megatron_muon.core.errors import UserError
+from megatron_muon.core.assignment import TeamRules, assign
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
 from megatron_muon.core.portions import Portion, Team
-from megatron_muon.core.traffic import USUAL_LINKS, Holders, Ints, Path, Traffic, Transfers, ranks_of_nodes
+from megatron_muon.core.traffic import Holders, Ints, Traffic, Transfers
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
@@ -47,8 +45,7 @@ class Plan:
         memory: what matrices take.
         buffer_bytes: what a step may take on a rank beyond weights, gradients and state.
         wave_bytes: the part of it that one wave may fill.
-        path: in how many stages they go.
-        by_pairs: whether messages go between nodes, or in one stage, to those ranks alone for which there are bytes.
+        by_pairs: whether messages go to those ranks alone for which there are bytes.
     """
 
     layout: Layout
@@ -59,7 +56,6 @@ class Plan:
     memory: Memory
     buffer_bytes: int
     wave_bytes: int
-    path: Path = field(default_factory=Path)
     by_pairs: bool = False
 
     @cached_property
@@ -81,7 +77,6 @@ class Plan:
             "max_over_mean": self.imbalance,
             "exchange_bytes": max(self.exchanged_bytes(), default=0),
             "peers": self.peers(),
-            "stages": self.path.stages,
             "waves": len(self.waves),
             "buffer_bytes": self.buffer_bytes,
         }
@@ -97,9 +92,8 @@ class Plan:
         shapes = [matrix.shape for matrix in self.layout.matrices]
         blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
         teams = [(team.ranks, team.cuts) for team in self.teams]
-        path = self.path.stages, self.path.node_ranks
         steps = [matrix.steps for matrix in self.layout.matrices]
-        content = json.dumps([shapes, blocks, steps, teams, self.whole, self.waves, self.wave_bytes, path])
+        content = json.dumps([shapes, blocks, steps, teams, self.whole, self.waves, self.wave_bytes])
         return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
@@ -113,27 +107,22 @@ class Plan:
         parts = self.memory.parts([self.layout.matrices[index] for index in whole], room, max(len(self.waves), 1))
         return tuple(whole[k::parts] for k in range(parts))
 
-    def gathering(self, wave: Sequence[int]) -> tuple[Transfers, ...]:
-        """What the all-to-alls carry in which rows of a wave arrive, one for each stage."""
-        return self.path.legs(self.traffic.gathered(wave))
-
-    def returning(self, wave: Sequence[int]) -> tuple[Transfers, ...]:
-        """What those carry in which its updates leave."""
-        return self.path.back().legs(self.traffic.returned(wave))
-
-    def _all_to_alls(self) -> Iterator[Transfers]:
+    def all_to_alls(self) -> Iterator[tuple[Transfers, Transfers]]:
+        """What those of each wave carry: its rows, and its updates."""
         for wave in self.waves:
-            yield from (transfers.between_ranks() for transfers in (*self.gathering(wave), *self.returning(wave)))
+            yield self.traffic.gathered(wave).between_ranks(), self.traffic.returned(wave).between_ranks()
 
     def peers(self) -> int:
         """The most others with which a rank exchanges bytes in one all-to-all."""
         ranks = self.layout.world_size
-        return max((int(transfers.peers(ranks).max(initial=0)) for transfers in self._all_to_alls()), default=0)
+        carried = itertools.chain(*self.all_to_alls())
+        return max((int(transfers.peers(ranks).max(initial=0)) for transfers in carried), default=0)
 
     def exchanged_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for what it owns, and its update rows of what others own."""
         ranks = self.layout.world_size
-        received = sum((found.received(ranks) for found in self._all_to_alls()), np.zeros(ranks, dtype=np.int64))
+        carried = itertools.chain(*self.all_to_alls())
+        received = sum((found.received(ranks) for found in carried), np.zeros(ranks, dtype=np.int64))
         return tuple((received * self.memory.element_bytes).tolist())
 
 
@@ -195,52 +184,9 @@ def make_plan(
         buffer_bytes,
         wave_bytes,
     )
-    path = _path(plan, rules)
-    between = path.legs(plan.traffic.gathered(_largest(plan)))[path.between].between_ranks()
-    peers = int(between.peers(layout.world_size).max(initial=0))
-    return replace(plan, path=path, by_pairs=2 * peers < layout.world_size // path.node_ranks - 1)
-
-
-def _path(plan: Plan, rules: TeamRules) -> Path:
-    """In the stages that are asked for, or in those that are fastest by `USUAL_LINKS` for the wave of most matrices.
-
-    What passes through a rank lies there twice, while it is put in order, and has to fit a wave.
-    """
-    each = ranks_of_nodes(rules.nodes)
-    if rules.stages > 1:
-        refuse_unmet({"": rules.unmet()})
-    if rules.stages == 1 or not each or not plan.waves:
-        return Path()
-    wave, nodes = _largest(plan), np.array(rules.nodes, dtype=np.int64)
-
-    def legs(path: Path, wave: Sequence[int]) -> tuple[tuple[Transfers, ...], ...]:
-        return path.legs(plan.traffic.gathered(wave)), path.back().legs(plan.traffic.returned(wave))
-
-    def seconds(path: Path) -> float:
-        element_bytes = plan.memory.element_bytes
-        return sum(USUAL_LINKS.seconds(leg, nodes, element_bytes) for go in legs(path, wave) for leg in go)
-
-    def passing(path: Path) -> int:
-        """Bytes of a wave that pass through a rank, at most."""
-        relayed = (leg for each in plan.waves for go in legs(path, each) for leg in go[:-1])
-        elements = max((int(leg.received(len(nodes)).max()) for leg in relayed), default=0)
-        return elements * plan.memory.element_bytes
-
-    paths = [Path(), Path(2, each), Path(3, each)]
-    if rules.stages:
-        path = paths[rules.stages - 1]
-        if 2 * (needed := passing(path)) > plan.wave_bytes:
-            raise UserError(
-                f"--muon-exchange-stages {rules.stages}: a rank passes on {needed / 2**20:.1f} MiB of a wave, and has "
-                f"room for {plan.wave_bytes / 2**21:.1f}; use auto, 1, or a larger --muon-exchange-buffer-mb"
-            )
-        return path
-    return next(path for path in sorted(paths, key=seconds) if 2 * passing(path) <= plan.wave_bytes)
-
-
-def _largest(plan: Plan) -> tuple[int, ...]:
-    """The wave of most matrices."""
-    return max(plan.waves, key=len, default=())
+    largest = max(waves, key=len, default=())
+    peers = plan.traffic.gathered(largest).between_ranks().peers(layout.world_size)
+    return replace(plan, by_pairs=2 * int(peers.max(initial=0)) < layout.world_size - 1)
 
 
 class _Needs:

@@ -1,15 +1,13 @@
 """What travels: which rank has which elements of a matrix for another, by arithmetic.
 
-Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder. Where
-ranks have many peers, bytes go in two or three stages, by way of other ranks of the two nodes (`Path`). The planner,
-the estimates and the exchange all ask here.
+Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder. The
+planner and the estimates ask here.
 """
 
 # Annotations are no strings here: documentation tools do not find all of their names then.
 
-import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,54 +46,6 @@ class Transfers(NamedTuple):
         return np.maximum(np.bincount(pairs // ranks, minlength=ranks), np.bincount(pairs % ranks, minlength=ranks))
 
 
-@dataclass(frozen=True)
-class Path:
-    """The way of bytes from rank to rank.
-
-    In one stage they go straight. In two, rows go between nodes first, from each rank to that of the same place in the
-    other node, and then within that node, and updates back the same way: what one node holds for a rank of another goes
-    over all links between them. In three, all that one node has for another goes over one link, between ranks of a
-    place that is another for each pair of nodes, and is collected and spread within the nodes: a rank has peers in
-    fewer nodes, and nodes that are many still use all links.
-
-    Attributes:
-        stages: 1, 2 or 3.
-        node_ranks: ranks of each node, side by side; of no account in one stage.
-        of_rows: whether rows travel, from those that hold them, or their updates.
-    """
-
-    stages: int = 1
-    node_ranks: int = 1
-    of_rows: bool = True
-
-    def back(self) -> "Path":
-        """The way of the updates of rows that went this way."""
-        return replace(self, of_rows=False)
-
-    @property
-    def between(self) -> int:
-        """Number of the stage between nodes, counted from 0."""
-        return (self.stages - 1) // 2 if self.of_rows else self.stages // 2
-
-    def relays[Ranks: (int, Ints)](self, sources: Ranks, targets: Ranks) -> list[Ranks]:
-        """The ranks by way of which bytes go, one for each stage but the last."""
-        each = self.node_ranks
-        if self.stages == 1:
-            return []
-        if self.stages == 2:
-            holders, others = (sources, targets) if self.of_rows else (targets, sources)
-            return [others // each * each + holders % each]
-        near, far = sources // each, targets // each
-        place, is_far = (near + far) % each, near != far
-        return [targets + is_far * (node * each + place - targets) for node in (near, far)]
-
-    def legs(self, transfers: Transfers) -> tuple[Transfers, ...]:
-        """What travels in each stage of what leaves its rank."""
-        sources, targets, elements = transfers.between_ranks()
-        points = [sources, *self.relays(sources, targets), targets]
-        return tuple(Transfers(*ends, elements) for ends in itertools.pairwise(points))
-
-
 class Links(NamedTuple):
     """How fast ranks exchange: in a node, between nodes, and for each peer, whatever the size of its message."""
 
@@ -122,17 +72,6 @@ class Links(NamedTuple):
 MESSAGE_US = 2.0
 """Of a rank for each peer of an all-to-all. Assumed, for NCCL's proxy, which posts a send and a receive; not in it are
 the connections and buffers that NCCL makes once for each pair."""
-
-USUAL_LINKS = Links(0.75 * 450, 0.75 * 50, MESSAGE_US)
-"""What the planner decides by: 75 % of the links of an H100 in a DGX."""
-
-
-def ranks_of_nodes(nodes: Sequence[int]) -> int:
-    """Ranks of each node, where there are several nodes of as many ranks, two at least, side by side; else 0."""
-    first = [number for number, node in enumerate(nodes) if number == 0 or node != nodes[number - 1]]
-    each, rest = divmod(len(nodes), len(first))
-    is_even = not rest and len(first) == len(set(nodes)) and first == list(range(0, len(nodes), each))
-    return each if is_even and each > 1 and len(first) > 1 else 0
 
 
 @dataclass(frozen=True)

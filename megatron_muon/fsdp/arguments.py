@@ -15,7 +15,7 @@ from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.build import ALL_GATHER, LOCAL, OWNER, SHARED
 from megatron_muon.core.numbers import check_number
 from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER
-from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
+from megatron_muon.settings import TEAM_SIZES, MuonSettings
 
 ADJUST_LR = {
     None: ("shape_scaling", 1.0),
@@ -66,7 +66,6 @@ def check(given: Mapping[str, Any]) -> None:
         "exchange": ("owner", "allgather"),
         "exchange_dtype": ("auto", "fp32", "bf16"),
         "team_size": TEAM_SIZES,
-        "exchange_stages": STAGES,
         "momentum_dtype": ("fp32", "bf16", "int8"),
         "offload": ("none", "cpu", "nvme"),
         "fp32_matmul_prec": ("highest", "high", "medium", "low"),
@@ -119,15 +118,14 @@ def check_variants(given: Mapping[str, Any]) -> None:
 
 def check_scheme(given: Mapping[str, Any], scheme: str) -> None:
     """Refuse arguments that the scheme of an exchange passes over, by a UserError."""
-    for name in ("team_size", "exchange_stages"):
-        if scheme == OWNER or given[name] == AUTO:
-            continue
-        why = {
-            ALL_GATHER: "exchange='allgather' has every rank orthogonalise all matrices",
-            SHARED: "share_replicated=True gives every matrix one owner, which broadcasts its update",
-            LOCAL: "every rank holds whole matrices, and orthogonalises them",
-        }[scheme]
-        raise UserError(f"{name}={given[name]!r} has no effect here: {why}; leave it out")
+    if scheme == OWNER or given["team_size"] == AUTO:
+        return
+    why = {
+        ALL_GATHER: "exchange='allgather' has every rank orthogonalise all matrices",
+        SHARED: "share_replicated=True gives every matrix one owner, which broadcasts its update",
+        LOCAL: "every rank holds whole matrices, and orthogonalises them",
+    }[scheme]
+    raise UserError(f"team_size={given['team_size']!r} has no effect here: {why}; leave it out")
 
 
 def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -87,7 +87,6 @@ class Muon(MuonState):
         exchange: "owner" or "allgather": how sharded matrices become whole.
         exchange_buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         exchange_dtype: what travels: "auto", "fp32" or "bf16".
-        exchange_stages: of an all-to-all over several nodes: "auto", "1", "2" or "3", as the flag.
         team_size: how many ranks own a matrix together: "auto", "1", "2", "4" or "8", as the flag `--muon-team-size`.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
             broadcasts the update, instead of by all. Needs the same gradients on all ranks.
@@ -131,7 +130,6 @@ class Muon(MuonState):
         exchange: str = MuonSettings.muon_exchange,
         exchange_buffer_mb: float | None = MuonSettings.muon_exchange_buffer_mb,
         exchange_dtype: str = MuonSettings.muon_exchange_dtype,
-        exchange_stages: str = MuonSettings.muon_exchange_stages,
         team_size: str = MuonSettings.muon_team_size,
         share_replicated: bool = MuonSettings.muon_share_replicated,
         process_group: dist.ProcessGroup | None = None,
@@ -204,7 +202,6 @@ class Muon(MuonState):
             wire=given["exchange_dtype"],
             device=parameters[0].device,
             team_size=given["team_size"],
-            stages=given["exchange_stages"],
         )
         if isinstance(exchange, OwnerExchange):
             refuse_unmet({"these": exchange.unmet})

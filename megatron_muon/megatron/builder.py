@@ -197,7 +197,6 @@ class MuonBuilder:
             wire=config.muon_exchange_dtype,
             device=self.device,
             team_size=config.muon_team_size,
-            stages=config.muon_exchange_stages,
             plan=self.plan,
         )
         if isinstance(exchange, PlannedExchange):

@@ -13,7 +13,6 @@ from megatron_muon.planning.estimate import KindPlan
 _FLAGS = {
     "buffer_mb": "--muon-exchange-buffer-mb",
     "team_size": "--muon-team-size",
-    "stages": "--muon-exchange-stages",
 }
 """The flags of a run that `megatron-muon plan` has under these names."""
 

@@ -25,7 +25,7 @@ from megatron_muon.planning.asked import check_unmet, flags_as_typed
 from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, Settings, plan_kind
 from megatron_muon.planning.figures import report
 from megatron_muon.quiet import quiet_imports
-from megatron_muon.settings import STAGES, TEAM_SIZES, MuonSettings
+from megatron_muon.settings import TEAM_SIZES, MuonSettings
 
 EVEN = 1.05
 """Loads whose maximum is within this factor of the mean count as even."""
@@ -70,8 +70,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="what travels; auto: as Newton-Schulz starts (the config's --muon-exchange-dtype, or auto)")  # fmt: skip
     add("--team-size", choices=TEAM_SIZES,
         help="ranks that own a matrix together (the config's --muon-team-size, or auto)")  # fmt: skip
-    add("--stages", choices=STAGES,
-        help="of what travels between nodes (the config's --muon-exchange-stages, or auto)")  # fmt: skip
     add("--ns", choices=("auto", "standard", "gram"), help="the iteration (the config's --muon-ns, or auto)")
     add("--ns-dtype", choices=("bf16", "fp32"),
         help="its precision (the config's --muon-fp32-matmul-prec: bf16 for medium and without it)")  # fmt: skip
@@ -105,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     settings = _settings(args, config, hardware)
     with flags_as_typed(args):
         plans = [plan_kind(group, settings, hardware, world_size) for group in groups]
-        unmet = check_unmet(plans, alone=bool(args.team_size or args.stages))
+        unmet = check_unmet(plans, alone=bool(args.team_size))
     figures = {**report(plans, world_size, settings, hardware), "unmet": unmet}
     tokens = args.tokens or (model.tokens if model is not None and not hardware.processor else None)
     if model is not None and tokens is not None:
@@ -181,7 +179,6 @@ def _settings(args: argparse.Namespace, config: Any, hardware: Hardware) -> Sett
         buffer_mb=args.buffer_mb,
         exchange_dtype=args.exchange_dtype,
         team_size=args.team_size,
-        stages=args.stages,
         ns=args.ns,
         ns_dtype=args.ns_dtype,
     )
@@ -194,7 +191,6 @@ def settings_of(
     buffer_mb: float | None = None,
     exchange_dtype: str | None = None,
     team_size: str | None = None,
-    stages: str | None = None,
     ns: str | None = None,
     ns_dtype: str | None = None,
 ) -> Settings:
@@ -227,7 +223,6 @@ def settings_of(
         travels,
         iteration,
         size,
-        stages or config.muon_exchange_stages,
         getattr(config, "muon_nesterov", True),
         moment_bytes(
             config.adaptive_muon_moment2_method if adaptive else None, cautious=config.muon_cautious_weight_decay
@@ -327,9 +322,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "most received by a rank": lambda c: size(c["exchange_bytes"]["max_per_rank"]),
     "  by all-gather": lambda c: size(c["exchange_bytes"]["allgather_per_rank"]),
     "  owner scheme": _saving,
-    "peers in an all-to-all, at most": lambda c: (
-        f"{c['peers']:,}" + (f", {c['stages']} stages" if c["stages"] > 1 else "")
-    ),
+    "peers in an all-to-all, at most": lambda c: f"{c['peers']:,}",
     "waves": lambda c: f"{c['waves']:,}",
     "extra memory, at most": lambda c: size(c["extra_bytes_max"]),
     "Newton-Schulz": lambda c: duration(c["estimated_ms"]["ns"]),

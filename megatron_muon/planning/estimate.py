@@ -124,7 +124,6 @@ class Settings:
     exchange_dtype: str
     iteration: Iteration
     team_size: str = AUTO
-    stages: str = AUTO
     looks_ahead: bool = True
     moment: MomentBytes = field(default_factory=MomentBytes)
     cautious: bool = False
@@ -267,8 +266,7 @@ def plan_group(
     costs = [float(sum(cost(*block, 1, matrix.steps) for block in matrix.blocks)) for matrix in layout.matrices]
     started = time.perf_counter()
     size = 0 if settings.team_size == AUTO else int(settings.team_size)
-    stages = 0 if settings.stages == AUTO else int(settings.stages)
-    asked = TeamRules(functools.cache(settings.iteration.cost), node_pattern(members, hardware), size, stages)
+    asked = TeamRules(functools.cache(settings.iteration.cost), node_pattern(members, hardware), size)
     plan = make_plan(layout, costs, buffer_bytes=settings.buffer_bytes, memory=settings.memory, rules=asked.possible())
     seconds = time.perf_counter() - started
     rate = (hardware.bf16_tflops if half else hardware.fp32_tflops) * 1e12
@@ -282,10 +280,8 @@ def plan_group(
 
     joined = np.asarray(members) // hardware.joined_ranks
     seconds_of = functools.partial(hardware.links.seconds, nodes=joined, element_bytes=plan.memory.element_bytes)
-    arrive_s, leave_s = (
-        [[seconds_of(stage) for stage in travels(wave)] for wave in plan.waves]
-        for travels in (plan.gathering, plan.returning)
-    )
+    each = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
+    arrive_s, leave_s = [rows for rows, _ in each], [updates for _, updates in each]
     return GroupPlan(
         group=group,
         plan=plan,
@@ -293,7 +289,7 @@ def plan_group(
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
         extra=extra_bytes(plan, looks_ahead=settings.looks_ahead),
         ns_ms=max(plan.loads) / rate * 1e3,
-        exchange_ms=sum(map(sum, arrive_s + leave_s)) * 1e3,
+        exchange_ms=sum(arrive_s + leave_s) * 1e3,
         step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
         unmet=asked.unmet(),
     )
@@ -302,32 +298,27 @@ def plan_group(
 def _play(
     plan: Plan,
     products_s: Callable[[Sequence[int]], Floats],
-    arrive_s: Sequence[Sequence[float]],
-    leave_s: Sequence[Sequence[float]],
+    arrive_s: Sequence[float],
+    leave_s: Sequence[float],
 ) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler.
 
-    Updates of wave k leave after those of wave k-1 have arrived. Products wait for the stages within nodes.
+    Updates of wave k leave after those of wave k-1 have arrived.
     """
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
-    there, back = plan.path.between, plan.path.back().between
     clock = np.zeros_like(filler)  # when each rank's products are done
-    link = arrived = sum(arrive_s[0][: there + 1])  # when the link is free, and when the current wave has arrived
+    link = arrived = arrive_s[0]  # when the link is free, and when the current wave has arrived
     left = 0.0  # when the updates of the wave before have
     for k, wave in enumerate(plan.waves):
-        here, passed_in = arrived, sum(arrive_s[k][there + 1 :])
+        here = arrived
         if k + 1 < len(plan.waves):
-            before = sum(arrive_s[k + 1][:there])
-            clock += before
-            arrived = link = max(link, float(clock.max()) * (there > 0)) + arrive_s[k + 1][there]
+            arrived = link = link + arrive_s[k + 1]
         work = products_s(wave)
-        busy = (work > 0) | (plan.path.stages > 1)
+        busy = work > 0
         clock += filler
-        clock[busy] = np.maximum(clock[busy], here) + passed_in + work[busy]
-        clock[busy] = np.maximum(clock[busy], left) + sum(leave_s[k][:back])
-        link = max(link, float(clock[busy].max(initial=here))) + leave_s[k][back]
-        left = link + sum(leave_s[k][back + 1 :])
+        clock[busy] = np.maximum(np.maximum(clock[busy], here) + work[busy], left)
+        left = link = max(link, float(clock[busy].max(initial=here))) + leave_s[k]
     return max(left, float(clock.max()))

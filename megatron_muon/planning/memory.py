@@ -38,7 +38,6 @@ def extra_bytes(plan: Plan, *, looks_ahead: bool) -> Ints:
             leaving + arriving + wave.assembling,
             leaving + arriving + wave.iterating,
             receiving + arriving + wave.results,
-            arriving + wave.results + wave.sending_back,
             arriving + wave.results + wave.leaving + wave.finalizing,
         ):
             most = np.maximum(most, held)
@@ -57,26 +56,6 @@ def _fillers(plan: Plan, row_bytes: int) -> list[Ints]:
             wave = number // beside_a_wave
             taken[wave][rank] = max(taken[wave][rank], size)
     return taken
-
-
-class _Flight:
-    """Elements in the buffers of an all-to-all on each rank, as `core.exchange.relays` goes through its stages.
-
-    What passes through a rank is there a second time while it is put in the order in which it leaves.
-
-    Args:
-        sent: by each rank.
-        received: by each rank, in each stage.
-        between: number of the stage between nodes, which is under way while the step goes on.
-    """
-
-    def __init__(self, sent: Ints, received: Sequence[Ints], between: int) -> None:
-        buffers = [sent, *received]
-        stages = [first + second for first, second in itertools.pairwise(buffers)]
-        passed = [2 * elements for elements in buffers]
-        self.under_way = stages[between]
-        self.starting = np.max([*stages[: between + 1], *passed[1 : between + 1]], axis=0)
-        self.waiting = np.max([buffers[-1], *stages[between + 1 :], *passed[between + 1 : -1]], axis=0)
 
 
 class _Wave:
@@ -116,14 +95,12 @@ class _Wave:
             matrices[owner], results[owner], temporaries[owner] = memory.of_batch(whole_ones, portions)
         sent, spread = rows.sent(ranks), updates.sent(ranks)
         assembling = wire * (rows.received(ranks) + stayed) + matrices + row_bytes * kept
-        there = _Flight(sent, [leg.received(ranks) for leg in plan.gathering(indices)], plan.path.between)
-        back = _Flight(spread, [leg.received(ranks) for leg in plan.returning(indices)], plan.path.back().between)
-        self.packing: Ints = wire * stayed + np.maximum(wire * sent + row_bytes * given, wire * there.starting)
-        self.arriving: Ints = wire * (stayed + there.under_way)
-        self.assembling: Ints = np.maximum(wire * (stayed + there.waiting), assembling)
-        self.sending_back: Ints = wire * (together + back.starting)
-        self.leaving: Ints = wire * (together + back.under_way)
-        self.receiving: Ints = wire * (together + back.waiting) + memory.moment.held * given
+        there, back = sent + rows.received(ranks), spread + updates.received(ranks)
+        self.packing: Ints = wire * stayed + np.maximum(wire * sent + row_bytes * given, wire * there)
+        self.arriving: Ints = wire * (stayed + there)
+        self.assembling: Ints = assembling
+        self.leaving: Ints = wire * (together + back)
+        self.receiving: Ints = wire * (together + updates.received(ranks)) + memory.moment.held * given
         self.finalizing: Ints = memory.moment.held * kept
         self.iterating: Ints = matrices + temporaries
         self.results: Ints = results

@@ -55,22 +55,18 @@ def updates(
     seed: int,
     waves: str,
     team_size: int | None = None,
-    node: int = 0,
-    stages: int = 1,
     by_pairs: bool = False,
 ) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
     from megatron_muon.core.assignment import TeamRules
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
-    from megatron_muon.core.exchange.relays import make_relays
     from megatron_muon.core.exchange.steps import rectangle_view
     from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
     from megatron_muon.core.teams import make_teams
-    from megatron_muon.core.traffic import Path
 
     chance = random.Random(seed)
     matrices = []
@@ -85,10 +81,9 @@ def updates(
     assert group is not None
     rules = None
     if team_size is not None:
-        nodes = [other // (node or world_size) for other in range(world_size)]
-        rules = TeamRules(orthogonalizer.iteration.cost, nodes, team_size)
+        rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, team_size)
     plan = make_plan(layout, costs, memory=Memory(4), rules=rules)
-    plan = replace(plan, path=Path(stages, node) if node else Path(), by_pairs=by_pairs)
+    plan = replace(plan, by_pairs=by_pairs)
     if waves == "of one matrix":
         plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
     teams = {} if rules is None else make_teams(group, plan.teams)
@@ -127,8 +122,7 @@ def updates(
         return orthogonalizer.batch([matrices[i] for i in indices], None, portions, teams)
 
     gathered = AllGatherExchange(layout, group, batches, device=device)
-    relays = make_relays(group, node) if node else None
-    owner = OwnerExchange(plan, group, batches, device=device, teams=teams, relays=relays)
+    owner = OwnerExchange(plan, group, batches, device=device, teams=teams)
     results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
     held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
     assert all(set(result) == held for result in results)
@@ -154,14 +148,10 @@ def test_owner_equals_all_gather(ranks: Pool, world_size: int, waves: str) -> No
                     assert torch.equal(found[index], update), f"layout {seed}, matrix {index}"
 
 
-@pytest.mark.parametrize(
-    ("stages", "by_pairs", "waves"),
-    wide_but([(2, False, "large"), (3, True, "large")], itertools.product((1, 2, 3), (False, True), WAVES)),
-)
-def test_stages_and_pairs_equal_all_gather(ranks: Pool, stages: int, by_pairs: bool, waves: str) -> None:
-    """Two nodes of two ranks: what arrives is the same, in the same places."""
-    how = {"team_size": 1, "node": 2 if stages > 1 else 0, "stages": stages, "by_pairs": by_pairs}
-    for layouts in ranks(4, of_all_layouts, waves=waves, **how):
+@pytest.mark.parametrize("waves", wide_but(["large"], WAVES))
+def test_messages_to_peers_alone_equal_all_gather(ranks: Pool, waves: str) -> None:
+    """What arrives is the same, in the same places."""
+    for layouts in ranks(4, of_all_layouts, waves=waves, team_size=1, by_pairs=True):
         for seed, (expected, *others) in enumerate(layouts):
             for found in others:
                 for index, update in expected.items():

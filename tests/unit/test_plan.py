@@ -144,6 +144,17 @@ def test_who_holds_most_owns(rows_per_rank: list[int]) -> None:
     assert plan.owners == (rows_per_rank.index(6),)
 
 
+def test_owners_lie_where_their_rows_are() -> None:
+    """Each matrix lies in one node, but for a row: nothing else goes between nodes."""
+    held = [[15, 16, 16, 16, 1, 0, 0, 0], [1, 0, 0, 0, 15, 16, 16, 16]]
+    layout = Layout(8, tuple(row_sharded(f"w{k}", (64, 64), held[k % 2]) for k in range(16)))
+    memory = Memory(2)
+    rules = TeamRules(memory.iteration.cost, [0] * 4 + [1] * 4, size=1)
+    plan = make_plan(layout, [1.0] * 16, memory=memory, rules=rules)
+    assert [owner // 4 for owner in plan.owners] == [0, 1] * 8
+    assert plan.imbalance == 1.0
+
+
 def test_even_holders_keep_what_is_theirs() -> None:
     """Whole matrices, as many on every rank: nothing travels."""
     matrices = tuple(Matrix(f"w{index}", (8, 8), (Shard(index % 4, 0, 8, 0, 8),)) for index in range(40))

@@ -174,11 +174,11 @@ def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
         tmp_path, muon_fp32_matmul_prec="highest", muon_exchange_buffer_mb="1", muon_ns="gram", muon_team_size="2"
     )
     figures = planned(tmp_path, "--config", path, "--world-size", 2)
-    names = ("buffer_mb", "exchange_dtype", "team_size", "stages", "ns", "ns_dtype", "ns_steps")
+    names = ("buffer_mb", "exchange_dtype", "team_size", "ns", "ns_dtype", "ns_steps")
     assert figures["settings"] == dict(zip(names, (1.0, "fp32", "2", "auto", "gram", "fp32", 5), strict=True))
     figures = planned(tmp_path, "--config", path, "--world-size", 2, "--ns", "standard", "--ns-dtype", "bf16",
                       "--buffer-mb", 64, "--exchange-dtype", "fp32", "--team-size", "auto")  # fmt: skip
-    assert figures["settings"] == dict(zip(names, (64.0, "fp32", "auto", "auto", "standard", "bf16", 5), strict=True))
+    assert figures["settings"] == dict(zip(names, (64.0, "fp32", "auto", "standard", "bf16", 5), strict=True))
 
 
 EXPERTS = {"num_experts": "4", "expert_model_parallel_size": "4", "moe_router_load_balancing_type": "none"}
@@ -193,33 +193,29 @@ def test_team_sizes_that_a_plan_cannot_have(tmp_path: Path, capsys: pytest.Captu
     assert planned(tmp_path, "--config", path, "--world-size", 4, "--team-size", 2)["matrices_of_teams"]
 
 
-@pytest.mark.parametrize(("flag", "value", "ranks"), [("team-size", 4, 8), ("stages", 2, 16)])
-def test_what_one_group_cannot_have_others_have(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str, value: int, ranks: int
-) -> None:
-    """Two ranks share an expert at 8, and of each node one shares it at 16 in groups of eight; both were errors."""
-    experts = EXPERTS if flag == "team-size" else EXPERTS | {"num_experts": "8", "expert_model_parallel_size": "8"}
-    figures = planned(tmp_path, "--config", config(tmp_path, **experts), "--world-size", ranks, f"--{flag}", value)
+def test_what_one_group_cannot_have_others_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks share an expert at 8; that was an error."""
+    figures = planned(tmp_path, "--config", config(tmp_path, **EXPERTS), "--world-size", 8, "--team-size", 4)
     dense, expert = figures["groups"]
-    if flag == "stages":
-        assert (dense["stages"], expert["stages"]) == (2, 1)
-    else:
-        assert list(dense["matrices_of_teams"]) == ["4"]
-        assert not expert["matrices_of_teams"]
+    assert list(dense["matrices_of_teams"]) == ["4"]
+    assert not expert["matrices_of_teams"]
     (said,) = figures["unmet"]
     assert said.endswith("1 is used for expert matrices")
-    assert f"{flag} {value} " in said
+    assert "team-size 4 " in said
     assert said in capsys.readouterr().out
 
 
 def test_errors_name_the_flag_that_was_typed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They named the run's flag, which the command does not have."""
-    for flag, value in (("buffer-mb", "0.125"), ("stages", "2")):
-        said = message(capsys, "--config", config(tmp_path), "--world-size", 2, f"--{flag}", value)
-        assert f"error: --{flag} {value} " in said
-        of_run = f"muon_exchange_{flag.replace('-', '_')}"
-        said = message(capsys, "--config", config(tmp_path, **{of_run: value}), "--world-size", 2)
-        assert f"error: --muon-exchange-{flag} {value} " in said
+    for flag, of_run, value in (
+        ("--buffer-mb", "--muon-exchange-buffer-mb", "0.125"),
+        ("--team-size", "--muon-team-size", "8"),
+    ):
+        said = message(capsys, "--config", config(tmp_path), "--world-size", 2, flag, value)
+        assert f"error: {flag} {value} " in said
+        key = of_run.removeprefix("--").replace("-", "_")
+        said = message(capsys, "--config", config(tmp_path, **{key: value}), "--world-size", 2)
+        assert f"error: {of_run} {value} " in said
 
 
 def test_a_group_without_matrices_is_planned(tmp_path: Path) -> None:

@@ -130,11 +130,6 @@ CASES = {
         {"muon_exchange": "allgather", "muon_team_size": "2"},
         "--muon-team-size has no effect here: --muon-exchange allgather gathers",
     ),
-    "stages where all ranks do all": (
-        ("--muon-exchange", "allgather", "--muon-exchange-stages", "2"),
-        {"muon_exchange": "allgather", "muon_exchange_stages": "2"},
-        "--muon-exchange-stages has no effect here: --muon-exchange allgather gathers",
-    ),
     "teams without shards": (
         ("--muon-team-size", "1"),
         {"muon_team_size": "1", "strategy": "no_shard"},

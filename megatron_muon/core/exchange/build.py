@@ -13,7 +13,6 @@ from megatron_muon.core.batch import BlockKind
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange.owner import OwnerExchange
-from megatron_muon.core.exchange.relays import make_relays
 from megatron_muon.core.exchange.repeated import AllGatherExchange, LocalExchange
 from megatron_muon.core.exchange.shared import SharedExchange
 from megatron_muon.core.exchange.steps import Batch, Exchange
@@ -41,7 +40,6 @@ def make_exchange(
     wire: str,
     device: torch.device,
     team_size: str = AUTO,
-    stages: str = AUTO,
     plan: Plan | None = None,
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, ALL_GATHER, SHARED and LOCAL.
@@ -59,11 +57,10 @@ def make_exchange(
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         device: where the rows lie.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
-        stages: with OWNER, of an all-to-all over several nodes: "1", "2", "3", or "auto" for the fastest.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
 
-    Where these ranks cannot have the `team_size` or the `stages`, they use 1, and the exchange's `unmet` says so: other
-    matrices may have them. The caller refuses what none has, by `refuse_unmet`.
+    Where these ranks cannot have the `team_size`, they use 1, and the exchange's `unmet` says so: other matrices may
+    have it. The caller refuses what none has, by `refuse_unmet`.
 
     Raises:
         UserError: a team cannot have the second moment's norms; the buffer is too small.
@@ -84,7 +81,7 @@ def make_exchange(
         return LocalExchange(layout, group, batches, memory=memory, buffer_bytes=buffer_bytes, device=device)
     if scheme == ALL_GATHER:
         return AllGatherExchange(layout, group, batches, device=device)
-    asked = _team_rules(team_size, stages, group, orthogonalizer, moment) if scheme == OWNER else None
+    asked = _team_rules(team_size, group, orthogonalizer, moment) if scheme == OWNER else None
     rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
@@ -94,8 +91,7 @@ def make_exchange(
         return SharedExchange(plan, group, batches, wire_dtype=wire_dtype, device=device)
     # Now that all ranks have one plan, they agree on which groups it takes.
     teams.update(make_teams(group, plan.teams))
-    relays = make_relays(group, plan.path.node_ranks) if plan.path.stages > 1 else None
-    connect([*(team.group for team in teams.values()), *([relays.node, relays.rail] if relays else [])], device)
+    connect([team.group for team in teams.values()], device)
     return OwnerExchange(
         plan,
         group,
@@ -103,15 +99,14 @@ def make_exchange(
         wire_dtype=wire_dtype,
         device=device,
         teams=teams,
-        relays=relays,
         unmet=asked.unmet(),
     )
 
 
 def _team_rules(
-    team_size: str, stages: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
+    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
 ) -> TeamRules:
-    """Which teams may own a matrix, and in how many stages it may travel."""
+    """Which teams may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
     if moment is not None and moment.normalizer(()) is not None:
         if size > 1:
@@ -120,7 +115,7 @@ def _team_rules(
                 "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
             )
         size = 1
-    return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size, 0 if stages == AUTO else int(stages))
+    return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
 
 
 def _plan(

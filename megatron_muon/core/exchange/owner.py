@@ -12,14 +12,13 @@ rows together again, and the team agrees on whether the matrix is finite.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.core.assignment import Unmet
-from megatron_muon.core.exchange.relays import Relays, Stages
 from megatron_muon.core.exchange.steps import (
     Batch,
     BatchMaker,
@@ -75,7 +74,6 @@ class _Route:
         assembled: shards that this rank puts together from several updates, by matrix index.
         finals: matrices whose updates are complete when all of the wave have arrived.
         flags: for each of them one of its parcels, by its place in `returned` and then `home`, on the device.
-        stages: of the two all-to-alls, where they have several each.
     """
 
     wave: int
@@ -93,7 +91,6 @@ class _Route:
     assembled: dict[int, Shard]
     finals: list[int]
     flags: torch.Tensor
-    stages: tuple[Stages, Stages] | None
 
 
 @dataclass
@@ -122,8 +119,8 @@ class _Parts:
 class OwnerExchange(PlannedExchange):
     """Carries out a plan for matrices whose rows lie on several ranks.
 
-    `teams` are those of the plan that this rank is in, `relays` the groups of its stages, where it has several, `unmet`
-    the settings that its ranks cannot have; the other arguments are those of `PlannedExchange`.
+    `teams` are those of the plan that this rank is in, `unmet` the settings that its ranks cannot have; the other
+    arguments are those of `PlannedExchange`.
     """
 
     def __init__(
@@ -135,10 +132,9 @@ class OwnerExchange(PlannedExchange):
         wire_dtype: torch.dtype = torch.float32,
         device: torch.device,
         teams: Teams | None = None,
-        relays: Relays | None = None,
         unmet: Mapping[str, Unmet] | None = None,
     ) -> None:
-        self._teams, self._relays, self.unmet = teams or {}, relays, unmet or {}
+        self._teams, self.unmet = teams or {}, unmet or {}
         super().__init__(plan, group, batches, wire_dtype=wire_dtype, device=device)
 
     def _make_routes(self, batches: BatchMaker) -> None:
@@ -169,14 +165,7 @@ class OwnerExchange(PlannedExchange):
                 held = (own[index],) if own[index].numel else ()
                 for shard in matrix.shards if portion.rank == rank else held:
                     self._add(parts, portion, shard, room, is_team=is_team)
-        there, back = self.plan.path, self.plan.path.back()
-        orders: dict[str, Callable[[int], list[int]]] = {  # see `Stages`
-            "sent": lambda other: [*there.relays(rank, other)[:1], other],
-            "gathered": lambda other: [*there.relays(other, rank)[-1:], other],
-            "spread": lambda other: [*back.relays(rank, other)[:1], other],
-            "returned": lambda other: [*back.relays(other, rank)[-1:], other],
-        }
-        parcels = {name: self._parcels(found, orders.get(name)) for name, found in vars(parts).items()}
+        parcels = {name: self._parcels(found) for name, found in vars(parts).items()}
         arriving = [*parcels["returned"].parcels, *parcels["home"].parcels]
         whole = {parcel.index for parcel in parcels["returned"].parcels if parcel.piece.numel == parcel.shard.numel}
         place = {parcel.index: number for number, parcel in enumerate(arriving)}
@@ -190,7 +179,6 @@ class OwnerExchange(PlannedExchange):
             assembled={parcel.index: parcel.shard for parcel in arriving if parcel.index not in whole},
             finals=list(place),
             flags=self._on_device(place.values()),
-            stages=self._stages(wave),
         )
 
     def _add(self, parts: _Parts, portion: Portion, shard: Shard, room: int, *, is_team: bool) -> None:
@@ -210,15 +198,6 @@ class OwnerExchange(PlannedExchange):
                 parts.returned.append(Parcel(owner, index, piece, shard))
                 if source == rank:
                     parts.sent.append(Parcel(owner, index, piece, shard))
-
-    def _stages(self, wave: Sequence[int]) -> tuple[Stages, Stages] | None:
-        if self._relays is None:
-            return None
-        path, traffic = self.plan.path, self.plan.traffic
-        return (
-            Stages.of(traffic.gathered(wave), path, self._rank, self._relays, by_pairs=self.plan.by_pairs),
-            Stages.of(traffic.returned(wave), path.back(), self._rank, self._relays, by_pairs=self.plan.by_pairs),
-        )
 
     def _agreements(self, wave: Sequence[int], portions: Sequence[Portion], first: int) -> list[_Agreement]:
         """The teams of this rank with matrices in a wave, in an order that all ranks have."""
@@ -268,7 +247,7 @@ class OwnerExchange(PlannedExchange):
         """Send this rank's rows of a wave to their owners, and expect the rows of the matrices that it owns."""
         with probe.phase("gather", route.wave):
             flight = self._pack(route, rows)
-            self._all_to_all(flight, route.sent, route.gathered, route.stages and route.stages[0], probe)
+            self._all_to_all(flight, route.sent, route.gathered, probe)
             return flight
 
     def _pack(self, route: _Route, rows: RowPhases) -> InFlight:
@@ -323,7 +302,7 @@ class OwnerExchange(PlannedExchange):
                 index: self._nothing.new_empty(shard.rows, shard.cols) for index, shard in route.assembled.items()
             }
             _copy(route.home.in_shards(shards), route.home.in_rooms(results))
-            self._all_to_all(flight, route.spread, route.returned, route.stages and route.stages[1], probe)
+            self._all_to_all(flight, route.spread, route.returned, probe)
             return _Leaving(route, flight, shards, finite[route.home.rooms])
 
     def _pack_updates(self, route: _Route, results: list[torch.Tensor], finite: torch.Tensor) -> InFlight:
@@ -351,14 +330,8 @@ class OwnerExchange(PlannedExchange):
             _copy(into, parts)
             rows.finalize(route.finals, [updates[index] for index in route.finals], finite)
 
-    def _all_to_all(
-        self, flight: InFlight, sent: Parcels, expected: Parcels, stages: Stages | None, probe: Probe
-    ) -> None:
+    def _all_to_all(self, flight: InFlight, sent: Parcels, expected: Parcels, probe: Probe) -> None:
         """Start to send what `flight` has to send."""
-        if stages is not None:
-            probe.received(stages.elements * self._nothing.itemsize)
-            stages.start(flight)
-            return
         probe.received(expected.numel * self._nothing.itemsize)
         all_to_all(flight, expected.counts, sent.counts, self.group, by_pairs=self.plan.by_pairs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -137,8 +137,8 @@ class PlannedExchange(Exchange):
     def _make_routes(self, batches: BatchMaker) -> None:
         """Settle, before the first step, what this rank does in each wave."""
 
-    def _parcels(self, parcels: Sequence[Parcel], order: Callable[[int], Any] | None = None) -> Parcels:
-        return Parcels(parcels, self.layout.world_size, self._nothing.device, order)
+    def _parcels(self, parcels: Sequence[Parcel]) -> Parcels:
+        return Parcels(parcels, self.layout.world_size, self._nothing.device)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,6 @@ class Parcels:
         parcels: they are ordered by the other rank, and within a rank as given.
         world_size: ranks of the group.
         device: where buffers lie.
-        order: of the other ranks; None is ascending.
 
     Attributes:
         parcels: in their order.
@@ -196,14 +195,8 @@ class Parcels:
         rooms: the rooms that they come from, on the device.
     """
 
-    def __init__(
-        self,
-        parcels: Sequence[Parcel],
-        world_size: int,
-        device: torch.device,
-        order: Callable[[int], Any] | None = None,
-    ) -> None:
-        self.parcels = sorted(parcels, key=lambda parcel: order(parcel.other) if order else parcel.other)
+    def __init__(self, parcels: Sequence[Parcel], world_size: int, device: torch.device) -> None:
+        self.parcels = sorted(parcels, key=lambda parcel: parcel.other)
         self.indices = [parcel.index for parcel in self.parcels]
         self.counts = [0] * world_size
         for parcel in self.parcels:
@@ -246,27 +239,19 @@ class InFlight:
     """A collective under way with the buffers that it reads and writes; they live until it has been waited for.
 
     Nothing else refers to the buffers: each can go as soon as it has served. What a rank has for itself, `kept`, waits
-    with them. `then` carries out the stages that follow. Collective.
+    with them.
     """
 
     sent: torch.Tensor | None = None
     received: torch.Tensor | None = None
     work: Any = None
     kept: torch.Tensor | None = None
-    then: Callable[[InFlight], None] | None = None
-
-    def arrive(self) -> None:
-        """Wait for the stage that is under way."""
-        if self.work is not None:
-            self.work.wait()
-        self.work = self.sent = None
 
     def wait(self) -> torch.Tensor:
         """The received elements, in the order of the parcels that were expected."""
-        self.arrive()
-        if self.then is not None:
-            self.then(self)
-            self.then = None
+        if self.work is not None:
+            self.work.wait()
+        self.work = self.sent = None
         assert self.received is not None
         return self.received
 

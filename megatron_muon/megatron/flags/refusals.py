@@ -178,24 +178,20 @@ def _logits(run: MuonRun) -> None:
     check_logits(run.model)
 
 
-_OWNERS = ("muon_team_size", "muon_exchange_stages")
-"""Settings of the owner scheme alone."""
-
-
 def _heeded(run: MuonRun) -> None:
     """Refuse flags that strategy, exchange or model pass over."""
     settings, passed_over, why = run.settings, [], ""
     if run.repeated:
         why = f"{NO_SHARD} exchanges nothing, and plain Muon is megatron-core's own there"
         method = ["muon_ns"] if run.megatrons_own else []
-        passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype", *_OWNERS])
+        passed_over = run.given([*method, "muon_exchange", "muon_exchange_dtype", "muon_team_size"])
     elif run.replicated:
         why = "--muon-share-replicated gives every matrix one owner, which broadcasts its update"
-        passed_over = run.given([*_OWNERS])
+        passed_over = run.given(["muon_team_size"])
     elif settings.muon_exchange == "allgather" and not settings.muon_share_replicated:
         why = "--muon-exchange allgather gathers fp32, matrix by matrix, on every rank"
         dtype = ["muon_exchange_dtype"] if settings.muon_exchange_dtype == "bf16" else []
-        passed_over = run.given([*dtype, "muon_exchange_buffer_mb", *_OWNERS])
+        passed_over = run.given([*dtype, "muon_exchange_buffer_mb", "muon_team_size"])
     for flag in passed_over:
         raise UserError(f"{flag} has no effect here: {why}; leave it out")
     gated = run.model.gated_linear_unit if run.has_model else run.model.swiglu
