@@ -175,7 +175,7 @@ def test_settings_come_from_the_line_then_the_file(tmp_path: Path) -> None:
     )
     figures = planned(tmp_path, "--config", path, "--world-size", 2)
     names = ("buffer_mb", "exchange_dtype", "team_size", "ns", "ns_dtype", "ns_steps")
-    assert figures["settings"] == dict(zip(names, (1.0, "fp32", "2", "auto", "gram", "fp32", 5), strict=True))
+    assert figures["settings"] == dict(zip(names, (1.0, "fp32", "2", "gram", "fp32", 5), strict=True))
     figures = planned(tmp_path, "--config", path, "--world-size", 2, "--ns", "standard", "--ns-dtype", "bf16",
                       "--buffer-mb", 64, "--exchange-dtype", "fp32", "--team-size", "auto")  # fmt: skip
     assert figures["settings"] == dict(zip(names, (64.0, "fp32", "auto", "standard", "bf16", 5), strict=True))
