@@ -277,7 +277,7 @@ def _end_with(parent: int) -> None:
 
     torchrun holds the store where they meet. With --exit-signal-handler no signal ends a rank at that time.
     """
-    while not ((torch := sys.modules.get("torch.distributed")) and torch.is_initialized()):
+    while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # it may be half imported
         if os.getppid() != parent:
             print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
             os._exit(exit_codes.FAILURE)
