@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
@@ -148,8 +149,9 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings, fault: str) -> N
     error = error_of(with_fault(training, fault, "--save", "ck", on_rank=0), status=1)
     assert "rank 0 cannot read momentum in " in error
     assert "Bad file descriptor; momentum of " in error or "the file ends before this record; momentum of " in error
-    # How many records are lost depends on what had been read ahead.
-    assert error.endswith(" is lost on this rank; start again from a checkpoint")
+    # Of a file that is cut short, how many records are lost depends on what had been read ahead.
+    several = " more" if fault == "unreadable" else ""
+    assert error.endswith(f"{several} is lost on this rank; start again from a checkpoint")
     assert lying_there(training) == []
     assert files.latest(training.folder / "ck") == 2
     run = training("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler").checked()
@@ -316,7 +318,8 @@ def test_an_exception_on_one_rank(training: Trainings, killable: Killable) -> No
     wait_for_iteration(training.folder, pids, 2)
     os.kill(pids[1], signal.SIGINT)
     time.sleep(0.1)
-    os.kill(pids[0], signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it may have ended by itself, where it lost the other
+        os.kill(pids[0], signal.SIGTERM)
     statuses = killable.wait()
     assert statuses[1] == 1
     assert lying_there(training) == []
