@@ -2,6 +2,8 @@
 
     torchrun --nproc-per-node 2 -m benchmarks.any_model --hidden-size 512 --num-layers 8 --repeat 9
 
+    torchrun ... --dion DIR        with microsoft/dion's Muon too, of a checkout, which has no package
+
 The others: muon-fsdp2 (`pip install muon-fsdp2`, left out where it is missing), torch.optim.Muon on the DTensors, whose
 products gather whole matrices on every rank, and torch.optim.AdamW. All have the same shards and gradients, fp32, and
 Newton-Schulz of 5 steps in bf16; embeddings are AdamW's everywhere. Within a round the optimizers step one after the
@@ -14,8 +16,10 @@ import argparse
 import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -64,8 +68,8 @@ def model(hidden: int, layers: int, mesh: DeviceMesh, device: torch.device) -> T
     return whole
 
 
-def optimizers() -> dict[str, Maker]:
-    """Makers, from matrices and the rest."""
+def optimizers(mesh: DeviceMesh, dion: str | None) -> dict[str, Maker]:
+    """Makers, from matrices and the rest; `dion` is a checkout."""
     muon: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}
 
     def ours(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
@@ -84,6 +88,17 @@ def optimizers() -> dict[str, Maker]:
     def adamw(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         return [torch.optim.AdamW([*matrices, *rest], lr=LR, weight_decay=DECAY)]
 
+    def dions(*, gram: bool) -> Maker:
+        def make(matrices: list[nn.Parameter], rest: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+            from dion import Muon  # its elementwise passes are compiled by torch in the first step
+
+            of_rest = {"params": rest, "algorithm": "adamw", "lr": LR, "weight_decay": DECAY}
+            settings: dict[str, Any] = {"lr": LR, "mu": MOMENTUM, "weight_decay": DECAY, "nesterov": True}
+            groups = [{"params": matrices}, of_rest]
+            return [Muon(groups, mesh, use_gram_newton_schulz=gram, use_polar_express=False, **settings)]
+
+        return make
+
     found: dict[str, Maker] = {
         "megatron_muon": ours,
         "muon-fsdp2": fsdp2,
@@ -92,6 +107,12 @@ def optimizers() -> dict[str, Maker]:
     }
     if importlib.util.find_spec("muon_fsdp2") is None:
         del found["muon-fsdp2"]
+    if dion is not None and not Path(dion, "dion", "muon.py").is_file():
+        if dist.get_rank() == 0:
+            print(f"--dion {dion} is not a checkout of microsoft/dion: left out")
+    elif dion is not None:
+        sys.path.insert(0, dion)
+        found |= {"dion": dions(gram=False), "dion, Gram iteration": dions(gram=True)}
     return found
 
 
@@ -102,6 +123,8 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--dion", metavar="DIR", help="a checkout of microsoft/dion")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="megatron_muon and these alone")
     args = parser.parse_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -111,7 +134,9 @@ def main() -> None:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     contenders: dict[str, Any] = {}
     gradients: dict[int, torch.Tensor] = {}
-    for name, make in optimizers().items():
+    for name, make in optimizers(mesh, args.dion).items():
+        if args.only and name not in ("megatron_muon", *args.only):
+            continue
         module = model(args.hidden_size, args.num_layers, mesh, device)
         matrices = [p for key, p in module.named_parameters() if "embed" not in key]
         contenders[name] = (

@@ -16,7 +16,7 @@ import gc
 import pickle
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -31,14 +31,13 @@ from torch.distributed.tensor.placement_types import Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.build import owner_exchange
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import OwnerExchange
-from megatron_muon.core.exchange.steps import Batch
+from megatron_muon.core.exchange import Exchange
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.portions import Portion
 from megatron_muon.fsdp.cuts import BufferCut, check_alike, dtensor_shards
 
 HIDDEN, EXPERT, SHARED, LATENT = 2048, 512, 1024, 512
@@ -165,11 +164,8 @@ def main() -> None:
         made.digest()
         return made
 
-    def routes(plan: Plan) -> OwnerExchange:
-        def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
-            return orthogonalizer.batch([plan.layout.matrices[index] for index in indices], None, portions)
-
-        return OwnerExchange(plan, group, batches, device=device, wire_dtype=torch.bfloat16)
+    def routes(plan: Plan) -> Exchange:
+        return owner_exchange(plan, group, orthogonalizer, device=device, wire_dtype=torch.bfloat16)
 
     table = Table()
     print(f"{'stage':<20}{'seconds':>9}{'peak MiB':>11}{'kept MiB':>11}")

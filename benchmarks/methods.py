@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,17 +11,15 @@ import torch.distributed as dist
 
 from benchmarks.fsdp2 import Fsdp2Muon
 from benchmarks.layouts import gpt_layout, layout_of
-from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamBatch
+from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamOrthogonalizer
 from megatron_muon.bench.command import StepSpec
+from megatron_muon.core.build import gathered_exchange, make_exchange
 from megatron_muon.core.cost import AUTO, Iteration
-from megatron_muon.core.exchange import AllGatherExchange
-from megatron_muon.core.exchange.build import ALL_GATHER, OWNER, make_exchange
-from megatron_muon.core.exchange.steps import Batch, Exchange
+from megatron_muon.core.exchange import GATHERED, OWNER, Exchange
 from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.portions import Portion
 from megatron_muon.offload.run import OffloadRun
 
 Peer = DeepSpeedMuon | Fsdp2Muon
@@ -124,14 +122,15 @@ def exchange_of(method: str, problem: Problem, team_size: str = AUTO) -> Exchang
     """The exchange of a method; "allgather" is upstream's, with upstream's iteration. Collective."""
     layout, group, orthogonalizer, device = problem.layout, problem.group, problem.orthogonalizer, problem.device
     if method == "allgather":
-
-        def batches(indices: Sequence[int], portions: Sequence[Portion] = ()) -> Batch:
-            assert not portions, "every rank orthogonalises whole matrices"
-            return UpstreamBatch([layout.matrices[index] for index in indices], orthogonalizer)
-
-        return AllGatherExchange(layout, group, batches, device=device)
+        upstream = UpstreamOrthogonalizer(
+            orthogonalizer.iteration,
+            orthogonalizer.scale_mode,
+            orthogonalizer.extra_scale_factor,
+            device=device,
+        )
+        return gathered_exchange(layout, group, upstream, device=device)
     return make_exchange(
-        ALL_GATHER if method == "allgather-tuned" else OWNER,
+        GATHERED if method == "allgather-tuned" else OWNER,
         layout,
         group,
         orthogonalizer,

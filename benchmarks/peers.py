@@ -25,16 +25,18 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
 from emerging_optimizers import utils as eo_utils
-from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor, muon_utils
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.core.layout import Matrix, RowSplit
+from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
+from megatron_muon.core.route import BlockKind
+from megatron_muon.core.teams import TeamGroup
 from megatron_muon.patching import Patches
 
 NS_METHODS = {"deepspeed": "standard", "deepspeed-gram": "gram"}
@@ -159,37 +161,26 @@ def _counted(timer: PhaseTimer, call: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-class UpstreamBatch:
-    """Matrices that are orthogonalised as megatron-core's Muon does it, one after the other, block by block.
+class UpstreamOrthogonalizer(Orthogonalizer):
+    """Blocks are orthogonalised as megatron-core's Muon does it, one after the other; no update is looked at.
 
     Source: megatron.core.optimizer.emerging_optimizers.TensorParallelMuon, which calls emerging-optimizers' iteration.
     """
 
-    def __init__(self, of: Sequence[Matrix], settings: Orthogonalizer) -> None:
-        self._of = of
-        self._settings = settings
-        self._matrices: list[torch.Tensor] = []
-
-    def allocate(self, like: torch.Tensor) -> list[torch.Tensor]:
-        """Room for each whole matrix `(rows, cols)`."""
-        self._matrices = [like.new_empty(matrix.shape) for matrix in self._of]
-        return self._matrices
-
-    def orthogonalize(self, probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The scaled updates, none of which is looked at."""
-        matrices, self._matrices = self._matrices, []
-        updates = [self._update(matrix, of.split) for matrix, of in zip(matrices, self._of, strict=True)]
-        return updates, torch.ones(len(updates), dtype=torch.bool, device=updates[0].device)
-
-    def _update(self, matrix: torch.Tensor, split: RowSplit) -> torch.Tensor:
-        settings, iteration = self._settings, self._settings.iteration
-        update = torch.empty_like(matrix)
-        for block, place in zip(split.views(matrix), split.views(update), strict=True):
-            whole_block = block.reshape(-1, matrix.shape[1])
-            with eo_utils.fp32_matmul_precision(iteration.precision):
+    @override
+    def orthogonalize_stack(
+        self,
+        stack: torch.Tensor,
+        kind: BlockKind,
+        team: TeamGroup | None = None,
+        probe: Probe = SILENT,
+        work: Work | None = None,
+    ) -> torch.Tensor:
+        """As `Orthogonalizer`, for blocks that no team cuts."""
+        for block in stack:
+            with eo_utils.fp32_matmul_precision(self.iteration.precision):
                 orthogonal = muon_utils.newton_schulz(
-                    whole_block, steps=iteration.steps, coefficient_type=iteration.coefficient_type
+                    block, steps=self.iteration.steps, coefficient_type=self.iteration.coefficient_type
                 )
-            scale = get_muon_scale_factor(*whole_block.shape, mode=settings.scale_mode)
-            place.copy_((orthogonal * scale * settings.extra_scale_factor).view(place.shape))
-        return update
+            torch.mul(orthogonal, kind.scale, out=block)
+        return torch.zeros(len(stack), dtype=torch.float32, device=stack.device)

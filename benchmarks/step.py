@@ -25,7 +25,6 @@ from benchmarks.memory import peak_extra_bytes
 from benchmarks.methods import Peer, Problem, exchange_of, make_optimizer, make_peer, make_problem
 from benchmarks.offload import DiskProbe, momentum_figures
 from megatron_muon.bench.command import StepSpec
-from megatron_muon.core.exchange.steps import PlannedExchange
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
@@ -63,7 +62,7 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
     optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
     disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
     owner = exchange_of("owner", problem)
-    assert isinstance(owner, PlannedExchange)
+    assert owner.plan is not None
     floor = Floor(owner.plan, problem.orthogonalizer, group, device)
     for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
         for optimizer in optimizers.values():
@@ -92,7 +91,7 @@ def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> d
             "times_ms": [second * 1e3 for second in slowest],
             **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
         }
-        if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.exchange, PlannedExchange):
+        if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
             results[method]["plan"] = _plan_figures(optimizer.exchange.plan, problem)
         if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.store, RecordStore):
             results[method] |= momentum_figures(optimizer.store, group, device)
@@ -188,7 +187,7 @@ def _received_bytes(method: str, optimizer: torch.optim.Optimizer, problem: Prob
     The all-gather scheme pads every shard to the largest, and gathers fp32.
     """
     rank, ranks, orthogonalizer = problem.group.rank(), problem.group.size(), problem.orthogonalizer
-    if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.exchange, PlannedExchange):
+    if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
         plan = optimizer.exchange.plan
         portions = (portion for index in range(len(plan.teams)) for portion in plan.portions(index))
         sums = sum(sum_bytes(portion, orthogonalizer.iteration) for portion in portions if portion.rank == rank)

@@ -59,6 +59,9 @@ class MuonSettings:
     """what Muon's step may take of a rank's memory beyond weights, gradients and state: what travels, the matrices that
     it orthogonalises, temporaries; default 256, or as much as the largest matrix needs with its blocks whole"""
 
+    muon_free_buffers: bool = False
+    """give the step's buffers back after each step, for forward and backward to use, and take them again in the next"""
+
     muon_exchange_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """what travels; auto sends bf16 only where Newton-Schulz starts from bf16 anyway"""
 

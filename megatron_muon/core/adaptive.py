@@ -13,7 +13,7 @@ differs: every block is scaled by its own shape, as by plain Muon, and each expe
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, override
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.batch import Normalize
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.numbers import check_number
 
@@ -54,8 +53,8 @@ class Holding:
 class SecondMoment(ABC):
     """What a variant adds to a step of Muon, and to its state: `moment2_buffer`, fp32, of each parameter.
 
-    In a step `begin` comes first, then for each wave the `normalizer` on the ranks that orthogonalise and `scaled` on
-    those that hold rows, then `end`. One of the two multiplies updates, which are unscaled, by the matrix's factors
+    In a step `begin` comes first, then for each wave `normalize` on the ranks that orthogonalise and `apply` on those
+    that hold rows, then `end`. One of the two multiplies updates, which are unscaled, by the matrix's factors
     (`Holding.scales`), and advances the second moment, but for an update that is not finite.
 
     Args:
@@ -89,22 +88,12 @@ class SecondMoment(ABC):
         """
         self._moments, self._groups = moments, groups
 
-    def normalizer(self, indices: Sequence[int]) -> Normalize | None:
-        """What changes the whole updates of a batch of matrices, on the rank that orthogonalises them."""
-        return None
+    normalize: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
+    """Changes the whole update `(rows, cols)` of a matrix in place, on the rank that orthogonalises it; told whether it
+    is finite, a bool. None where whole updates are not needed."""
 
-    def scaled(
-        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
-    ) -> list[torch.Tensor]:
-        """What is to be subtracted of this rank's rows.
-
-        Args:
-            indices: matrices of all parameter groups.
-            places: in `indices`, those of one group.
-            updates: of all of `indices`, unscaled.
-            finite: which of these are finite.
-        """
-        return [updates[place] for place in places]
+    def apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """Change this rank's rows of updates, fp32, in place; of one that is not finite all elements are NaN."""
 
     def end(self) -> None:  # noqa: B027
         """The exchange of a step is over. Collective where `begin` is."""
@@ -128,24 +117,15 @@ class AdaMuon(SecondMoment):
         return torch.zeros_like(parameter.detach(), dtype=torch.float32)
 
     @override
-    def scaled(
-        self, indices: Sequence[int], places: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor
-    ) -> list[torch.Tensor]:
-        group = self._groups[indices[places[0]]]
-        rows = [updates[place].float() for place in places]
-        moments = [self._moments[indices[place]] for place in places]
-        # Never more than two fp32 copies of the rows at a time, as `core.memory` counts them.
-        shares = (finite.float() * (1.0 - group["beta2"])).unbind()  # an update that is skipped leaves the moment alone
-        torch._foreach_lerp_(moments, torch._foreach_mul(rows, rows), [shares[place] for place in places])
-        roots = torch._foreach_sqrt(moments)
-        torch._foreach_add_(roots, group["eps"])
-        if updates[places[0]].dtype == torch.float32:
-            rows = list(torch._foreach_div(rows, roots))
-        else:
-            torch._foreach_div_(rows, roots)  # copies
-        del roots
-        torch._foreach_mul_(rows, [self._scales[indices[place]] for place in places])
-        return rows
+    def apply(self, indices: Sequence[int], updates: Sequence[torch.Tensor]) -> None:
+        for index, rows in zip(indices, updates, strict=True):
+            group, moment = self._groups[index], self._moments[index]
+            squares = rows * rows
+            torch.where(squares.isnan(), moment, squares, out=squares)  # a skipped update leaves the moment alone
+            moment.lerp_(squares, 1.0 - group["beta2"])
+            roots = torch.sqrt(moment, out=squares).add_(group["eps"])
+            rows.div_(roots).mul_(self._scales[index])
+            del squares, roots  # before the next
 
 
 class NorMuon(SecondMoment):
@@ -193,18 +173,14 @@ class NorMuon(SecondMoment):
         if not self.held.replicated:
             self._sum()
 
-    @override
-    def normalizer(self, indices: Sequence[int]) -> Normalize:
-        return lambda place, update, finite: self._normalize(indices[place], update, finite)
-
-    def _normalize(self, index: int, update: torch.Tensor, finite: torch.Tensor) -> None:
+    def normalize(self, index: int, update: torch.Tensor, finite: torch.Tensor) -> None:
         """Advance a matrix's second moment by its update and normalise and scale the update, in place.
 
         Source: emerging-optimizers' AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
 
         Args:
             index: the matrix.
-            update: its whole unscaled update `(rows, cols)`, zero where it is not finite.
+            update: its whole unscaled update `(rows, cols)`, fp32.
             finite: whether it is, a bool; if not, the second moment stays as it is.
         """
         assert index not in self._done
@@ -213,13 +189,13 @@ class NorMuon(SecondMoment):
         dim = -1 if self._by_row(index) else -2
         experts, rows, _ = self._stacks[index]
         moments = self._whole[index].view(experts, -1).unsqueeze(dim)
-        for part, moment, scale in zip(update.split(rows), moments, self.held.scales[index].split(rows), strict=True):
-            matrix = part.float()
+        update.masked_fill_(~finite, 0.0)
+        for matrix, moment, scale in zip(update.split(rows), moments, self.held.scales[index].split(rows), strict=True):
             moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite.float() * (1.0 - beta2))
             before = torch.linalg.vector_norm(matrix)
             matrix.mul_(moment.clamp_min(eps).rsqrt_())
             matrix.mul_(before / torch.linalg.vector_norm(matrix).clamp_min(eps))
-            part.copy_(matrix.mul_(scale))
+            matrix.mul_(scale)
 
     @override
     def end(self) -> None:

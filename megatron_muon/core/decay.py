@@ -18,22 +18,18 @@ def aligned(weights: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     return weights * updates >= 0.0
 
 
-def decay_aligned(
-    weights: list[torch.Tensor], updates: list[torch.Tensor], least: list[torch.Tensor], factor: float
-) -> None:
-    """Add `factor` times their weight to the elements that are `aligned`, in place.
+def decay_aligned(weights: list[torch.Tensor], updates: list[torch.Tensor], factor: float) -> None:
+    """Add `factor` times their weight to the elements that are `aligned`, in place; where the update is NaN none are.
 
     Args:
         weights: rows of matrices, `(rows, cols)` each.
         updates: what will be subtracted from them, times the learning rate.
-        least: of each matrix, the product of weight and update from which on an element decays: 0.0, or infinity where
-            the update is not finite and all weights stay.
         factor: minus decay rate times learning rate.
     """
     for part in together(weights):
         products = torch._foreach_mul(weights[part], updates[part])
-        for product, bound in zip(products, least[part], strict=True):
-            product.ge_(bound)  # now 1.0 or 0.0
+        for product in products:
+            product.ge_(0.0)  # now 1.0 or 0.0
         torch._foreach_addcmul_(weights[part], weights[part], products, value=factor)
 
 

@@ -23,6 +23,24 @@ TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
 GPU its temporaries stay small beside a wave's buffer."""
 
+MOST_TOGETHER = 2**25
+"""The same of small blocks on a GPU, where launches would take longer than products."""
+
+WORK_OF_LAUNCHES = 400_000_000_000
+"""Operations that an H100 does in bf16 at 65 % of its rate in twice the time of 60 launches, 5 microseconds each."""
+
+CHUNK = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of rows that are prepared, or whose updates are applied, together: in fp32, beside what travels."""
+
+_ALIGNMENT = 512
+"""Bytes; torch's allocator of GPU memory gives no less."""
+
+
+def aligned(size: int) -> int:
+    """Bytes up to the next aligned place."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
 AUTO_BYTES = 256 * 2**20
 """What a step may take where nothing is said, and no matrix needs more unless its blocks are cut."""
 
@@ -57,25 +75,23 @@ def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None, steps: int =
 class MomentBytes(NamedTuple):
     """Bytes an element that applying an update takes beside it: `core.adaptive` and `core.decay` make such tensors.
 
-    `held` are of an update row, on the ranks that hold it; `whole` of the largest matrix, on its owner, beside an fp32
-    copy of one that is bf16.
+    `held` are of an update row, on the ranks that hold it, of one shard at a time, or of several with `together`;
+    `whole` of the largest matrix, on its owner: an fp32 copy and squares.
     """
 
     held: int = 0
     whole: int = 0
+    together: bool = False
 
 
-MOMENT_BYTES = {"adamuon": MomentBytes(held=8), "normuon": MomentBytes(whole=4)}
+MOMENT_BYTES = {"adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=8)}
 """By the names of --adaptive-muon-moment2-method."""
 
 
 def moment_bytes(method: str | None, *, cautious: bool) -> MomentBytes:
-    """What a variant takes: with a second moment or None, and with cautious decay or without.
-
-    Cautious decay multiplies weights and updates, in fp32, when AdaMuon has one copy of the update left.
-    """
+    """What a variant takes: with a second moment or None, and with cautious decay, which multiplies in fp32, or not."""
     moment = MomentBytes() if method is None else MOMENT_BYTES[method]
-    return moment._replace(held=max(moment.held, 4)) if cautious else moment
+    return moment._replace(held=max(moment.held, 4), together=True) if cautious else moment
 
 
 class Taken(NamedTuple):
@@ -115,16 +131,11 @@ class Memory:
 
     def normalizing(self, numel: int) -> int:
         """Bytes of normalising a whole update."""
-        each = self.moment.whole + (4 if self.element_bytes < 4 else 0) if self.moment.whole else 0
-        return each * numel
+        return self.moment.whole * numel
 
     def owned_bytes(self, portion: Portion) -> int:
-        """What a portion fills of a wave on its rank: it arrives, it is assembled, its updates leave.
-
-        A matrix of several blocks is there a second time, as stacks of its blocks.
-        """
-        copies = 2 if portion.block is None and len(portion.split.parts) > 1 else 1
-        return copies * portion.numel * self.element_bytes
+        """What a portion fills of a wave on its rank: it arrives, it is in its stack, its updates leave."""
+        return portion.numel * self.element_bytes
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
     def of_owners(self, blocks: tuple[tuple[int, int], ...], divided: Cuts | None, ranks: int, steps: int = 0) -> Taken:
@@ -138,8 +149,7 @@ class Memory:
             part = min(rows, cols) * -(-max(rows, cols) // count)
             for place in range(first, first + count):
                 owned[place] += part
-        copies = 2 if divided is None and len(blocks) > 1 else 1
-        wave = max(owned) * (copies * self.element_bytes + self.held_bytes(is_team=divided is not None))
+        wave = max(owned) * (self.element_bytes + self.held_bytes(is_team=divided is not None))
         numel = sum(rows * cols for rows, cols in blocks)
         return Taken(wave, max(self.of_stacks(stacks(blocks, divided, steps)), self.normalizing(numel)))
 
@@ -162,11 +172,10 @@ class Memory:
         """What is left for matrices that need no wire, beside waves of so many bytes."""
         return step - (_ALIVE - 1) * wave
 
-    def whole(self, matrices: Sequence[Matrix], row_bytes: int = ROW_BYTES) -> int:
-        """Bytes of orthogonalising matrices that lie whole on their owner; `row_bytes` are of prepared elements."""
-        assembled, _, temporaries = self.of_batch(matrices)
-        elements = sum(matrix.numel for matrix in matrices)
-        return assembled + max(elements * max(row_bytes, self.moment.held), temporaries)
+    def whole(self, matrices: Sequence[Matrix]) -> int:
+        """Bytes of orthogonalising matrices that lie whole on their owner."""
+        stacked, work, made = self.of_batch(matrices)
+        return stacked + max(sum(matrix.numel for matrix in matrices) * ROW_BYTES, work + made, stacked)
 
     @staticmethod
     def check(given: int | None, smallest: int, layout: Layout) -> None:
@@ -188,52 +197,70 @@ class Memory:
         return parts
 
     def of_batch(self, matrices: Sequence[Matrix], portions: Sequence[Portion] = ()) -> tuple[int, int, int]:
-        """Bytes of matrices that are orthogonalised together: assembled, of their updates, and of temporaries.
-
-        As `core.batch` has them: blocks in stacks of equal shape; a matrix of one block is a view of its stack.
-        """
+        """Bytes of matrices that are orthogonalised together: stacks, buffers of the iteration, other temporaries."""
         blocks: Counter[Stack] = Counter()
-        kept = set[Stack]()  # those that updates are views of
-        several = 0
         for matrix in matrices:
             blocks += stacks(matrix.blocks, None, matrix.steps)
-            if len(matrix.split.parts) > 1:
-                several += matrix.numel
-            else:
-                kept.add(Stack(min(matrix.shape), max(matrix.shape), max(matrix.shape), steps=matrix.steps))
         for portion in portions:
             cols = portion.numel // min(portion.of)
-            kind = Stack(min(portion.of), cols, max(portion.of), len(portion.ranks), portion.steps)
-            blocks[kind] += 1
-            kept.add(kind)
+            blocks[Stack(min(portion.of), cols, max(portion.of), len(portion.ranks), portion.steps)] += 1
         stacked = sum(kind.rows * kind.cols * count for kind, count in blocks.items())
-        updates = several + sum(kind.rows * kind.cols * blocks[kind] for kind in kept)
         largest = max((matrix.numel for matrix in matrices), default=0)
-        temporaries = max(self.of_stacks(blocks), self.normalizing(largest))
-        return (stacked + several) * self.element_bytes, updates * self.element_bytes, temporaries
+        work = max((self.work_of(kind, count) for kind, count in blocks.items()), default=0)
+        made = [self.made_for(kind, count) for kind, count in blocks.items()]
+        return stacked * self.element_bytes, work, max([self.normalizing(largest), *made])
 
     def of_stack(self, kind: Stack, count: int) -> int:
-        """Bytes that iterating over `count` wide blocks takes beside them, as `core.newton_schulz` makes tensors."""
-        rows, cols, longer, team, steps = kind
-        iteration = self.iteration.with_steps(steps)
-        products, size = iteration.products, 2 if iteration.half else 4
-        each = rows * -(-longer // team)
-        together = min(max(TOGETHER["cpu" if products is HALVES else "cuda"] // each, 1), count)
-        wide, small = rows * cols * size, rows * rows * size  # of a block: as it is, and its Gram matrix
-        # The symmetric kernel makes its results one by one; those of several blocks are then copied into a stack.
-        made = 2 if products is KERNEL and products.shares(rows, cols)[0] < 1.0 and together > 1 else 1
-        # A team's sum is fp32; this rank's part, and the sum in the iteration's dtype, are there beside it.
-        total = 2 * small + 4 * rows * rows if team > 1 else 0
-        if iteration.method_for(rows, longer, team) == GRAM:
-            runs = iteration.runs
-            inner = (2 if max(runs) == 1 else 3) + made  # Gram matrix, polynomial, their product, and a new one
-            later = wide if len(runs) > 1 else 0
-            most = max(later + max(inner * small, total), wide * min(len(runs), 2) + small)
-        else:
-            later = wide if iteration.steps > 1 else 0
-            most = max(later + max((1 + made) * small, total), wide * min(iteration.steps, 2) + small)
-        if self.element_bytes != size:
-            most += wide  # in the iteration's dtype
-        if products is HALVES and iteration.half:
-            most = max(most, 3 * wide)  # a processor sums up bf16 in an fp32 copy
-        return together * max(most, rows * cols * self.element_bytes)  # magnitudes, before it begins
+        """Bytes that iterating over `count` wide blocks takes beside them."""
+        return self.work_of(kind, count) + self.made_for(kind, count)
+
+    def work_of(self, kind: Stack, count: int) -> int:
+        """Of these the buffers, which exist since construction."""
+        sizes = work_bytes(self.iteration.with_steps(kind.steps), kind, self._together(kind, count), self.element_bytes)
+        return sum(map(aligned, sizes.values()))
+
+    def made_for(self, kind: Stack, count: int) -> int:
+        """Of these what is made within the step."""
+        products, size = self.iteration.products, 2 if self.iteration.half else 4
+        small, taken = self._together(kind, count) * kind.rows**2, 0
+        if products is KERNEL and products.shares(kind.rows, kind.rows)[0] < 1.0:
+            taken = small * size  # the symmetric kernel makes its results one by one
+        if kind.team > 1:  # the sum in fp32
+            taken = max(taken, 4 * small)
+        if products is HALVES and self.iteration.half:  # a processor sums up bf16 in an fp32 copy
+            taken = max(taken, 4 * self._together(kind, count) * kind.rows * kind.cols)
+        return taken
+
+    def _together(self, kind: Stack, count: int) -> int:
+        device = "cpu" if self.iteration.products is HALVES else "cuda"
+        return min(blocks_together(kind.rows, kind.longer, kind.team, device), count)
+
+
+def blocks_together(rows: int, longer: int, team: int, device: str) -> int:
+    """How many wide blocks are iterated together, on all ranks of a team as many.
+
+    On a GPU small ones are more than `TOGETHER`: as many as have the device at work for twice as long as the host takes
+    for the launches of an iteration.
+    """
+    numel = rows * -(-longer // team)
+    usual = max(TOGETHER[device] // numel, 1)
+    if device == "cpu":
+        return usual
+    return max(usual, min(MOST_TOGETHER // numel, math.ceil(WORK_OF_LAUNCHES / (20 * rows * numel))))
+
+
+def work_bytes(iteration: Iteration, kind: Stack, count: int, element_bytes: int) -> dict[str, int]:
+    """Bytes of the buffers that iterating over `count` blocks takes, by their names in `core.newton_schulz`.
+
+    Args:
+        iteration: of these blocks.
+        kind: of the blocks.
+        count: how many.
+        element_bytes: of an element of the stack that they are in.
+    """
+    each = 2 if iteration.half else 4
+    wide, small = count * kind.rows * kind.cols * each, count * kind.rows * kind.rows * each
+    names = {"wide": wide, "r": small, "z": small}
+    if iteration.method_for(kind.rows, kind.longer, kind.team) == GRAM:
+        names |= {"q": small} | ({"t": small} if max(iteration.runs) > 1 else {})
+    return names | ({"x": wide} if each != element_bytes else {})

@@ -102,7 +102,7 @@ class _StepProbe(PhaseTimer):
     @override
     def updates(self, rows: Sequence[torch.Tensor]) -> None:
         if rows:
-            self._update += _squares(rows).to(self._zero.device)
+            self._update += _squares([row.nan_to_num() for row in rows]).to(self._zero.device)
             self._elements += sum(update.numel() for update in rows)
 
     @override

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from megatron_muon.core.exchange.steps import RowPhases
+from megatron_muon.core.exchange import RowPhases
 
 
 class Lender:

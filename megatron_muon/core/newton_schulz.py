@@ -15,16 +15,27 @@ only scales it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.core.cost import DENSE, HALVES, KERNEL, REVERSING_SETS, Coefficients, Products, gram_runs
+from megatron_muon.core.cost import (
+    DENSE,
+    HALVES,
+    KERNEL,
+    REVERSING_SETS,
+    Coefficients,
+    Products,
+    gram_runs,
+)
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.memory import aligned
 
 Total = Callable[[torch.Tensor], torch.Tensor]
-"""The sum of a team's parts `(batch, m, m)` of X X^T, of their dtype, the same bits on all its ranks. Collective."""
+"""The sum of a team's parts `(batch, m, m)` of X X^T, in their place, the same bits on all its ranks. Collective."""
 
 _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_schulz treats these sets
 
@@ -45,32 +56,73 @@ def coefficients(coefficient_type: str | Coefficients, steps: int) -> list[tuple
     return list(muon_utils.get_coefficient_iterator(steps, sets[coefficient_type], mode=mode))
 
 
+class Work:
+    """Buffers of an iteration by name. In `memory` they are made once, as views; without, each is a new tensor.
+
+    Args:
+        overwrites: the iteration may also overwrite the blocks that it is given.
+
+    Attributes:
+        memory: flat, uint8.
+        nbytes: that it is to have, once buffers have places.
+    """
+
+    def __init__(self, *, overwrites: bool = False) -> None:
+        self.overwrites = overwrites
+        self.memory: torch.Tensor | None = None
+        self.nbytes = 0
+        self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._places: dict[str, int] = {}
+
+    def place(self, sizes: Mapping[str, int]) -> None:
+        """Give buffers of these bytes their places, one after the other."""
+        *places, self.nbytes = itertools.accumulate(map(aligned, sizes.values()), initial=0)
+        self._places = dict(zip(sizes, places, strict=True))
+
+    def take(self, name: str, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A buffer of this shape, of the dtype of `like`."""
+        if self.memory is None:
+            return like.new_empty(shape)
+        key = name, tuple(shape)
+        if key not in self._views:
+            start, size = self._places[name], math.prod(shape) * like.dtype.itemsize
+            self._views[key] = self.memory[start : start + size].view(like.dtype).view(shape)
+        return self._views[key]
+
+
 def standard(
-    x: torch.Tensor, steps: Coefficients, least_norm: torch.Tensor | None = None, total: Total | None = None
+    x: torch.Tensor,
+    steps: Coefficients,
+    least_norm: torch.Tensor | None = None,
+    total: Total | None = None,
+    work: Work | None = None,
 ) -> torch.Tensor:
     """The standard iteration.
 
     Args:
-        x: `(batch, m, n)` with m <= n, fp32 or bf16, what the products run in; not modified. Its largest magnitude must
-            be near 1, so that squares neither overflow nor vanish; its norm may be any.
+        x: `(batch, m, n)` with m <= n, fp32 or bf16, what the products run in; overwritten where `work` says so. Its
+            largest magnitude must be near 1, so that squares neither overflow nor vanish; its norm may be any.
         steps: coefficients of each step. A factor on the last step's scales the result.
         least_norm: `(batch, 1, 1)` fp32; a block of a smaller norm is divided by this.
         total: adds up a team's parts; None where `x` are whole blocks, m <= n only then.
+        work: buffers.
 
     Returns:
-        `(batch, m, n)` of the same dtype, orthogonalised. A block with an element that is not finite becomes NaN.
+        `(batch, m, n)` of the same dtype, orthogonalised, in a buffer of `work` or in `x`. A block with an element that
+        is not finite becomes NaN.
     """
+    work = work or Work()
     first, *others = steps
-    r, inverse_norm = _normalized(_gram_matrix(x, total), least_norm)
-    z = _product(r, r, r, beta=first[1], alpha=first[2])
-    del r
-    x = _with_diagonal(z, first[0], inverse_norm) @ x
+    small = (*x.shape[:2], x.shape[1])
+    r, z = work.take("r", x, small), work.take("z", x, small)
+    square, inverse_norm = _normalized(_gram_matrix(x, total, r), least_norm)
+    factor = _with_diagonal(_product(square, square, z, square, beta=first[1], alpha=first[2]), first[0], inverse_norm)
+    wide = torch.bmm(factor, x, out=work.take("wide", x, x.shape))
+    x, spare = wide, x if work.overwrites else torch.empty_like(x)
     for a, b, c in others:
-        del z  # before there is another Gram matrix
-        r = _gram_matrix(x, total)
-        z = _product(r, r, r, beta=b, alpha=c)
-        del r
-        x = torch.baddbmm(x, z, x, beta=a)
+        square = _gram_matrix(x, total, r)
+        factor = _product(square, square, z, square, beta=b, alpha=c)
+        x, spare = torch.baddbmm(x, factor, x, beta=a, out=spare), x
     return x
 
 
@@ -79,6 +131,7 @@ def gram(
     steps: Coefficients,
     least_norm: torch.Tensor | None = None,
     total: Total | None = None,
+    work: Work | None = None,
     runs: Sequence[int] = (),
 ) -> torch.Tensor:
     """The Gram iteration with restarts; arguments and result as `standard`. `runs` are `Iteration.runs`.
@@ -87,27 +140,34 @@ def gram(
     so a run accumulates Q <- Z Q and applies it once, and every product but the last is symmetric. Source:
     https://github.com/Dao-AILab/gram-newton-schulz.
     """
+    work = work or Work()
     remaining = list(steps)
     inverse_norm: torch.Tensor | None = None
-    for number, length in enumerate(runs or gram_runs(len(remaining), half=x.dtype.itemsize < 4)):
+    small = (*x.shape[:2], x.shape[1])
+    runs = runs or gram_runs(len(remaining), half=x.dtype.itemsize < 4)
+    r, z, q = (work.take(name, x, small) for name in ("r", "z", "q"))
+    t = work.take("t", x, small) if max(runs) > 1 else z
+    spare: torch.Tensor | None = None
+    for number, length in enumerate(runs):
         run, remaining = remaining[:length], remaining[length:]
-        r = _gram_matrix(x, total)
+        square = _gram_matrix(x, total, r)
         if number == 0:
-            r, inverse_norm = _normalized(r, least_norm)
-        q: torch.Tensor | None = None
+            square, inverse_norm = _normalized(square, least_norm)
         for step, (a, b, c) in enumerate(run):
-            z = _product(r, r, r, beta=b, alpha=c)  # Z without its a I
-            if q is None:
-                q = _with_diagonal(z.clone(), a, inverse_norm if number == 0 else None)
+            factor = _product(square, square, z, square, beta=b, alpha=c)  # Z without its a I
+            if step == 0:
+                _with_diagonal(q.copy_(factor), a, inverse_norm if number == 0 else None)
             else:
-                q = _product(z, q, q, beta=a)
+                made = _product(factor, q, t, q, beta=a)
+                q, t = made, q
             if step + 1 < len(run):
-                r = _product(z, r, r, beta=a)
-                r = _product(r, z, r, beta=a)
-        assert q is not None
-        del r, z
-        x = q @ x
-        del q  # before there is another Gram matrix
+                between = _product(factor, square, t, square, beta=a)
+                square = _product(between, factor, r, between, beta=a)
+        if spare is None:
+            wide, spare = work.take("wide", x, x.shape), x if work.overwrites else torch.empty_like(x)
+            x = torch.bmm(q, x, out=wide)
+        else:
+            x, spare = torch.bmm(q, x, out=spare), x
     return x
 
 
@@ -127,22 +187,26 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
     return KERNEL if kernel else DENSE
 
 
-def _gram_matrix(x: torch.Tensor, total: Total | None) -> torch.Tensor:
-    """X X^T of each block, `(batch, m, m)`."""
-    part = _product(x, x)
-    return part if total is None else total(part)
+def _gram_matrix(x: torch.Tensor, total: Total | None, out: torch.Tensor) -> torch.Tensor:
+    """X X^T of each block, `(batch, m, m)`, or a team's sum of them; `out` is as for `_product`."""
+    made = _product(x, x, out)
+    return made if total is None else total(made)
 
 
 def _normalized(r: torch.Tensor, least_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The Gram matrix `(batch, m, m)` of each block over its norm, and one over the norm, `(batch, 1, 1)` fp32.
+    """The Gram matrix `(batch, m, m)` of each block over its norm, in place; one over the norm, `(batch, 1, 1)` fp32.
 
-    A block of zeros stays zero; the trace of one with an element that is not finite is not finite, nor is the result.
+    A block of zeros stays zero: of others the square of the norm is at least a quarter, as their largest magnitude is
+    at least half. The trace of one with an element that is not finite is not finite, nor is the result.
     """
-    square = r.diagonal(dim1=-2, dim2=-1).float().sum(dim=-1)[:, None, None]
+    square = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1, keepdim=True, dtype=torch.float32).unsqueeze(-1)
     if least_norm is not None:
         square = torch.maximum(square, least_norm.square())
-    inverse = torch.where(square == 0, 0.0, square.reciprocal())
-    return torch.mul(r, inverse, out=torch.empty_like(r)), inverse.sqrt()
+    inverse = square.clamp_min_(_LEAST_SQUARE).reciprocal_()
+    return torch.mul(r, inverse, out=r), inverse.sqrt()
+
+
+_LEAST_SQUARE = 2.0**-100
 
 
 def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None) -> torch.Tensor:
@@ -156,23 +220,31 @@ def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None) -> to
 
 
 def _product(
-    left: torch.Tensor, right: torch.Tensor, base: torch.Tensor | None = None, *, beta: float = 0.0, alpha: float = 1.0
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    base: torch.Tensor | None = None,
+    *,
+    beta: float = 0.0,
+    alpha: float = 1.0,
 ) -> torch.Tensor:
     """beta * base + alpha * left @ right^T of each block, `(batch, m, m)`, where all of it is symmetric.
 
-    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute.
+    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute. It is `out`.
+    The symmetric kernel takes one block and makes its result; to keep those would take more memory than to copy them.
     """
     batch, m, n = left.shape
     products = products_on(left.device, left.dtype)
     if products.shares(m, n)[0 if left is right else 1] == 1.0:
-        return left @ right.mT if base is None else torch.baddbmm(base, left, right, beta=beta, alpha=alpha)
+        if base is None:
+            return torch.bmm(left, right.mT, out=out)
+        return torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
     if products is KERNEL:
-        bases = [None] * batch if base is None else base
         tsyrk = muon_utils.triton_kernels.tsyrk_ex
+        bases = [None] * batch if base is None else base
         formed = [tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, bases, strict=True)]
-        return torch.stack(formed) if batch > 1 else formed[0][None]
+        return torch.stack(formed, out=out)
     half = m // 2
-    out = left.new_empty(batch, m, m)
     for c, a, b, result in zip(out if base is None else base, left, right, out, strict=True):
         # Rows of a symmetric matrix are its columns, and lie together.
         torch.addmm(c[:, :half], a, b[:half].mT, beta=beta, alpha=alpha, out=result[:, :half])

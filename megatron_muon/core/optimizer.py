@@ -1,24 +1,26 @@
 """Muon on sharded matrices: the step, on one page.
 
-Each rank holds some rows of every matrix (ZeRO), with their gradients and momentum. A step has three phases; the
-exchange runs them wave by wave, a wave being as many matrices as fit its buffer:
+Each rank holds some rows of every matrix (ZeRO), with their gradients and momentum. A step walks the waves of its
+exchange, a wave being as many matrices as fit its buffer; `exchange.Exchange._wave` is the life of one:
 
     prepare   each rank, its rows   momentum <- lerp(momentum, gradient), look-ahead; elementwise
     exchange  rows -> owner         all-to-all: a rank's rows of each matrix, (rows, cols), go to the rank that owns it,
                                     4 bytes an element, or 2 where the iteration runs in bf16
               owner                 Newton-Schulz on whole matrices, block by block; a team of owners adds up X X^T
               owner -> rows         all-to-all: the update's rows go to all ranks that hold them, as many bytes
-    finalize  each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
+    apply     each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
                                     (`core.decay` has cautious decay, `core.hyperball` what keeps norms instead)
 
-While wave k is orthogonalised, rows of wave k+1 and updates of wave k-1 are under way. `core.exchange` has the
-exchanges: `OwnerExchange` as above, `AllGatherExchange` to read first, `SharedExchange` and `LocalExchange` for
-matrices that every rank holds whole. Gradient reduction, clipping and installing weights are the caller's part.
+A wave's rows on a rank are one flat tensor in the order in which updates come back, and momentum lies in that order: a
+parameter's state is a view of it. So most of `prepare` and `apply` is a few operations on a flat tensor, not on lists.
+Gradient reduction, clipping and installing weights are the caller's part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +30,7 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.decay import decay_aligned
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange.repeated import LocalExchange
-from megatron_muon.core.exchange.steps import Exchange
+from megatron_muon.core.exchange import LOCAL, Chunk, Exchange
 from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.momentum import Lender, MomentumStore
 from megatron_muon.core.numbers import check_number
@@ -54,6 +55,32 @@ def local_rows(tensor: torch.Tensor) -> torch.Tensor:
     return local.view(local.shape[:-1].numel(), local.shape[-1]) if local.ndim == 3 else local
 
 
+class _Rows:
+    """This rank's rows of a chunk: matrices by index, and views `(rows, cols)` that exist since construction."""
+
+    def __init__(self, chunk: Chunk, *, has_momentum: bool) -> None:
+        device = chunk.prepared.device
+        self.indices = [held.of for held in chunk.rows]
+        self.prepared, self.updates = (self._views(chunk, flat) for flat in (chunk.prepared, chunk.updates))
+        self.flat_momentum = torch.zeros(chunk.numel if has_momentum else 0, dtype=torch.float32, device=device)
+        self.momentum = self._views(chunk, self.flat_momentum) if has_momentum else []
+        self.firsts, self.sizes, self.index = (
+            torch.tensor(numbers, dtype=torch.int64, device=device)
+            for numbers in (
+                [held.start for held in chunk.rows],
+                [held.shard.numel for held in chunk.rows],
+                self.indices,
+            )
+        )
+
+    @staticmethod
+    def _views(chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            flat[held.start : held.start + held.shard.numel].view(held.shard.rows, held.shard.cols)
+            for held in chunk.rows
+        ]
+
+
 class ShardedMuon(torch.optim.Optimizer):
     """Muon whose parameters are row shards of matrices, or with `SharedExchange` whole replicas.
 
@@ -72,9 +99,9 @@ class ShardedMuon(torch.optim.Optimizer):
         weight_decay: decay rate, per unit of learning rate.
         decoupled_weight_decay: shrink the weights (True, AdamW's way) or add the decay to the gradient.
         names: a name for each parameter, for messages.
-        cautious: of decoupled decay, only where it and the update have one sign.
+        cautious: decoupled decay only where weight and update have the same sign.
         hyperball: keeps the norms of the matrices, which takes the place of decay; gradients are overwritten.
-        moment: the second moment of an adaptive Muon; the batches of `exchange` have its `normalizer`.
+        moment: the second moment of an adaptive Muon; `exchange` has its `normalize`.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         weights: lends this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
         compute_device: where momentum and exchange compute, if not where the parameters are.
@@ -83,7 +110,7 @@ class ShardedMuon(torch.optim.Optimizer):
             number for each matrix in a step, which the host does not wait for on a GPU.
 
     Attributes:
-        probe: is told of each step; `core.probe`.
+        probe: receives timings and tensors of each step; `core.probe`.
 
     Raises:
         ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, norms are kept and a group has
@@ -140,13 +167,26 @@ class ShardedMuon(torch.optim.Optimizer):
         self._compute_device = compute_device
         self._skip_missing = skip_missing
         self._missing = set[int]()
-        # With skip_missing, for each matrix: whether every rank has a finite gradient, and 0.0 if so, else NaN.
-        self._usable: tuple[torch.Tensor, ...] = ()
-        self._marks: tuple[torch.Tensor, ...] = ()
+        self._failed: torch.Tensor | None = None  # with skip_missing: which matrices some rank cannot update, bool
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
-        self._to_prepare, self._to_finalize = set[int](), set[int]()
-        self._skipped: torch.Tensor | None = None
-        self._on_device: dict[tuple[int, ...], torch.Tensor] = {}  # what `_index` has made
+        self._rows = [_Rows(chunk, has_momentum=store is None) for chunk in exchange.chunks]
+        in_order = [index for rows in self._rows for index in rows.indices]
+        assert sorted(in_order) == self._held, "the exchange leaves out matrices, or takes some that are not held"
+        self._shown: dict[int, torch.Tensor] = {}  # momentum as state: views of the rows'
+        for rows in self._rows:
+            for index, values in zip(rows.indices, rows.momentum, strict=False):
+                self._shown[index] = sharded_like(self._matrices[index], values)
+        device = exchange.arena.memory.device
+        self._in_order, self._held_on_device = (
+            torch.tensor(indices, dtype=torch.int64, device=device) for indices in (in_order, self._held)
+        )
+        self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=device)
+        self._first_elements = torch.zeros(len(in_order), dtype=torch.float32, device=device)
+        starts = itertools.accumulate((len(rows.indices) for rows in self._rows), initial=0)
+        self._first_of = [
+            self._first_elements[start : start + len(rows.indices)]
+            for rows, start in zip(self._rows, starts, strict=False)
+        ]
         self._refuse_off_sphere()
         self.initialize_state()
 
@@ -155,9 +195,21 @@ class ShardedMuon(torch.optim.Optimizer):
         for index, parameter in enumerate(self._matrices):
             state = self.state[parameter]
             if MOMENTUM not in state and self.store is None:
-                state[MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
+                if index in self._shown:
+                    local_rows(self._shown[index]).zero_()
+                    state[MOMENTUM] = self._shown[index]
+                else:
+                    state[MOMENTUM] = torch.zeros_like(parameter.detach(), dtype=torch.float32)
             if MOMENT2 not in state and self.moment is not None:
                 state[MOMENT2] = self.moment.zeros(index, parameter)
+
+    def _take_up_loaded(self) -> None:
+        """Take momentum that a checkpoint has put in the place of this optimizer's own into its rows."""
+        for index, shown in self._shown.items():
+            state = self.state[self._matrices[index]]
+            if state[MOMENTUM] is not shown:
+                local_rows(shown).copy_(local_rows(state[MOMENTUM]))
+                state[MOMENTUM] = shown
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -185,16 +237,15 @@ class ShardedMuon(torch.optim.Optimizer):
             )
         if self._skip_missing:
             self._agree_on_gradients()
-        self._to_prepare, self._to_finalize = set(self._held), set(self._held)
+        self._take_up_loaded()
         if self.moment is not None:
             moments = [local_rows(self.state[parameter][MOMENT2]) for parameter in self._matrices]
             self.moment.begin(moments, [self.param_groups[number] for number in self._group_of])
         with self._momentum.step(self) as rows:
-            self.exchange.run(rows, self.probe)  # prepare, exchange, finalize, wave by wave
-        left = self._to_prepare | self._to_finalize
-        assert not left, f"the exchange left out {len(left)} matrices"
+            self.exchange.run(rows, self.probe)  # prepare, exchange, apply, wave by wave
         self._momentum.end_step()
         self._weights.end_step()
+        self._skipped.index_add_(0, self._in_order, self._first_elements.isnan().int())
         if self.moment is not None:
             self.moment.end()
         if self.hyperball is not None:
@@ -207,113 +258,178 @@ class ShardedMuon(torch.optim.Optimizer):
     def _agree_on_gradients(self) -> None:
         """Find the matrices whose gradient is there and finite on every rank. Collective, unless the exchange is local.
 
+        A gradient of which magnitudes add up to more than fp32 has counts as not finite.
+
         Momentum advances before rows travel, so a rank that knew only its own gradients would advance the momentum of a
         matrix that another rank cannot update.
         """
+        device = self._skipped.device
+        failed = torch.zeros(len(self._matrices), dtype=torch.float32, device=device)
         ready = [index for index in self._held if index not in self._missing]
-        failed = torch.zeros(len(self._matrices), dtype=torch.int32, device=self._matrices[0].device)
         if self._missing:
-            failed[sorted(self._missing)] = 1
+            failed[sorted(self._missing)] = torch.nan
         if ready:
             gradients = [local_rows(self._matrices[index].grad) for index in ready]
-            largest = torch.stack(torch._foreach_norm(gradients, ord=float("inf"))).float()  # as momentum takes them
-            failed.index_add_(0, self._index(ready, failed.device), (~largest.isfinite()).int())
-        if not isinstance(self.exchange, LocalExchange) and self.exchange.group.size() > 1:
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self.exchange.group)
-        self._usable = (failed == 0).unbind()
-        self._marks = torch.where(failed == 0, 0.0, torch.nan).to(torch.float32).unbind()
+            sums = torch.stack(torch._foreach_norm(gradients, ord=1)).to(device, torch.float32)
+            at = torch.tensor(ready, device=device) if self._missing else self._held_on_device
+            failed.index_add_(0, at, sums.mul_(0.0))
+        if self.exchange.scheme != LOCAL and self.exchange.group.size() > 1:
+            dist.all_reduce(failed, group=self.exchange.group)
+        self._failed = failed.isnan()
+        if device.type == "cpu" and not self._failed.any():  # where nothing waits for a device to tell
+            self._failed = None
 
-    def prepare(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        """First phase: momentum and look-ahead. Without Nesterov, what it returns may be the momentum itself.
+    def prepare(self, chunk: Chunk) -> None:
+        """First phase: momentum and look-ahead of this rank's rows, fp32, into `chunk.prepared`.
 
-        Of a matrix without a gradient, or with one that is not finite, it returns NaN, so that no rank updates it.
+        Rows of a matrix that some rank has no gradient for, or one that is not finite, become NaN, so that no rank
+        updates it.
         """
-        _take(self._to_prepare, indices)
-        ahead: list[torch.Tensor] = []
+        rows = self._rows[chunk.number]
         with self.probe.phase("momentum"):
-            for part in self._momentum.parts(indices):
-                momentum = self._momentum.lend(part)
-                ahead_of_part = (
-                    [torch.full_like(values, torch.nan) for values in momentum] if self._missing else list(momentum)
-                )
-                for group, parameters, places in self._by_group(part, but=self._missing):
-                    gradients = self._gradients(group, parameters)
-                    rows = [momentum[place] for place in places]
-                    if self._skip_missing:
-                        usable = [self._usable[part[place]] for place in places]
-                        old = zip(usable, gradients, rows, strict=True)
-                        gradients = [torch.where(keep, gradient, values) for keep, gradient, values in old]
-                    torch._foreach_lerp_(rows, gradients, 1.0 - group["momentum"])
-                    if self.nesterov:
-                        rows = list(torch._foreach_lerp(gradients, rows, group["momentum"]))
-                    elif self._momentum.staged:
-                        rows = [values.clone() for values in rows]
-                    if self._skip_missing:
-                        rows = list(torch._foreach_add(rows, [self._marks[part[place]] for place in places]))
-                    for place, values in zip(places, rows, strict=True):
-                        ahead_of_part[place] = values
-                self.probe.momentum(part, momentum, self.exchange)
-                self._momentum.take_back(part)
-                ahead += ahead_of_part
-        return ahead
+            self._collect_gradients(rows)
+            failed = None
+            if self._failed is not None:
+                failed = self._failed[rows.index].repeat_interleave(rows.sizes, output_size=chunk.numel)
+            if self.store is None:
+                if failed is not None:
+                    torch.where(failed, rows.flat_momentum, chunk.prepared, out=chunk.prepared)
+                shares = [self._group(index)["momentum"] for index in rows.indices]
+                if len(set(shares)) == 1:
+                    self._look_ahead([rows.flat_momentum], [chunk.prepared], shares[0])
+                else:
+                    self._look_ahead_by_group(rows, rows.momentum, range(len(rows.indices)))
+                self.probe.momentum(rows.indices, rows.momentum, self.exchange)
+            else:
+                self._prepare_stored(rows, failed)
+            if failed is not None:
+                chunk.prepared.masked_fill_(failed, torch.nan)
 
-    def finalize(self, indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
+    def packed(self, chunk: Chunk) -> None:
+        """The exchange has enqueued all that reads `chunk.prepared`."""
+
+    def _prepare_stored(self, rows: _Rows, failed: torch.Tensor | None) -> None:
+        """The same with momentum from a store, part by part."""
+        assert self.store is not None
+        first = 0
+        masks = None if failed is None else failed.split([view.numel() for view in rows.prepared])
+        for part in self.store.parts(rows.indices):
+            momentum, places = self.store.lend(part), range(first, first + len(part))
+            for place, values in zip(places, momentum, strict=True):
+                if masks is not None:
+                    view = rows.prepared[place]
+                    torch.where(masks[place].view(view.shape), values, view, out=view)
+            self._look_ahead_by_group(rows, momentum, places)
+            self.probe.momentum(part, momentum, self.exchange)
+            self.store.take_back(part)
+            first += len(part)
+
+    def _look_ahead_by_group(self, rows: _Rows, momentum: Sequence[torch.Tensor], places: range) -> None:
+        for group, chosen in self._by_group(rows, places):
+            of_group = [momentum[place - places.start] for place in chosen]
+            self._look_ahead(of_group, [rows.prepared[place] for place in chosen], group["momentum"])
+
+    def _look_ahead(self, momentum: list[torch.Tensor], rows: list[torch.Tensor], share: float) -> None:
+        """Advance momentum by the gradients in `rows`, and put what is orthogonalised in their place."""
+        if len(rows) == 1 and self.nesterov:  # one tensor may be more than a launch of the calls on lists takes
+            momentum[0].lerp_(rows[0], 1.0 - share)
+            rows[0].lerp_(momentum[0], share)
+            return
+        torch._foreach_lerp_(momentum, rows, 1.0 - share)
+        if self.nesterov:
+            torch._foreach_lerp_(rows, momentum, share)
+        else:
+            torch._foreach_copy_(rows, momentum)
+
+    def _collect_gradients(self, rows: _Rows) -> None:
+        """Copy this rank's rows of the gradients, with the decay where it is not decoupled, to where they are prepared.
+
+        Of a matrix without a gradient nothing is copied.
+        """
+        views, indices = rows.prepared, rows.indices
+        if self._missing:
+            present = [place for place, index in enumerate(indices) if index not in self._missing]
+            views, indices = [views[place] for place in present], [indices[place] for place in present]
+        if not views:
+            return
+        gradients = [local_rows(self._matrices[index].grad) for index in indices]
+        torch._foreach_copy_(views, gradients)
+        if self.decoupled_weight_decay:
+            return
+        for view, index in zip(views, indices, strict=True):
+            if decay := self._group(index)["weight_decay"]:
+                view.add_(local_rows(self._matrices[index]).to(view.device), alpha=decay)
+
+    def apply(self, chunk: Chunk) -> None:
         """Last phase: weight <- weight - lr * (weight_decay * weight + update), on this rank's rows.
 
-        A matrix whose update is not finite keeps its weights: the update is zero then, and so is the decay. Where norms
-        are kept, updates wait for those of all shards.
+        An update that is not finite is NaN: then weights, their decay included, stay. Where norms are kept, updates
+        wait for those of all shards.
         """
-        _take(self._to_finalize, indices)
+        rows, updates = self._rows[chunk.number], chunk.updates
         with self.probe.phase("apply"):
-            self._count_skipped(indices, finite)
+            torch.index_select(updates, 0, rows.firsts, out=self._first_of[chunk.number])
+            if self.moment is not None:
+                self.moment.apply(rows.indices, rows.updates)
+            self.probe.updates(rows.updates)
+            if self.hyperball is not None:
+                _zero_nan(updates)
+                self._hold(rows)
+                return
             first = 0
-            for part in self._weights.parts(indices):
-                lent = self._weights.lend(part)
-                for group, parameters, within in self._by_group(part):
-                    weights, places = [lent[place] for place in within], [first + place for place in within]
-                    if self.moment is not None:
-                        rows = self.moment.scaled(indices, places, updates, finite)
-                    else:
-                        rows = [updates[place] for place in places]
-                    self.probe.updates(rows)
-                    if self._compute_device is not None:
-                        rows = [update.to(weights[0].device) for update in rows]
-                    if self.hyperball is not None:
-                        self._hold(parameters, [indices[place] for place in places], rows)
-                        continue
+            for part in self._weights.parts(rows.indices):
+                weights, places = self._weights.lend(part), range(first, first + len(part))
+                by_group = [
+                    (group, [weights[place - first] for place in chosen], [rows.updates[place] for place in chosen])
+                    for group, chosen in self._by_group(rows, places)
+                ]
+                if self._compute_device is not None:
+                    by_group = [
+                        (
+                            group,
+                            of_group,
+                            [delta.to(weight.device) for delta, weight in zip(deltas, of_group, strict=True)],
+                        )
+                        for group, of_group, deltas in by_group
+                    ]
+                for group, of_group, deltas in by_group:
                     if group["weight_decay"] and self.decoupled_weight_decay:
-                        self._decay(group, weights, rows, finite, places)
-                    torch._foreach_add_(weights, rows, alpha=-group["lr"])
+                        if self.cautious:
+                            decay_aligned(of_group, deltas, -group["weight_decay"] * group["lr"])
+                        else:
+                            torch._foreach_add_(deltas, of_group, alpha=group["weight_decay"])
+                if len(part) == len(rows.indices) and self._compute_device is None:
+                    _zero_nan(updates)
+                else:
+                    for delta in itertools.chain(*(deltas for _, _, deltas in by_group)):
+                        _zero_nan(delta)
+                for group, of_group, deltas in by_group:
+                    torch._foreach_add_(of_group, deltas, alpha=-group["lr"])
                 self._weights.take_back(part)
                 first += len(part)
 
-    def _decay(
-        self,
-        group: dict[str, Any],
-        weights: list[torch.Tensor],
-        updates: list[torch.Tensor],
-        finite: torch.Tensor,
-        places: Sequence[int],
-    ) -> None:
-        """Decoupled decay of matrices of a group, whose places in `finite` are given; none without a finite update."""
-        factor = -group["weight_decay"] * group["lr"]
-        if self.cautious:
-            least = torch.where(finite, 0.0, torch.inf).to(weights[0]).unbind()
-            decay_aligned(weights, updates, [least[place] for place in places], factor)
-        else:
-            shares = finite.to(weights[0]).unbind()
-            torch._foreach_addcmul_(weights, weights, [shares[place] for place in places], value=factor)
-
-    def _hold(self, parameters: Sequence[torch.Tensor], indices: Sequence[int], updates: list[torch.Tensor]) -> None:
+    def _hold(self, rows: _Rows) -> None:
         """Give updates to the hyperball, but for matrices without a gradient, which keep their weights."""
         assert self.hyperball is not None
-        present = [place for place, index in enumerate(indices) if index not in self._missing]
+        present = [place for place, index in enumerate(rows.indices) if index not in self._missing]
+        matrices = [self._matrices[rows.indices[place]] for place in present]
         self.hyperball.hold(
-            [indices[place] for place in present],
-            [local_rows(parameters[place]) for place in present],
-            [local_rows(parameters[place].grad) for place in present],  # type: ignore[arg-type]
-            [updates[place] for place in present],
+            [rows.indices[place] for place in present],
+            [local_rows(parameter) for parameter in matrices],
+            [local_rows(parameter.grad) for parameter in matrices],
+            [rows.updates[place].to(parameter.device) for place, parameter in zip(present, matrices, strict=True)],
         )
+
+    def _group(self, index: int) -> dict[str, Any]:
+        return self.param_groups[self._group_of[index]]
+
+    def _by_group(self, rows: _Rows, places: range) -> Iterator[tuple[dict[str, Any], list[int]]]:
+        """The groups of some of a chunk's matrices, each with their places in the chunk."""
+        groups: dict[int, list[int]] = {}
+        for place in places:
+            groups.setdefault(self._group_of[rows.indices[place]], []).append(place)
+        for number, chosen in groups.items():
+            yield self.param_groups[number], chosen
 
     def refuse_zero_norms(self) -> None:
         """Refuse matrices that are zero, where norms are kept. Collective; waits for the device."""
@@ -336,49 +452,14 @@ class ShardedMuon(torch.optim.Optimizer):
                     "MuonHyperball, which keeps the norm that decay would shrink; use 0 for its matrices"
                 )
 
-    def _gradients(self, group: dict[str, Any], parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """This rank's rows of the gradients, fp32, with the decay where it is not decoupled."""
-        gradients = [local_rows(parameter.grad).float() for parameter in parameters]  # type: ignore[arg-type]
-        if group["weight_decay"] and not self.decoupled_weight_decay:
-            weights = [local_rows(parameter) for parameter in parameters]
-            gradients = list(torch._foreach_add(gradients, weights, alpha=group["weight_decay"]))
-        if self._compute_device is not None:
-            gradients = [rows.to(self._compute_device) for rows in gradients]
-        return gradients
-
-    def _by_group(
-        self, indices: Sequence[int], *, but: Container[int] = ()
-    ) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[int]]]:
-        """The groups of these matrices, each with its parameters and their places in `indices`."""
-        groups: dict[int, list[int]] = {}
-        for place in (place for place, index in enumerate(indices) if index not in but):
-            index = indices[place]
-            groups.setdefault(self._group_of[index], []).append(place)
-        for group, places in groups.items():
-            yield self.param_groups[group], [self._matrices[indices[place]] for place in places], places
-
     def skipped_updates(self) -> dict[str, int]:
         """Updates that were not finite, or had no gradient, since the last call, by matrix, where this rank has rows.
 
         Waits for the device.
         """
-        if self._skipped is None:
-            return {}
         counts = self._skipped.tolist()
         self._skipped.zero_()
         return {self._names[self._matrices[index]]: count for index, count in enumerate(counts) if count}
-
-    def _count_skipped(self, indices: Sequence[int], finite: torch.Tensor) -> None:
-        if self._skipped is None:
-            self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=finite.device)
-        self._skipped.index_add_(0, self._index(indices, finite.device), (~finite).int())
-
-    def _index(self, indices: Sequence[int], device: torch.device) -> torch.Tensor:
-        """The indices as an int64 tensor on the device, made once for each sequence."""
-        key = tuple(indices)
-        if key not in self._on_device:
-            self._on_device[key] = torch.tensor(key, dtype=torch.int64, device=device)
-        return self._on_device[key]
 
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
@@ -408,10 +489,8 @@ class ShardedMuon(torch.optim.Optimizer):
         self.store.set_step_count(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
 
 
-def _take(left: set[int], indices: Sequence[int]) -> None:
-    """Check that the exchange takes each matrix of which this rank holds rows through a phase once in a step."""
-    assert left.issuperset(indices), "the exchange takes a matrix twice, or one that this rank does not hold"
-    left.difference_update(indices)
+def _zero_nan(tensor: torch.Tensor) -> None:
+    tensor.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
 
 def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:

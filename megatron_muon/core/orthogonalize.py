@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,40 +16,57 @@ import torch
 from emerging_optimizers import utils as eo_utils
 from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 
+from megatron_muon.core import memory
 from megatron_muon.core import newton_schulz as ns
-from megatron_muon.core.batch import BlockBatch, BlockKind, Cut, Normalize
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, whole
-from megatron_muon.core.memory import TOGETHER
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.teams import Teams
+from megatron_muon.core.route import BlockKind, Stack, make_stacks
+from megatron_muon.core.teams import TeamGroup
 
 
-def unit_magnitude_exponent(blocks: torch.Tensor) -> torch.Tensor:
-    """The power of two that divides the largest magnitude of each `(..., m, n)` block into [0.5, 1).
+def largest_magnitude(blocks: torch.Tensor, scratch: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest magnitude of each `(..., m, n)` block, `(..., 1, 1)` fp32; `scratch` is like `blocks`."""
+    if blocks.device.type == "cpu" and blocks.dtype in _MAGNITUDE_BITS:
+        # Magnitudes are ordered as their bits are, NaN last; torch 2.13 takes 28 times as long over a norm of bf16.
+        dtype, mask = _MAGNITUDE_BITS[blocks.dtype]
+        out = torch.empty_like(blocks) if scratch is None else scratch
+        magnitudes = torch.bitwise_and(blocks.view(dtype), mask, out=out.view(dtype))
+        return magnitudes.amax(dim=(-2, -1), keepdim=True).view(blocks.dtype).float()
+    norms: torch.Tensor = torch.linalg.vector_norm(blocks, ord=math.inf, dim=(-2, -1), keepdim=True)
+    return norms.float()
 
-    Int32 `(..., 1, 1)`. The update must not depend on the input's magnitude: squares of small entries vanish, and the
-    eps of emerging-optimizers' normalisation shrinks the update of a matrix whose momentum is small, for instance after
-    clipping by a tiny factor. A power of two changes no bit of the mantissa. Zeros have the least, so that another part
-    of their block decides.
+
+_MAGNITUDE_BITS = {torch.bfloat16: (torch.int16, 0x7FFF), torch.float32: (torch.int32, 0x7FFFFFFF)}
+"""The integers that show a number's bits, and all bits but the sign's."""
+
+
+def unit_factor(largest: torch.Tensor) -> torch.Tensor:
+    """The power of two that brings this magnitude into [0.5, 1), fp32; within 2^-126 and 2^125, and so of zero 2^125.
+
+    The update must not depend on the input's magnitude: squares of small entries vanish, and the eps of
+    emerging-optimizers' normalisation shrinks the update of a matrix whose momentum is small, for instance after
+    clipping by a tiny factor. A power of two changes no bit of the mantissa.
     """
-    largest = blocks.abs().amax(dim=(-2, -1), keepdim=True).float()
-    return torch.where(largest == 0.0, -126, torch.frexp(largest).exponent).clamp(-126, 126)
+    within = largest.clamp(2.0**-126, 2.0**125)
+    return torch.frexp(within).mantissa / within
 
 
-def to_unit_magnitude(blocks: torch.Tensor, dtype: torch.dtype, exponent: torch.Tensor | None = None) -> torch.Tensor:
-    """Each block times a power of two that brings its largest magnitude into [0.5, 1), of `dtype`.
+def to_unit_magnitude(
+    blocks: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None, work: ns.Work | None = None
+) -> torch.Tensor:
+    """Each block times the power of two that brings its largest magnitude into [0.5, 1), of `dtype`.
 
-    In the blocks' own memory where that is their dtype already, else in a new tensor, rounded once. `exponent` is
-    their `unit_magnitude_exponent`, where it is known.
+    In the blocks' own memory where that is their dtype already, else in a buffer of `work`, rounded once. `factor` is
+    their `unit_factor`, where it is known.
     """
-    exponent = unit_magnitude_exponent(blocks) if exponent is None else exponent
-    factor = torch.ldexp(torch.ones_like(exponent, dtype=torch.float32), -exponent)
+    factor = unit_factor(largest_magnitude(blocks)) if factor is None else factor
     if blocks.dtype == dtype:
         return blocks.mul_(factor.to(dtype))
-    return torch.mul(blocks, factor, out=torch.empty_like(blocks, dtype=dtype))
+    out = (work or ns.Work()).take("x", blocks.new_empty(0, dtype=dtype), blocks.shape)
+    return torch.mul(blocks, factor, out=out)
 
 
 @dataclass
@@ -104,18 +122,21 @@ class Orthogonalizer:
     def _factor(self, shape: tuple[int, int]) -> float:
         return float(get_muon_scale_factor(*shape, mode=self.scale_mode)) * self.extra_scale_factor
 
-    def batch(
-        self,
-        matrices: Sequence[Matrix],
-        normalize: Normalize | None = None,
-        portions: Sequence[Portion] = (),
-        teams: Teams | None = None,
-    ) -> BlockBatch:
-        """Room for these matrices, and portions of others, to be orthogonalised together.
+    def work_bytes(self, stacks: Iterable[Stack], element_bytes: int) -> dict[str, int]:
+        """Bytes of the buffers that iterating over any of these stacks takes, by name."""
+        most: dict[str, int] = {}
+        for stack in stacks:
+            kind = stack.kind
+            of_kind = memory.Stack(kind.smaller, kind.length, kind.longer, len(kind.ranks) or 1, kind.steps)
+            count = min(self._together(kind), len(stack.slots))
+            sizes = memory.work_bytes(self.iteration.with_steps(kind.steps), of_kind, count, element_bytes)
+            for name, size in sizes.items():
+                most[name] = max(most.get(name, 0), size)
+        return most
 
-        `normalize` is given every whole update last; `teams` has those that cut blocks.
-        """
-        return BlockBatch(matrices, self.orthogonalize_stack, self.scale, normalize, portions, teams)
+    def _together(self, kind: BlockKind) -> int:
+        device = "cpu" if self.device.type == "cpu" else "cuda"
+        return memory.blocks_together(kind.smaller, kind.longer, len(kind.ranks) or 1, device)
 
     def __call__(self, matrix: torch.Tensor, split: RowSplit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled update of one whole matrix.
@@ -125,67 +146,66 @@ class Orthogonalizer:
             split: how its rows make blocks; None makes it one block.
 
         Returns:
-            2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape; and whether it was
-            finite, `(1,)` bool. It is zero where it was not.
+            2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape, zero where it is not
+            finite; and whether it is, `(1,)` bool.
         """
-        batch = self.batch([Matrix("", (matrix.shape[0], matrix.shape[1]), split=split or whole(len(matrix)))])
-        batch.allocate(matrix)[0].copy_(matrix)
-        updates, finite = batch.orthogonalize()
-        return updates[0], finite
+        update = matrix.clone()
+        marks = []
+        rows, cols = matrix.shape
+        for block in (split or whole(rows)).views(update):
+            flat = block.reshape(-1, cols)
+            wide = flat.mT.contiguous() if len(flat) > cols else flat
+            smaller, longer = sorted(flat.shape)
+            kind = BlockKind(smaller, longer, self.scale((len(flat), cols)), 0, (), longer)
+            marks.append(self.orthogonalize_stack(wide[None], kind))
+            block.copy_((wide.mT if len(flat) > cols else wide).view(block.shape))
+        finite = torch.cat(marks).sum().view(1) == 0.0
+        return torch.where(finite, update, 0.0), finite
 
     def orthogonalize_stack(
-        self, stack: torch.Tensor, scale: float, cut: Cut | None = None, probe: Probe = SILENT, steps: int = 0
+        self,
+        stack: torch.Tensor,
+        kind: BlockKind,
+        team: TeamGroup | None = None,
+        probe: Probe = SILENT,
+        work: ns.Work | None = None,
     ) -> torch.Tensor:
-        """Put a stack's scaled updates in its place, zero where one is not finite. Collective in a team.
+        """Put a stack's scaled updates in its place, NaN where one is not finite. Collective in a team.
 
         Args:
-            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here. With `cut`, n are this
+            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here. With `team`, n are this
                 rank's columns.
-            scale: multiplies the updates.
-            cut: whole blocks and their team, where the stack has parts of them.
+            kind: of the blocks.
+            team: that cuts them.
             probe: is shown the first update, or this rank's part of it.
-            steps: of these matrices, `Matrix.steps`.
+            work: buffers of the iteration.
 
         Returns:
-            Whether each update, or this rank's part of it, is finite, `(batch,)` bool.
+            For each update, or this rank's part of it, 0.0 if it is finite, else NaN: `(batch, 1, 1)` fp32.
         """
-        _, rows, cols = stack.shape
-        longer, team, total = cols, 1, None
-        if cut is not None:
-            longer, team, total = cut.longer, len(cut.team.ranks), functools.partial(cut.team.total, probe=probe)
-            cols = -(-longer // team)  # so that all ranks take as many at a time
-        together = max(TOGETHER["cpu" if stack.device.type == "cpu" else "cuda"] // (rows * cols), 1)
-        all_finite = []
-        for number, part in enumerate(stack.split(together)):
-            exponent = unit_magnitude_exponent(part)
-            if cut is not None:
-                exponent = cut.team.largest(exponent)
-            least_norm = None
-            if self.eps:
-                least_norm = torch.ldexp(torch.full_like(exponent, self.eps, dtype=torch.float32), -exponent)
-            updates = self._iterate(  # a name for its first argument would keep that alive
-                to_unit_magnitude(part, self.dtype, exponent),
-                scale,
-                least_norm,
-                longer=longer,
-                team=team,
-                total=total,
-                steps=steps,
-            )
+        all_marks, together = [], self._together(kind)
+        for number, part in enumerate(stack.split(together) if together < len(stack) else (stack,)):
+            scratch = None if work is None or part.dtype != self.dtype else work.take("wide", part, part.shape)
+            largest = largest_magnitude(part, scratch)
+            if team is not None:
+                largest = team.largest(largest)
+            factor = unit_factor(largest)
+            least_norm = factor * self.eps if self.eps else None
+            start = to_unit_magnitude(part, self.dtype, factor, work)
+            updates = self._iterate(start, kind, least_norm, team, probe, work)
             if number == 0:
-                probe.block(updates[0], scale, None if cut is None else cut.team)
-            finite = updates.sum(dim=(-2, -1), dtype=torch.float32).isfinite()
-            _copy_where(finite[:, None, None], updates, part)
-            del updates  # before the next are made
-            all_finite.append(finite)
-        return torch.cat(all_finite)
+                probe.block(updates[0], kind.scale, team)
+            marks = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float32).mul_(0.0)
+            torch.add(updates, marks.to(updates.dtype), out=part)
+            all_marks.append(marks)
+        return torch.cat(all_marks) if len(all_marks) > 1 else all_marks[0]
 
-    def kernel_kinds(self, matrices: Iterable[Matrix], portions: Iterable[Portion] = ()) -> list[BlockKind]:
-        """The kinds of blocks whose products the symmetric kernel forms; none where it is not used."""
+    def kernel_kinds(self, slots: Sequence[Portion]) -> list[BlockKind]:
+        """The kinds of these blocks whose products the symmetric kernel forms; none where it is not used."""
         if self.iteration.products is not KERNEL:
             return []
-        kinds = self.batch(list(matrices), portions=list(portions)).kinds
         # Also where X X^T is formed by a dense product, squares of it may be the kernel's.
+        kinds = (stack.kind for stack in make_stacks(slots, self.scale))
         return [kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0]
 
     def warm_up(self, kinds: Iterable[BlockKind]) -> None:
@@ -195,41 +215,31 @@ class Orthogonalizer:
         a step the other ranks would wait for compilations in a collective.
         """
         for kind in kinds:
-            start = torch.ones(1, kind.smaller, kind.length, dtype=self.dtype, device=self.device)
-            self._iterate(
-                start,
-                kind.scale,
-                longer=kind.longer,
-                team=len(kind.ranks) or 1,
-                total=torch.clone if kind.ranks else None,
-                steps=kind.steps,
-            )
+            self._iterate(torch.ones(1, kind.smaller, kind.length, dtype=self.dtype, device=self.device), kind)
 
     def _iterate(
         self,
         start: torch.Tensor,
-        scale: float,
+        kind: BlockKind,
         least_norm: torch.Tensor | None = None,
-        *,
-        longer: int,
-        team: int = 1,
-        total: ns.Total | None = None,
-        steps: int = 0,
+        team: TeamGroup | None = None,
+        probe: Probe = SILENT,
+        work: ns.Work | None = None,
     ) -> torch.Tensor:
-        """The updates times `scale` of blocks whose largest magnitude is near 1, of the iteration's dtype.
-
-        Their longer side is `longer`, of which `start` may have one part of a `team`, whose sums `total` forms.
-        """
-        iteration = self.iteration.with_steps(steps)
+        """The scaled updates of blocks whose largest magnitude is near 1, of the iteration's dtype."""
+        iteration = self.iteration.with_steps(kind.steps)
         *first, (a, b, c) = ns.coefficients(iteration.coefficient_type, iteration.steps)
-        scaled = [*first, (a * scale, b * scale, c * scale)]  # the last step scales: no pass for that alone
+        scaled = [*first, (a * kind.scale, b * kind.scale, c * kind.scale)]  # no pass for the scale alone
         iterate: Callable[..., torch.Tensor] = ns.standard
-        if iteration.method_for(start.shape[1], longer, team) == GRAM:
+        if iteration.method_for(kind.smaller, kind.longer, len(kind.ranks) or 1) == GRAM:
             iterate = functools.partial(ns.gram, runs=iteration.runs)
+        total: ns.Total | None = None
+        if kind.ranks:
+            total = torch.clone if team is None else functools.partial(team.total, probe=probe)
         # Setting the precision of fp32 products fails beside torch's newer switches, so not where there are none.
         half, precision = self.iteration.half, self.iteration.precision
         with _sums_in_fp32() if half else eo_utils.fp32_matmul_precision(precision):
-            return iterate(start, scaled, least_norm, total)
+            return iterate(start, scaled, least_norm, total, work)
 
 
 def kernel_operands(kinds: Iterable[BlockKind]) -> list[tuple[int, int]]:
@@ -249,11 +259,3 @@ def _sums_in_fp32() -> Iterator[None]:
         yield
     finally:
         setattr(switches, name, before)
-
-
-def _copy_where(keep: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
-    """target <- source where `keep` (broadcast) holds, else zero, also for NaN, in the one pass that a copy takes."""
-    values = source.to(target.dtype)
-    bits = {2: torch.int16, 4: torch.int32}[target.dtype.itemsize]
-    mask = -keep.to(bits)  # all bits set, or none
-    torch.bitwise_and(values.view(bits), mask, out=target.view(bits))

@@ -31,6 +31,10 @@ DIGEST_LENGTH = 12
 MIN_WAVES = 3
 """So many waves that one can arrive and one can leave while one is worked on."""
 
+SMALL_BYTES = 2**22
+"""What travels in one wave, where it is no more: a collective's own time is longer than what it could overlap (hidden
+size 16, 64 layers, two ranks over gloo: one wave instead of four)."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -259,14 +263,16 @@ def _waves(
 
     Owners' matrices are interleaved by the share of the owner's work that lies before them, equal shapes together, so
     that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a buffer, or
-    where it has its share of all bytes, unless that leaves no room for one of the largest matrices on every rank: alone
-    in a wave, such a matrix would leave every other rank idle.
+    where it has its share of all bytes, unless that is little, or leaves no room for one of the largest matrices on
+    every rank: alone in a wave, such a matrix would leave every other rank idle.
     """
     peak = np.zeros(layout.world_size, dtype=np.int64)
     for index in travelling:
         ranks, sizes = needs.footprints.of(index)
         peak[ranks] += sizes
-    limit = min(wave_bytes, max(math.ceil(int(peak.max(initial=0)) / MIN_WAVES), needs.busy))
+    most = int(peak.max(initial=0))
+    fits = most <= min(SMALL_BYTES, wave_bytes)
+    limit = most if fits else min(wave_bytes, max(math.ceil(most / MIN_WAVES), needs.busy))
     waves: list[list[int]] = []
     filled = np.zeros(layout.world_size, dtype=np.int64)
     for index in _interleave(travelling, teams, layout):

@@ -14,10 +14,12 @@ from typing import Protocol, override
 
 import torch
 
+from megatron_muon.core.portions import Portion
+
 PHASES = ("momentum", "gather", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply", "other")
 """In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
 rows (all of its gathering, for the all-gather scheme); orthogonalize: assembly and iteration; send_back: packing the
-update's rows; scatter_wait: waiting for them; apply: `finalize`; other: what lies between."""
+update's rows; scatter_wait: waiting for them; apply: `apply`; other: what lies between."""
 
 _NOTHING = nullcontext()
 _is_profiled = torch._C._autograd._profiler_enabled
@@ -62,13 +64,16 @@ class Probe:
         """This rank's new momentum `(rows, cols)` fp32 of the matrices with these indices."""
 
     def updates(self, rows: Sequence[torch.Tensor]) -> None:
-        """This rank's rows `(rows, cols)` of scaled updates, before the learning rate."""
+        """This rank's rows `(rows, cols)` of scaled updates, before the learning rate; NaN where one is skipped."""
 
     def block(self, block: torch.Tensor, scale: float, team: Sums | None = None) -> None:
         """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept.
 
         With `team`, n are this rank's columns of it, and each rank of the team is shown its own at the same time.
         """
+
+    def orthogonalized(self, slots: Sequence[Portion]) -> None:
+        """This rank has orthogonalised these blocks, or its parts of them."""
 
     def received(self, size: int) -> None:
         """A collective that brings this rank so many bytes from others has been started."""

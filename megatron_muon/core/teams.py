@@ -26,14 +26,14 @@ class TeamGroup:
     group: dist.ProcessGroup
 
     def total(self, part: torch.Tensor, probe: Probe = SILENT) -> torch.Tensor:
-        """The sum of the ranks' parts, formed in fp32, of the dtype of `part`. Collective.
+        """The sum of the ranks' parts, formed in fp32, in the place of `part`. Collective.
 
         In a ring, every rank has the same bits, and receives all but one part of the sum twice.
         """
         total = part.float()
         probe.received(2 * (len(self.ranks) - 1) * total.nbytes // len(self.ranks))
         dist.all_reduce(total, group=self.group)
-        return total.to(part.dtype)
+        return part.copy_(total)
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """The largest of the ranks' values, element by element, in place. Collective."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_muon.core.adaptive import SECOND_MOMENTS
 from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange.build import ALL_GATHER, LOCAL, OWNER, SHARED
+from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED
 from megatron_muon.core.numbers import check_number
 from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER
 from megatron_muon.settings import TEAM_SIZES, MuonSettings
@@ -121,7 +121,7 @@ def check_scheme(given: Mapping[str, Any], scheme: str) -> None:
     if scheme == OWNER or given["team_size"] == AUTO:
         return
     why = {
-        ALL_GATHER: "exchange='allgather' has every rank orthogonalise all matrices",
+        GATHERED: "exchange='allgather' has every rank orthogonalise all matrices",
         SHARED: "share_replicated=True gives every matrix one owner, which broadcasts its update",
         LOCAL: "every rank holds whole matrices, and orthogonalises them",
     }[scheme]

@@ -14,11 +14,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
 from megatron_muon.core.assignment import refuse_unmet
+from megatron_muon.core.build import make_exchange
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
-from megatron_muon.core.exchange.owner import OwnerExchange
-from megatron_muon.core.exchange.steps import PlannedExchange
+from megatron_muon.core.exchange import LOCAL, SHARED
 from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.metrics import Sampler
@@ -86,6 +85,7 @@ class Muon(MuonState):
         ns: "auto", "standard" or "gram": which Newton-Schulz iteration.
         exchange: "owner" or "allgather": how sharded matrices become whole.
         exchange_buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
+        free_buffers: give the step's buffers back after each step, as the flag `--muon-free-buffers`.
         exchange_dtype: what travels: "auto", "fp32" or "bf16".
         team_size: how many ranks own a matrix together: "auto", "1", "2", "4" or "8", as the flag `--muon-team-size`.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
@@ -129,6 +129,7 @@ class Muon(MuonState):
         ns: str = MuonSettings.muon_ns,
         exchange: str = MuonSettings.muon_exchange,
         exchange_buffer_mb: float | None = MuonSettings.muon_exchange_buffer_mb,
+        free_buffers: bool = MuonSettings.muon_free_buffers,
         exchange_dtype: str = MuonSettings.muon_exchange_dtype,
         team_size: str = MuonSettings.muon_team_size,
         share_replicated: bool = MuonSettings.muon_share_replicated,
@@ -191,6 +192,7 @@ class Muon(MuonState):
         if replicated:
             scheme = SHARED if given["share_replicated"] else LOCAL
         check_scheme(given, scheme)
+        store = self._store(layout, groups, parameters[0].device)
         exchange = make_exchange(
             scheme,
             layout,
@@ -202,10 +204,12 @@ class Muon(MuonState):
             wire=given["exchange_dtype"],
             device=parameters[0].device,
             team_size=given["team_size"],
+            rows_apart=store is not None and store.prepare_stream is not None,
+            free_buffers=given["free_buffers"],
         )
-        if isinstance(exchange, OwnerExchange):
+        if exchange.unmet:
             refuse_unmet({"these": exchange.unmet})
-        self.digest = exchange.plan.digest() if isinstance(exchange, PlannedExchange) else ""
+        self.digest = exchange.plan.digest() if exchange.plan is not None else ""
         hyperball = None
         if given["hyperball"]:
             ones = [1] * len(parameters)
@@ -223,7 +227,7 @@ class Muon(MuonState):
             cautious=given["cautious_weight_decay"],
             hyperball=hyperball,
             moment=moment,
-            store=self._store(layout, groups, parameters[0].device),
+            store=store,
             skip_missing=True,
         )
         lr, decay = given["adamw_lr"], given["adamw_weight_decay"]

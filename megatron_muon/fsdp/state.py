@@ -9,8 +9,7 @@ from typing import Any, override
 import torch
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange.repeated import LocalExchange
-from megatron_muon.core.exchange.shared import SharedExchange
+from megatron_muon.core.exchange import LOCAL, SHARED
 from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, STEPS, ShardedMuon
 from megatron_muon.core.ranks import Alone
 from megatron_muon.errors import OffloadError
@@ -59,7 +58,7 @@ class MuonState(ShardedMuon):
             OffloadError: momentum cannot be read; on every rank that takes part.
         """
         state = super().momentum_state(empty=empty)
-        is_whole = isinstance(self.exchange, (LocalExchange, SharedExchange))  # one rank alone may save it
+        is_whole = self.exchange.scheme in (LOCAL, SHARED)  # one rank alone may save it
         self.refuse_lost_state(Alone() if is_whole else self.exchange.group)
         return state
 

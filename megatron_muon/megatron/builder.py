@@ -16,9 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
 from megatron_muon.core.assignment import Unmet
-from megatron_muon.core.exchange.build import LOCAL, SHARED, make_exchange
-from megatron_muon.core.exchange.owner import OwnerExchange
-from megatron_muon.core.exchange.steps import Exchange, PlannedExchange
+from megatron_muon.core.build import make_exchange
+from megatron_muon.core.exchange import LOCAL, OWNER, SHARED, Exchange
 from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
@@ -30,6 +29,7 @@ from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
+from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import iteration_of
 
 
@@ -45,6 +45,7 @@ class MuonBuilder:
     is_expert: bool
     plan: Plan | None = None  # once there is one, or made before
     unmet: Mapping[str, Unmet] | None = None  # settings that the ranks cannot have, of the owner scheme
+    scratch: torch.Tensor | None = None  # buffers of another Muon, which steps before or after this one
 
     def __post_init__(self) -> None:
         config = self.config
@@ -94,7 +95,7 @@ class MuonBuilder:
                 lent_weights = matrix_weights(weights, offload, self.parameters, store, group_of, kind=part)
         muon = ShardedMuon(
             self.groups,
-            self._exchange(moment),
+            self._exchange(moment, store),
             decoupled_weight_decay=config.decoupled_weight_decay,
             cautious=config.muon_cautious_weight_decay,
             **settings,
@@ -181,7 +182,7 @@ class MuonBuilder:
             replicated=self.is_replicated,
         )
 
-    def _exchange(self, moment: SecondMoment | None) -> Exchange:
+    def _exchange(self, moment: SecondMoment | None, store: RecordStore | None) -> Exchange:
         config = self.config
         scheme: str = config.muon_exchange
         if self.is_replicated:
@@ -198,9 +199,11 @@ class MuonBuilder:
             device=self.device,
             team_size=config.muon_team_size,
             plan=self.plan,
+            rows_apart=store is not None and store.prepare_stream is not None,
+            scratch=self.scratch,
+            free_buffers=config.muon_free_buffers,
         )
-        if isinstance(exchange, PlannedExchange):
-            self.plan = exchange.plan
-        if isinstance(exchange, OwnerExchange):
+        self.plan = exchange.plan
+        if scheme == OWNER:
             self.unmet = exchange.unmet
         return exchange

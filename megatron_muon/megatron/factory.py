@@ -26,6 +26,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
 from megatron_muon.core.layout import RowSplit
+from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.agreement import compare_settings
@@ -80,12 +81,16 @@ def get_megatron_muon_optimizer(
     splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
+    scratch: torch.Tensor | None = None
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert)
-            optimizers.append(wrap(builder.build(offload, weights), config, model_chunks, pg_collection))
+            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert, scratch=scratch)
+            muon = builder.build(offload, weights)
+            if isinstance(muon, ShardedMuon):
+                scratch = muon.exchange.arena.memory
+            optimizers.append(wrap(muon, config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
             splits |= zip(builder.parameters, builder.splits, strict=True)
             if builder.plan is not None:

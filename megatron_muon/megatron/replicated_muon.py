@@ -16,7 +16,7 @@ from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 from megatron_muon.core.decay import aligned
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import MOMENTUM, local_rows, sharded_like
-from megatron_muon.core.orthogonalize import unit_magnitude_exponent
+from megatron_muon.core.orthogonalize import largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
 
 
@@ -89,12 +89,12 @@ class ReplicatedMuon(TensorParallelMuon):
 
     def _orthogonalize_rows(self, p: torch.Tensor, rows: torch.Tensor, /, **kwargs: Any) -> torch.Tensor:
         """The scaled update, zero where it is not finite."""
-        exponent = unit_magnitude_exponent(rows)
+        largest = largest_magnitude(rows)
         if self.tp_mode != "blockwise" and getattr(p, "tensor_model_parallel", False):
             tp_group = self.pg_collection.expt_tp if getattr(p, "expert_tp", False) else self.pg_collection.tp
             if tp_group.size() > 1:
-                dist.all_reduce(exponent, op=dist.ReduceOp.MAX, group=tp_group)
-        update = super().orthogonalize(p, torch.ldexp(rows, -exponent), **kwargs)
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
+        update = super().orthogonalize(p, rows * unit_factor(largest), **kwargs)
         self._finite = update.sum().isfinite()
         return torch.where(self._finite, update, 0.0)
 

@@ -22,7 +22,7 @@ from typing import Any, override
 
 import torch
 
-from megatron_muon.core.exchange.steps import RowPhases
+from megatron_muon.core.exchange import RowPhases
 from megatron_muon.core.layout import Shard
 from megatron_muon.core.momentum import MomentumStore
 from megatron_muon.core.ranks import of_all_ranks_if_any

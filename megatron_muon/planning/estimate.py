@@ -287,7 +287,7 @@ def plan_group(
         plan=plan,
         seconds=seconds,
         largest=max((max(team.loads) for team in plan.teams), default=0.0),
-        extra=extra_bytes(plan, looks_ahead=settings.looks_ahead),
+        extra=extra_bytes(plan),
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(arrive_s + leave_s) * 1e3,
         step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,

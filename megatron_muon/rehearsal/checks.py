@@ -17,8 +17,9 @@ from megatron_muon.core.traffic import Ints
 from megatron_muon.planning.estimate import KindPlan
 from megatron_muon.rehearsal.trace import Call, Members, Part, RankTrace, Wait
 
-TOLERANCE, SLACK_BYTES = 1.10, 2**20
-"""A rank may take this much more memory than its plan says: places of elements and such are not in the plan."""
+TOLERANCE, SLACK_BYTES = 1.25, 2**20
+"""A rank may take this much more memory than its plan says, which adds up what is in use at the fullest moment: places
+of many buffers waste some of it (19 % on rank 0 of moe-large at 64 ranks, mostly under 3 %)."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ def memory(recorded: Recorded) -> Iterator[Finding]:
     for rank, trace in recorded.traces.items():
         last = trace.steps[-1]
         for kind in recorded.plans:
-            allowed, taken = kind.of(rank).plan.buffer_bytes, last.peaks.get(kind.group.name, 0) - last.begin_bytes
+            allowed, taken = kind.of(rank).plan.buffer_bytes, last.taken_bytes(kind.group.name)
             if taken > allowed + SLACK_BYTES:
                 text = f"the step of the {kind.group.name} matrices takes {taken:,} bytes, and may take {allowed:,}"
                 yield Finding("memory", (rank,), text)

@@ -129,6 +129,10 @@ def run(args: argparse.Namespace) -> int:
     return exit_codes.FAILURE if findings else exit_codes.OK
 
 
+_COUNTS = ("kernels", "views", "allocations")
+"""Of a step of a rank, as CUDA launches them."""
+
+
 def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Played]) -> dict[str, Any]:
     """The figures, in the form of the JSON file: of the plan, of all ranks together, of the slowest, of each."""
     from megatron_muon.rehearsal.checks import planned_bytes, received_bytes
@@ -141,6 +145,7 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
             "extra_bytes": step.extra_bytes,
             "flops": step.flops,
             "collectives": len(step.calls),
+            **{name: step.counts[name] for name in _COUNTS},
             "momentum_bytes": recorded.traces[rank].state_bytes,
             **({"products_ms": played[rank].products_s * 1e3, "step_ms": played[rank].end_s * 1e3} if played else {}),
         }
@@ -164,7 +169,11 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
             "step_ms": sum(kind.worst.step_ms for kind in recorded.plans),
             "buffer_bytes": max(kind.worst.plan.buffer_bytes for kind in recorded.plans),
         },
-        "rehearsed": {**most, **times, "collectives": max((rank["collectives"] for rank in ranks), default=0)},
+        "rehearsed": {
+            **most,
+            **times,
+            **{name: max((rank[name] for rank in ranks), default=0) for name in ("collectives", *_COUNTS)},
+        },
         "slowest": {
             "rank": slowest,
             "waits": [{"phase": phase, "for": reason, "ms": seconds * 1e3} for (phase, reason), seconds in waits],
@@ -224,6 +233,9 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("momentum on the device, at most", "device_bytes", size),
     ("  in host memory", "host_bytes", size),
     ("collectives of a rank", "collectives", "{:,}".format),
+    ("kernels that it launches, at most", "kernels", "{:,}".format),
+    ("  views that it makes", "views", "{:,}".format),
+    ("  tensors that it allocates", "allocations", "{:,}".format),
     ("Newton-Schulz", "products_ms", duration),
     ("step, overlapped", "step_ms", duration),
 )

@@ -107,7 +107,7 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
             assert all(one is None or one.is_contiguous() or one.T.is_contiguous() for one in (a, c))
             rows, cols = a.shape
             result = a.new_empty(rows, rows)
-            recorder.product(rows * rows * cols, result)
+            recorder.kernel(rows * rows * cols, result)
             return result
 
         patches.replace(muon_utils.triton_kernels, "tsyrk_ex", tsyrk_ex, takes=("a", "c", "alpha", "beta"))

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_muon.core.exchange import steps
+from megatron_muon.core import collectives
 from megatron_muon.patching import Patches
 from megatron_muon.rehearsal.recorder import Recorder
 from megatron_muon.rehearsal.trace import Members, Split
@@ -130,7 +130,7 @@ def world(rank: int, world_size: int, recorder: Recorder) -> Iterator[None]:
     _current.append(recorder)
     with Patches() as patches:
         patches.replace(dist, "all_gather_object", _all_say_the_same, takes=("object_list", "obj", "group"))
-        patches.replace(steps, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
+        patches.replace(collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
         patches.replace(sys, "excepthook", sys.excepthook)  # torch puts one of its own before it, for every rank
         dist.init_process_group(BACKEND, rank=rank, world_size=world_size, store=FakeStore())
         try:

@@ -8,28 +8,20 @@ is megatron-core's alone: gradient reduction and norm before the step, the scala
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
-import itertools
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, override
+from typing import override
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.adaptive import SecondMoment
-from megatron_muon.core.batch import BlockBatch, Normalize
-from megatron_muon.core.exchange.steps import Exchange
-from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import Plan
-from megatron_muon.core.portions import Portion
-from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.teams import Teams
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import offload_run, wrap
@@ -38,7 +30,7 @@ from megatron_muon.offload.store import DEVICE, RecordStore
 from megatron_muon.planning.estimate import Group, Hardware, node_pattern
 from megatron_muon.rehearsal import machine, process_groups
 from megatron_muon.rehearsal.recorder import HOST_WAITS, Recorder, place
-from megatron_muon.rehearsal.trace import Part, RankTrace
+from megatron_muon.rehearsal.trace import RankTrace
 
 STEPS = 2
 """The first one has what happens once, the second one is what all others are like."""
@@ -71,48 +63,6 @@ class Rehearsal:
         return group.name, node_pattern(members, self.hardware)
 
 
-class _Orthogonalizer(Orthogonalizer):
-    """Notes which matrices its batches have orthogonalised."""
-
-    note: Callable[[Part], None]
-    names: Sequence[str]
-
-    @override
-    def batch(
-        self,
-        matrices: Sequence[Matrix],
-        normalize: Normalize | None = None,
-        portions: Sequence[Portion] = (),
-        teams: Teams | None = None,
-    ) -> BlockBatch:
-        batch = super().batch(matrices, normalize, portions, teams)
-        allocate, run = batch.allocate, batch.orthogonalize
-        parts = [[Part(matrix.name, block, 0, 1) for block in range(len(matrix.blocks))] for matrix in matrices]
-        parts += [
-            [Part(self.names[portion.index], portion.block or 0, portion.place, len(portion.ranks))]
-            for portion in portions
-        ]
-        places: list[tuple[Any, ...]] = []
-
-        def allocate_noted(like: torch.Tensor) -> list[torch.Tensor]:
-            rooms = allocate(like)
-            places[:] = [
-                (room.untyped_storage()._cdata, room.storage_offset()) if room.numel() else (number,)
-                for number, room in enumerate(rooms)
-            ]
-            return rooms
-
-        def orthogonalize(probe: Probe = SILENT) -> tuple[list[torch.Tensor], torch.Tensor]:
-            results = run(probe)
-            filled = dict(zip(places, parts, strict=True))  # of two in one place only the later is there
-            for part in itertools.chain(*filled.values()):
-                self.note(part)
-            return results
-
-        batch.allocate, batch.orthogonalize = allocate_noted, orthogonalize  # type: ignore[method-assign]
-        return batch
-
-
 @dataclass
 class _Builder(MuonBuilder):
     """Builds the Muon of a planned layout's shards."""
@@ -120,7 +70,6 @@ class _Builder(MuonBuilder):
     layout: Layout = None  # type: ignore[assignment]
     group: dist.ProcessGroup = None  # type: ignore[assignment]
     device: torch.device = None  # type: ignore[assignment]
-    recorder: Recorder = None  # type: ignore[assignment]
 
     @override
     def __post_init__(self) -> None:
@@ -133,14 +82,6 @@ class _Builder(MuonBuilder):
         shards = self.layout.held(self.group.rank())
         self.rectangles = [(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in shards]
         self.compute_group = self.group
-
-    @override
-    def _exchange(self, moment: SecondMoment | None) -> Exchange:
-        made = self.orthogonalizer
-        self.orthogonalizer = _Orthogonalizer(**{one.name: getattr(made, one.name) for one in dataclasses.fields(made)})
-        self.orthogonalizer.note = self.recorder.orthogonalized
-        self.orthogonalizer.names = [matrix.name for matrix in self.layout.matrices]
-        return super()._exchange(moment)
 
 
 class _Chunk(SimpleNamespace):
@@ -184,6 +125,7 @@ def _stack(error: BaseException) -> traceback.StackSummary:
 def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) -> None:
     config, device = rehearsal.settings, machine.DEVICE
     chunk, members, offload = _Chunk(), [], offload_run(config)
+    scratch: torch.Tensor | None = None
     for group in rehearsal.groups:
         ranks = group.members(rank, rehearsal.world_size)
         process_group, key = dist.new_group(ranks), rehearsal.plan_key(group, ranks)
@@ -203,17 +145,21 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
             layout=group.layout,
             group=process_group,
             device=device,
-            recorder=recorder,
+            scratch=scratch,
         )
-        members.append(wrap(builder.build(offload), config, [chunk], SimpleNamespace(tp=None)))
+        muon = builder.build(offload)
+        assert isinstance(muon, ShardedMuon)
+        scratch = muon.exchange.arena.memory
+        members.append(wrap(muon, config, [chunk], SimpleNamespace(tp=None)))
         if builder.plan is not None:
             rehearsal.plans.setdefault(key, builder.plan)
             trace.plans.append(builder.plan.digest())
     chain = MuonChainedOptimizer(members)
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
     for group, member in zip(rehearsal.groups, members, strict=True):
-        member.optimizer.probe = recorder.probe
-        member.optimizer.update_matrices = recorder.group(group.name)(member.optimizer.update_matrices)
+        muon = member.optimizer
+        muon.probe = recorder.probe([matrix.name for matrix in group.layout.matrices])
+        muon.update_matrices = recorder.group(group.name, muon.exchange.arena.nbytes)(muon.update_matrices)
     trace.state_bytes = _state_bytes(chain)
     try:
         for _ in range(STEPS):

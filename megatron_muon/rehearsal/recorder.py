@@ -29,7 +29,9 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import Probe
+from megatron_muon.rehearsal.launches import launches
 from megatron_muon.rehearsal.trace import Call, Members, Part, Products, StepTrace, Wait
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -74,7 +76,6 @@ class Recorder(FakeTensorMode):
         self.groups: list[Members] = []
         self.steps: list[StepTrace] = []
         self.synchronizations: list[str] = []
-        self.probe: Probe = _Phases(self)
         self._device = device
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._live_bytes = 0
@@ -94,6 +95,9 @@ class Recorder(FakeTensorMode):
             return func(*args, **kwargs)
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
+        if self._step is not None:
+            self._step.counts["views"] += func.is_view
+            self._step.counts["kernels"] += launches(func, args, kwargs)
         if kind.is_product:
             self.product(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result), result)
         if kind.makes_memory:
@@ -125,6 +129,12 @@ class Recorder(FakeTensorMode):
     def _fake(self, made: Any) -> Any:
         return made if made is None or isinstance(made, FakeTensor) else FakeTensor(self, made, self._device)
 
+    def kernel(self, flops: int, result: torch.Tensor) -> None:
+        """A product of so many operations has been launched that torch knows nothing of."""
+        if self._step is not None:
+            self._step.counts["kernels"] += 1
+        self.product(flops, result)
+
     def product(self, flops: int, result: torch.Tensor) -> None:
         """A product of so many operations has been enqueued."""
         if self._step is None:
@@ -139,6 +149,7 @@ class Recorder(FakeTensorMode):
         if self._step is None:
             return None
         name = str(dtype).removeprefix("torch.")
+        self._step.counts["collectives"] += 1
         self._step.events.append(Call(group, op, name, nbytes, **{"root": -1, **details}, phase=self._phases[-1]))
         self._calls += 1
         return self._calls - 1
@@ -179,10 +190,17 @@ class Recorder(FakeTensorMode):
         finally:
             self._is_beside = False
 
+    def probe(self, names: Sequence[str]) -> Probe:
+        """Tells this recorder of the phases of a step, and which parts of the matrices of these names it does."""
+        return _Phases(self, names)
+
     @contextlib.contextmanager
-    def group(self, name: str) -> Iterator[None]:
-        """Around what a step does with a group of matrices."""
+    def group(self, name: str, kept_bytes: int) -> Iterator[None]:
+        """Around what a step does with a group of matrices, in so many bytes of buffers that are kept between steps."""
         self._matrices = name
+        if self._step is not None:
+            self._step.kept[name] = kept_bytes
+            self._step.peaks.setdefault(name, self._live_bytes)
         try:
             yield
         finally:
@@ -205,6 +223,8 @@ class Recorder(FakeTensorMode):
         size = storage.nbytes()
         self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
         self._live_bytes += size
+        if self._step is not None:
+            self._step.counts["allocations"] += 1
         if self._step is not None and self._live_bytes > self._step.peak_bytes:
             self._step.peak_bytes, self._step.peak_phase = self._live_bytes, self._phases[-1]
         if self._step is not None and self._live_bytes > self._step.peaks.get(self._matrices, -1):
@@ -231,8 +251,15 @@ class Recorder(FakeTensorMode):
 class _Phases(Probe):
     """Tells a recorder of the phases of a step."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, names: Sequence[str]) -> None:
         self._recorder = recorder
+        self._names = names
+
+    @override
+    def orthogonalized(self, slots: Sequence[Portion]) -> None:
+        for slot in slots:
+            part = Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks))
+            self._recorder.orthogonalized(part)
 
     @override
     def phase(self, name: str, wave: int | None = None) -> AbstractContextManager[None]:

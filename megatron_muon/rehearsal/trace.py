@@ -91,7 +91,9 @@ class StepTrace:
         begin_bytes: memory that tensors take on the device before the step, and so for `end_bytes`.
         peak_bytes: the most in the step.
         peak_phase: where that was.
+        counts: what the host has enqueued: "kernels", "collectives", and the "views" and "allocations" that it made.
         peaks: the most while each group of matrices steps, by the group's name.
+        kept: bytes of its buffers, which lie in memory between steps and are in none of these figures, likewise.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -100,7 +102,9 @@ class StepTrace:
     end_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
+    counts: Counter[str] = field(default_factory=Counter)
     peaks: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Call]:
@@ -114,8 +118,12 @@ class StepTrace:
 
     @property
     def extra_bytes(self) -> int:
-        """The most memory beyond what there was before the step."""
-        return self.peak_bytes - self.begin_bytes
+        """The most memory beyond weights, gradients and state: buffers, and what is made within the step."""
+        return max([self.peak_bytes - self.begin_bytes, *map(self.taken_bytes, self.kept)])
+
+    def taken_bytes(self, name: str) -> int:
+        """The same while a group of matrices steps."""
+        return self.kept.get(name, 0) + max(self.peaks.get(name, 0) - self.begin_bytes, 0)
 
 
 @dataclass

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_muon.core.exchange import steps
+from megatron_muon.core import collectives
 
 _IN_PLACE, _OUT_AND_IN, _NO_TENSORS = "in place", "out and in", "no tensors"
 _METHODS = {
@@ -74,7 +74,7 @@ def delayed_collectives(seed: int, *, patience_s: float = _PATIENCE_S) -> Iterat
     for name in theirs:
         setattr(dist.ProcessGroup, name, _replacement(name, getattr(dist.ProcessGroup, name), delays))
     # Messages of pairs alone: all ranks carry them out together, as the all-to-all that they are.
-    by_pairs = mock.patch.object(steps, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
+    by_pairs = mock.patch.object(collectives, "exchange_pairs", partial(dist.all_to_all_single, async_op=True))
     try:
         with by_pairs:
             yield
@@ -159,10 +159,12 @@ class _Delayed:
         if self._in_place:
             self._aside = [tensor.clone() for tensor in tensors]
         else:
-            storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+            spans = [_span(tensor) for tensor in tensors]
 
             def held(tensor: torch.Tensor) -> Any:  # an in-place all-gather sends a part of what it writes
-                return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else _Buffer(tensor)
+                first, end = _span(tensor)
+                overlaps = any(start < end and first < stop for start, stop in spans)
+                return tensor.clone() if overlaps else _Buffer(tensor)
 
             others[0] = tree_map_only(torch.Tensor, held, others[0])
         for tensor in tensors:
@@ -216,6 +218,11 @@ class _Buffer:
         """None where the memory was freed."""
         storage = self._storage()
         return None if storage is None else torch.empty(0, dtype=self._dtype).set_(storage, *self._form)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first address and the one behind the last, of contiguous memory."""
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -250,57 +250,54 @@ def ddp_statistics(rank: int, world_size: int, *, case: Case) -> tuple[float, fl
 @contextmanager
 def sabotaged(how: str) -> Iterator[None]:
     """Bugs that others shipped, put in for negative controls; "" leaves everything as it is."""
-    from megatron_muon.core.batch import BlockBatch
     from megatron_muon.core.cost import Iteration
-    from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
+    from megatron_muon.core.exchange import Exchange
     from megatron_muon.core.orthogonalize import Orthogonalizer
 
     def orthogonalise_the_shard(self: Any, rows: Any, probe: Any) -> None:
         orthogonalizer = Orthogonalizer(Iteration(precision="highest"), extra_scale_factor=0.2)
-        matrices, rank = self.layout.matrices, self.group.rank()
-        held = [index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None]
-        rows.finalize(
-            held,
-            [orthogonalizer(shard)[0] for shard in rows.prepare(held)],
-            torch.ones(len(held), dtype=torch.bool),
-        )
+        for chunk in self.chunks:
+            rows.prepare(chunk)
+            for held in chunk.rows:
+                there = slice(held.start, held.start + held.shard.numel)
+                shard = chunk.prepared[there].view(held.shard.rows, held.shard.cols)
+                chunk.updates[there] = orthogonalizer(shard)[0].view(-1)
+            rows.apply(chunk)
 
-    orthogonalize = BlockBatch.orthogonalize
+    orthogonalize, run = Orthogonalizer.orthogonalize_stack, Exchange.run
 
-    def skip_a_stack(self: Any, probe: Any) -> Any:
-        kept, left_out = self._orthogonalize, []
+    def skip_a_stack(self: Any, stack: Any, *rest: Any) -> Any:
+        if not skipped:
+            skipped.append(stack)
+            return torch.zeros(len(stack), 1, 1)
+        return orthogonalize(self, stack, *rest)
 
-        def all_but_the_first(stack: Any, *rest: Any) -> Any:
-            if left_out:
-                return kept(stack, *rest)
-            left_out.append(stack)
-            return torch.ones(len(stack), dtype=torch.bool)
+    def once_a_wave(self: Any, wave: Any, probe: Any) -> None:
+        skipped.clear()
+        of_wave(self, wave, probe)
 
-        self._orthogonalize = all_but_the_first
-        try:
-            return orthogonalize(self, probe)
-        finally:
-            self._orthogonalize = kept
-
-    saved = {place: place.run for place in (AllGatherExchange, OwnerExchange)}
+    skipped: list[Any] = []
+    of_wave = Exchange._orthogonalize
     if how == "shard":
-        for place in saved:
-            place.run = orthogonalise_the_shard
+        Exchange.run = orthogonalise_the_shard
     elif how == "skip":
-        BlockBatch.orthogonalize = skip_a_stack
+        Orthogonalizer.orthogonalize_stack = skip_a_stack
+        Exchange._orthogonalize = once_a_wave
     else:
         assert how == ""
     try:
         yield
     finally:
-        for place, run in saved.items():
-            place.run = run
-        BlockBatch.orthogonalize = orthogonalize
+        Exchange.run, Exchange._orthogonalize = run, of_wave
+        Orthogonalizer.orthogonalize_stack = orthogonalize
 
 
 def _optimizer(case: Case, model: torch.nn.Module, groups: Any) -> Any:
+    from megatron_muon.core import plan
     from megatron_muon.megatron.factory import get_megatron_muon_optimizer
     from megatron_muon.megatron.settings import MuonOptimizerConfig
+
+    plan.SMALL_BYTES = 0  # several waves, as large models have
 
     config = MuonOptimizerConfig(
         use_distributed_optimizer=True,

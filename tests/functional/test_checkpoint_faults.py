@@ -220,7 +220,7 @@ def step_with_a_death(rank: int, world_size: int, *, exchange: str) -> float:
     trainer.train(next(tokens))
     if rank == 1:
         muon = trainer.optimizer.chained_optimizers[0].optimizer
-        muon.finalize = muon.prepare = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        muon.apply = muon.prepare = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     try:
         trainer.train(next(tokens))

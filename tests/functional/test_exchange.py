@@ -10,7 +10,6 @@ import itertools
 import random
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,14 +58,13 @@ def updates(
 ) -> list[dict[int, torch.Tensor]]:
     """In a worker: this rank's update rows by matrix: all-gather, owner, owner again, owner with a slow rank."""
     from megatron_muon.core.assignment import TeamRules
+    from megatron_muon.core.build import gathered_exchange, owner_exchange
     from megatron_muon.core.cost import Iteration
-    from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
-    from megatron_muon.core.exchange.steps import rectangle_view
     from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
-    from megatron_muon.core.teams import make_teams
+    from tests.unit.rows import ByMatrix
 
     chance = random.Random(seed)
     matrices = []
@@ -86,43 +84,32 @@ def updates(
     plan = replace(plan, by_pairs=by_pairs)
     if waves == "of one matrix":
         plan = replace(plan, waves=tuple((index,) for wave in plan.waves for index in wave))
-    teams = {} if rules is None else make_teams(group, plan.teams)
 
     def rows(index: int) -> torch.Tensor:
         full = torch.randn(matrices[index].shape, generator=torch.Generator().manual_seed(index))
         shard = matrices[index].shard_of(rank)
         assert shard is not None, "rows are asked for that this rank does not hold"
-        return rectangle_view(full, shard)
+        down, across = (slice(start, start + n) for start, n in
+                        ((shard.row_start, shard.rows), (shard.col_start, shard.cols)))  # fmt: skip
+        return full[down, across]
 
     def run(exchange: Any, *, slow: int = -1) -> dict[int, torch.Tensor]:
         done: dict[int, torch.Tensor] = {}
 
-        def prepare(indices: Any) -> list[torch.Tensor]:
-            nonlocal asked
-            asked += indices
+        def slow_rows(index: int) -> torch.Tensor:
             if rank == slow:
                 time.sleep(0.05)
-            return [rows(index) for index in indices]
+            return rows(index)
 
-        def finalize(indices: Any, parts: Any, finite: Any) -> None:
-            assert finite.shape == (len(parts),)
-            assert bool(finite.all())
-            for index, update in zip(indices, parts, strict=True):
-                assert index not in done, "an update is applied twice"
-                done[index] = update.clone()
-
-        asked: list[int] = []
-        exchange.run(SimpleNamespace(prepare=prepare, finalize=finalize), SILENT)
-        assert sorted(asked) == sorted(done), "every matrix takes part once"
+        of_step = ByMatrix(slow_rows, done.__setitem__)
+        exchange.run(of_step, SILENT)
+        assert sorted(of_step.prepared) == sorted(done), "every matrix takes part once"
+        assert not any(update.isnan().any() for update in done.values())
         return done
 
     device = torch.device("cpu")
-
-    def batches(indices: Any, portions: Any = ()) -> Any:
-        return orthogonalizer.batch([matrices[i] for i in indices], None, portions, teams)
-
-    gathered = AllGatherExchange(layout, group, batches, device=device)
-    owner = OwnerExchange(plan, group, batches, device=device, teams=teams)
+    gathered = gathered_exchange(layout, group, orthogonalizer, device=device)
+    owner = owner_exchange(plan, group, orthogonalizer, device=device, wire_dtype=torch.float32)
     results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
     held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
     assert all(set(result) == held for result in results)
@@ -183,34 +170,29 @@ def test_teams_equal_all_gather(ranks: Pool, world_size: int, team_size: int, wa
 def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torch.Tensor]:
     """In a worker: this rank's update of a tall matrix of which the second half is zero; all-gather, a team of two."""
     from megatron_muon.core.assignment import TeamRules
+    from megatron_muon.core.build import gathered_exchange, owner_exchange
     from megatron_muon.core.cost import Iteration
-    from megatron_muon.core.exchange import AllGatherExchange, OwnerExchange
     from megatron_muon.core.layout import Layout, row_sharded
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
-    from megatron_muon.core.teams import make_teams
+    from tests.unit.rows import ByMatrix
 
     layout = Layout(world_size, (row_sharded("w", (64, 32), [32] * world_size),))
     orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
     rules = TeamRules(orthogonalizer.iteration.cost, [0] * world_size, world_size)
     group = dist.group.WORLD
     plan = make_plan(layout, [1.0], memory=Memory(4), rules=rules)
-    teams = make_teams(group, plan.teams)
     rows = torch.randn(32, 32, generator=torch.Generator().manual_seed(1)) * (scale if rank == 0 else 0.0)
-
-    def batches(indices: Any, portions: Any = ()) -> Any:
-        return orthogonalizer.batch([layout.matrices[i] for i in indices], None, portions, teams)
 
     def run(exchange: Any) -> torch.Tensor:
         found: list[torch.Tensor] = []
-        phases = SimpleNamespace(prepare=lambda _: [rows], finalize=lambda _, parts, __: found.append(parts[0].clone()))
-        exchange.run(phases, SILENT)
+        exchange.run(ByMatrix(lambda _: rows, lambda _, update: found.append(update)), SILENT)
         return found[0]
 
     device = torch.device("cpu")
-    gathered = AllGatherExchange(layout, group, batches, device=device)
-    return [run(gathered), run(OwnerExchange(plan, group, batches, device=device, teams=teams))]
+    owner = owner_exchange(plan, group, orthogonalizer, device=device, wire_dtype=torch.float32)
+    return [run(gathered_exchange(layout, group, orthogonalizer, device=device)), run(owner)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30])

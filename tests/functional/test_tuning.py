@@ -26,10 +26,9 @@ def tuned(rank: int, world_size: int, *, hand_on: bool = True, earlier: bool = F
     from torch.distributed.fsdp import fully_shard
 
     import megatron_muon
+    from megatron_muon.core import build, orthogonalize
     from megatron_muon.core import newton_schulz as ns
-    from megatron_muon.core import orthogonalize
     from megatron_muon.core.cost import DENSE, KERNEL
-    from megatron_muon.core.exchange import build
 
     small = replace(KERNEL, from_rows=16)
     kernel = ns.muon_utils.triton_kernels.syrk.syrk_kernel_bf16

@@ -241,7 +241,7 @@ class Gpu(TorchDispatchMode):
         if "empty" not in func.name():
             found += [(tensor, True) for tensor in tree_leaves(result) if isinstance(tensor, torch.Tensor)]
         self.current.wait_for(self.thread)  # which asks for it
-        self._run(self.current, func.name(), found)
+        self._run(self.current, func._schema.name, found)
         return result
 
     def _run(self, line: Line, operation: str, found: Iterable[tuple[torch.Tensor, bool]]) -> None:

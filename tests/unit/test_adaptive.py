@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -11,8 +10,8 @@ import pytest
 import torch
 
 from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding
+from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import LocalExchange
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
@@ -31,13 +30,12 @@ def adaptive(method: str) -> ShardedMuon:
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     holding = Holding(layout, group, scales, [1, 1], [(0, cols) for _, cols in SHAPES], repeated=True)
     moment = SECOND_MOMENTS[method](holding, beta2=0.95, eps=1e-8)
-
-    def batches(indices: Sequence[int]) -> Any:
-        return orthogonalizer.batch([layout.matrices[i] for i in indices], moment.normalizer(indices))
-
+    exchange = local_exchange(
+        layout, group, orthogonalizer, memory=Memory(4), device=torch.device("cpu"), normalize=moment.normalize
+    )
     return ShardedMuon(
         [{"params": parameters}],
-        LocalExchange(layout, group, batches, memory=Memory(4), device=torch.device("cpu")),
+        exchange,
         moment=moment,
         lr=0.1,
         momentum=0.9,

@@ -28,6 +28,7 @@ OTHERS = {
         "--qos",
     ),  # SLURM
     *("--pid", "--repeats"),  # py-spy, a test by hand
+    *("--dion", "--only"),  # benchmarks.any_model
     *("--model", "--model_args", "--include_path", "--tasks"),  # lm-evaluation-harness
 }
 

@@ -103,8 +103,12 @@ def test_an_update_that_is_skipped_leaves_the_weights_alone(variant: str) -> Non
     before = [p.detach().clone() for p in mine]
 
     def run(rows: Any, _probe: Any) -> None:
-        updates = [torch.zeros_like(rows.prepare([0])[0]), *map(torch.ones_like, rows.prepare([1, 2]))]
-        rows.finalize([0, 1, 2], updates, torch.tensor([False, True, True]))
+        (chunk,) = optimizer.exchange.chunks
+        rows.prepare(chunk)
+        chunk.updates.fill_(1.0)
+        (first,) = (held for held in chunk.rows if held.of == 0)
+        chunk.updates[first.start : first.start + first.shard.numel] = torch.nan
+        rows.apply(chunk)
 
     optimizer.exchange.run = run
     for p, gradient in zip(mine, gradients(0), strict=True):

@@ -18,6 +18,7 @@ from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Itera
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
 from megatron_muon.core.portions import Team
+from megatron_muon.core.route import blocks_of, make_stacks
 
 QUINTIC = ns.coefficients("quintic", 5)
 
@@ -284,18 +285,17 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(kernel, steps: i
     """In a step the other ranks waited for compilations in a collective, also with `--muon-ns-steps-for`."""
     orthogonalizer = orthogonalize.Orthogonalizer()
     matrices = [Matrix("w", shape, steps=steps) for shape in ((16, 40), (40, 16), (24, 24), (8, 40))]
-    kinds = orthogonalizer.kernel_kinds(matrices)
+    slots = [slot for index, matrix in enumerate(matrices) for slot in blocks_of(index, matrix, 0)]
+    kinds = orthogonalizer.kernel_kinds(slots)
     assert orthogonalize.kernel_operands(kinds) == [(16, 16), (16, 40), (24, 24)]
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
     assert {call[:2] for call in compiled} == {(16, 16), (16, 40), (24, 24)}
     kernel.clear()
-    batch = orthogonalizer.batch(matrices)
-    for matrix in batch.allocate(torch.empty(0, dtype=torch.bfloat16)):
-        matrix.normal_()
-    batch.orthogonalize()
+    for of in make_stacks(slots, orthogonalizer.scale):
+        orthogonalizer.orthogonalize_stack(torch.randn(of.shape).bfloat16(), of.kind)
     assert set(kernel) == compiled
-    assert orthogonalize.Orthogonalizer(Iteration(precision="high")).kernel_kinds(matrices) == []
+    assert orthogonalize.Orthogonalizer(Iteration(precision="high")).kernel_kinds(slots) == []
 
 
 @pytest.mark.parametrize("block", [(40, 16), (16, 48)])
@@ -304,15 +304,13 @@ def test_the_symmetric_kernel_is_compiled_for_parts_of_blocks(kernel, block: tup
     team = Team((0, 1), (0.0, 0.0), ((0, 2),))
     portion = team.portions(0, Matrix("w", block, steps=3))[1]
     orthogonalizer = orthogonalize.Orthogonalizer()
-    kinds = orthogonalizer.kernel_kinds([], [portion])
+    kinds = orthogonalizer.kernel_kinds([portion])
     assert len(kinds) == 1
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
     kernel.clear()
     alone = SimpleNamespace(ranks=(0, 1), total=lambda part, probe: part, largest=lambda values: values)
-    batch = orthogonalizer.batch([], None, [portion], {(0, 1): alone})
-    for room in batch.allocate(torch.empty(0, dtype=torch.bfloat16)):
-        room.normal_()
-    batch.orthogonalize()
+    (of,) = make_stacks([portion], orthogonalizer.scale)
+    orthogonalizer.orthogonalize_stack(torch.randn(of.shape).bfloat16(), of.kind, alone)
     assert kernel
     assert set(kernel) == compiled

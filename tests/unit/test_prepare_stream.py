@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_muon.core.build import owner_exchange
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import OwnerExchange
-from megatron_muon.core.exchange import owner as owner_module
 from megatron_muon.core.layout import Layout, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
@@ -65,26 +65,28 @@ class Trial:
         assert len(plan.waves) >= 3
         orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
 
-        def batches(indices: Sequence[int]) -> Any:
-            batch = orthogonalizer.batch([layout.matrices[i] for i in indices])
-            orthogonalize = batch.orthogonalize
+        orthogonalize = orthogonalizer.orthogonalize_stack
 
-            def noted(probe: Any) -> Any:
-                result = orthogonalize(probe)
-                if indices:
-                    self._last_products = gpu.products.clock["products"]
-                    self.order.append("products")
-                return result
+        def noted(*stack: Any) -> Any:
+            result = orthogonalize(*stack)
+            self._last_products = gpu.products.clock["products"]
+            self.order.append("products")
+            return result
 
-            batch.orthogonalize = noted
-            return batch
-
+        orthogonalizer.orthogonalize_stack = noted  # type: ignore[method-assign]
         held = layout.held(0)
         generator = torch.Generator().manual_seed(1)
         self.weights = [torch.randn(shard.rows, shard.cols, generator=generator) for shard in held]
         self.muon = ShardedMuon(
             [{"params": [torch.nn.Parameter(weight) for weight in self.weights]}],
-            OwnerExchange(plan, Group(2, 0), batches, device=torch.device("cpu")),  # type: ignore[arg-type]
+            owner_exchange(
+                plan,
+                Group(2, 0),
+                orthogonalizer,  # type: ignore[arg-type]
+                device=torch.device("cpu"),
+                wire_dtype=torch.float32,
+                rows_apart=True,
+            ),
             lr=0.1,
             momentum=0.9,
             nesterov=nesterov,
@@ -143,7 +145,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     aligned = store_module.aligned
     monkeypatch.setattr(store_module, "aligned", lambda size, *, device: aligned(size, device=torch.device("cpu")))
     gpu = Gpu(monkeypatch)
-    monkeypatch.setattr(owner_module.dist, "all_to_all_single", Network(gpu).all_to_all_single)
+    monkeypatch.setattr(dist, "all_to_all_single", Network(gpu).all_to_all_single)
     with gpu:
         yield gpu
 
@@ -182,55 +184,17 @@ def test_rows_are_prepared_beside_products(trial: Callable[..., Trial], place: s
     assert one_stream.order.index("products") < len(one_stream.order) - one_stream.order[::-1].index("rows")
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_rows_of_two_waves_exist_at_most(
-    trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, early: bool
-) -> None:
-    """And their memory is used again only behind what reads them; `early` is the negative control."""
-    one = trial(place=DISK)
-    assert one.store is not None
-    prepare_stream = one.store.prepare_stream
-    assert prepare_stream is not None
-    alive: list[int] = []
-    most: list[int] = []
-    wave = 0
-    prepare, finalize = one.muon.prepare, one.muon.finalize
-
-    def watched(indices: Sequence[int]) -> list[torch.Tensor]:
-        assert one.gpu.early == [], "memory of rows that are still read"
-        rows = prepare(indices)
-        for values in rows:
-            alive.append(wave)
-            one.gpu.watch_release(values, prepare_stream._stream, lambda of=wave: alive.remove(of))
-        most.append(len(set(alive)))
-        return rows
-
-    def counted(*update: Any) -> None:
-        nonlocal wave
-        finalize(*update)
-        wave += 1
-
-    def between_steps() -> None:  # the next one begins with a wait for all that is enqueued
-        one.gpu.early.clear()
-        end_step()
-
-    def behind_nothing(indices: Sequence[int]) -> list[torch.Tensor]:
-        """Its event, behind which a wave's rows have been read, is one of long ago."""
-        with monkeypatch.context() as patch:
-            patch.setattr(one.gpu.products, "record_event", lambda: Event(one.gpu, {}, 0.0))
-            return prepare_beside(indices)
-
-    prepare_beside, end_step = prepare_stream.prepare, one.store.end_step
-    one.store.end_step = between_steps  # type: ignore[method-assign]
-    one.muon.prepare, one.muon.finalize = watched, counted  # type: ignore[method-assign]
-    if early:
-        monkeypatch.setattr(prepare_stream, "prepare", behind_nothing)
-        with pytest.raises(AssertionError, match="memory of rows that are still read"):
-            one.train()
-        return
-    one.train()
-    assert max(most) == 2
-    assert alive == []
+def test_rows_have_two_buffers_which_nothing_else_uses(trial: Callable[..., Trial]) -> None:
+    exchange = trial(place=DISK).muon.exchange
+    spans = {
+        name: {(wave.buffers[name].offset, wave.buffers[name].offset + wave.buffers[name].nbytes)
+               for wave in exchange._waves if wave.buffers[name].numel}
+        for name in exchange._waves[0].buffers
+    }  # fmt: skip
+    apart = spans.pop("prepared")
+    assert len(apart) == 2
+    for start, end in apart:
+        assert all(stop <= start or end <= first for of_name in spans.values() for first, stop in of_name)
 
 
 def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
@@ -278,7 +242,16 @@ def test_the_timeline_shows_transfers_that_hold_products_up(trial: Callable[...,
     assert one.gpu.hidden() == 0.0
 
 
-WAITS = ["rows", "gradients", "copies in", "copies out", "copies out, on the host", "writes", "a slot too many"]
+WAITS = [
+    "rows",
+    "readers of a buffer",
+    "gradients",
+    "copies in",
+    "copies out",
+    "copies out, on the host",
+    "writes",
+    "a slot too many",
+]
 
 
 @pytest.mark.parametrize("place", [HOST, DISK])
@@ -304,6 +277,7 @@ def test_the_paper_shows_a_missing_wait(
 
     victim, name, instead = {
         "rows": (one.gpu.products, "wait_stream", lambda other: None),
+        "readers of a buffer": (one.gpu.products, "record_event", lambda: Event(one.gpu, {}, 0.0)),
         "gradients": (prepare, "wait_stream", lambda other: None),
         "copies in": (prepare, "wait_event", lambda event: None),
         "copies out": (one.store._streams[1], "wait_event", lambda event: None),

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.core.exchange.owner import OwnerExchange
+from megatron_muon.core import plan
+from megatron_muon.core.exchange import Exchange
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -68,14 +69,15 @@ def test_the_timeline_shows_products_and_collectives(tmp_path: Path, capsys: pyt
 def test_ranks_that_do_not_agree_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_routes = OwnerExchange._make_routes
+    make = Exchange.__init__
 
-    def swapped(exchange: OwnerExchange, batches: Any) -> None:
-        make_routes(exchange, batches)
+    def swapped(exchange: Exchange, *args: Any, **kwargs: Any) -> None:
+        make(exchange, *args, **kwargs)
         if exchange._rank == 2:
-            exchange._routes[:2] = exchange._routes[1::-1]
+            exchange._waves[:2] = exchange._waves[1::-1]
 
-    monkeypatch.setattr(OwnerExchange, "_make_routes", swapped)
+    monkeypatch.setattr(Exchange, "__init__", swapped)
+    monkeypatch.setattr(plan, "SMALL_BYTES", 0)  # several waves
     argv = ("--config", QUICKSTART, "--world-size", 4, "--processes", 2)
     figures = rehearsed(tmp_path, *argv, status=1)
     assert figures["findings"]

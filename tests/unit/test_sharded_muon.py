@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +11,13 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange.steps import RowPhases
+from megatron_muon.core.exchange import LOCAL, Exchange, RowPhases
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.portions import Team
 from megatron_muon.core.probe import Probe
+from megatron_muon.core.route import NOWHERE, make_route
 
 SHAPES = [(9, 4), (4, 9), (5, 5)]
 SETTINGS: dict[str, Any] = {
@@ -26,24 +29,30 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class WholeMatrices:
-    """An exchange for one rank: what it holds is the matrix."""
+class WholeMatrices(Exchange):
+    """An exchange for one rank: what it holds is the matrix. What it holds nothing of lies on another rank."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self.runs = 0
-        shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
-        self.layout = Layout(1, tuple(row_sharded(f"w{i}", s, [s[0]]) for i, s in enumerate(shapes) if s[0]))
-        self.rows = [rows for rows, _ in shapes]
         self.orthogonalize = Orthogonalizer(Iteration(precision="highest"))
+        shapes = [(parameter.shape[:-1].numel(), parameter.shape[-1]) for parameter in parameters]
+        layout = Layout(
+            2, tuple(row_sharded(f"w{i}", (max(r, 1), c), [r, int(not r)]) for i, (r, c) in enumerate(shapes))
+        )
+        held = [index for index, (rows, _) in enumerate(shapes) if rows]
+        teams = [Team((0,), (1.0,))] * len(shapes)
+        route = make_route(
+            layout, held, teams, 0, self.orthogonalize.scale, number=None, rows_by=NOWHERE, updates_by=NOWHERE
+        )
+        group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+        super().__init__(
+            LOCAL, layout, group, [], [route], self.orthogonalize,
+            device=torch.device("cpu"), wire_dtype=torch.float32,
+        )  # fmt: skip
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1
-        held = [index for index, count in enumerate(self.rows) if count]
-        inputs = rows.prepare(held)
-        before = [one.clone() for one in inputs]
-        updates = [self.orthogonalize(one)[0] for one in inputs]
-        assert all(torch.equal(one, old) for one, old in zip(inputs, before, strict=True))
-        rows.finalize(held[::-1], updates[::-1], torch.ones(len(held), dtype=torch.bool))
+        super().run(rows, probe)
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -136,6 +145,35 @@ def test_an_empty_shard_takes_part_without_a_gradient() -> None:
     nothing = sharded([torch.nn.Parameter(torch.zeros(0, 4))])
     nothing.step()
     assert nothing.exchange.runs == 1
+
+
+def test_momentum_that_a_checkpoint_replaces_is_taken_up() -> None:
+    """It lies in one tensor for a wave; loading puts tensors of their own in the place of a state's views."""
+    mine, theirs = parameters(), parameters()
+    optimizer, other = sharded(mine), sharded(theirs)
+    for step in range(3):
+        for p, q, gradient in zip(mine, theirs, gradients(step), strict=True):
+            p.grad, q.grad = gradient, gradient
+        optimizer.step()
+        if step == 1:
+            for p, q in zip(mine, theirs, strict=True):
+                other.state[q]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].clone()
+                q.data.copy_(p.data)
+        elif step == 2:
+            other.step()
+    for p, q in zip(mine, theirs, strict=True):
+        assert torch.equal(p, q)
+        assert torch.equal(optimizer.state[p]["momentum_buffer"], other.state[q]["momentum_buffer"])
+
+
+def test_decay_and_update_are_rounded_once() -> None:
+    """weight - lr * (decay * weight + update) is as near to fp64 as two roundings of the weight, or nearer."""
+    weight, update = (torch.randn(4096, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    exact = weight.double() - 0.1 * (0.05 * weight.double() + update.double())
+    twice = torch.add(torch.addcmul(weight, weight, torch.ones(()), value=-0.005), update, alpha=-0.1)
+    once = torch.add(weight, torch.add(update, weight, alpha=0.05), alpha=-0.1)
+    assert (once - exact).abs().max() <= (twice - exact).abs().max()
+    assert (once - exact).square().sum() <= (twice - exact).square().sum()
 
 
 def test_a_missing_gradient_is_named() -> None:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_muon.core.build import owner_exchange, shared_exchange
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import OwnerExchange, SharedExchange
-from megatron_muon.core.exchange import shared as module
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.probe import SILENT
+from megatron_muon.core.portions import Portion
+from megatron_muon.core.probe import Probe
 from tests.unit.buffers import smallest_bytes
+from tests.unit.rows import ByMatrix
 
 Shapes = Sequence[tuple[int, int]]
 
@@ -46,45 +47,39 @@ def planned(shapes: Shapes, ranks: int, buffer_bytes: int | None = None) -> Plan
     return make_plan(layout, costs, buffer_bytes=buffer_bytes, memory=Memory(4))
 
 
-def step(plan: Plan, shapes: Shapes, rank: int, kind: Any = SharedExchange) -> tuple[list[tuple[int, int]], list[int]]:
+def step(plan: Plan, shapes: Shapes, rank: int, make: Any = shared_exchange) -> tuple[list[tuple[int, int]], list[int]]:
     """The broadcasts of a rank, `(owner, elements)`, and the matrices that it orthogonalised; checks its order."""
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", steps=1))
-    owned: list[int] = []
-    prepared: list[int] = []
-    finalized: list[int] = []
+    owned = set[int]()
     under_way: list[int] = []
     posted: list[tuple[int, int]] = []
 
-    def batches(indices: Sequence[int]) -> Any:
-        owned.extend(indices)
-        return orthogonalizer.batch([plan.layout.matrices[i] for i in indices])
+    class Noting(Probe):
+        def orthogonalized(self, slots: Sequence[Portion]) -> None:
+            owned.update(slot.index for slot in slots)
 
     def broadcast(updates: torch.Tensor, *, group_src: int, **_: Any) -> Any:
         posted.append((group_src, updates.numel()))
         under_way.append(updates.numel())
         if group_src != rank:
             updates.zero_()
-        assert len(under_way) == 1 or sum(under_way) * 4 <= plan.wave_bytes
         return mock.Mock(wait=lambda: under_way.pop(0))
 
-    def prepare(indices: Sequence[int]) -> list[torch.Tensor]:
-        prepared.extend(indices)
-        return [torch.ones(shapes[i]) for i in indices]
+    def apply(index: int, update: torch.Tensor) -> None:
+        assert not update.isnan().any()
+        assert update.shape == shapes[index]
+        assert bool(update.any()) is (plan.owners[index] == rank)
 
-    def finalize(indices: Sequence[int], updates: Sequence[torch.Tensor], finite: torch.Tensor) -> None:
-        assert finite.tolist() == [True] * len(indices)
-        assert set(indices) <= set(prepared)
-        finalized.extend(indices)
-        for index, update in zip(indices, updates, strict=True):
-            assert update.shape == shapes[index]
-            assert bool(update.any()) is (plan.owners[index] == rank)
-
-    exchange = kind(plan, Group(plan.layout.world_size, rank), batches, device=torch.device("cpu"))
-    with mock.patch.object(module.dist, "broadcast", broadcast):
-        exchange.run(SimpleNamespace(prepare=prepare, finalize=finalize), SILENT)
-    assert sorted(prepared) == sorted(finalized) == list(range(len(shapes)))
+    rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
+    group: Any = Group(plan.layout.world_size, rank)
+    exchange = make(plan, group, orthogonalizer, device=torch.device("cpu"), wire_dtype=torch.float32)
+    # Buffers of a wave that is worked on, of one that comes and of one that goes.
+    assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
+    with mock.patch.object(dist, "broadcast", broadcast):
+        exchange.run(rows, Noting())
+    assert sorted(rows.prepared) == sorted(rows.applied) == list(range(len(shapes)))
     assert not under_way
-    return posted, owned
+    return posted, sorted(owned)
 
 
 @given(
@@ -102,14 +97,14 @@ def test_each_matrix_has_one_worker_and_reaches_all(shapes: Shapes, ranks: int, 
     assert elements == (sum(rows * cols for rows, cols in shapes) if ranks > 1 else 0)
 
 
-@pytest.mark.parametrize("kind", [SharedExchange, OwnerExchange])
-def test_one_rank_alone_exchanges_nothing(kind: Any) -> None:
+@pytest.mark.parametrize("make", [shared_exchange, owner_exchange])
+def test_one_rank_alone_exchanges_nothing(make: Any) -> None:
     """Its plan has no waves."""
     shapes = [(4, 3), (1, 5), (2, 2)]
-    assert step(planned(shapes, 1), shapes, 0, kind) == ([], [0, 1, 2])
+    assert step(planned(shapes, 1), shapes, 0, make) == ([], [0, 1, 2])
 
 
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2)
     with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        SharedExchange(plan, Group(3, 0), mock.Mock(), device=torch.device("cpu"))
+        shared_exchange(plan, Group(3, 0), Orthogonalizer(), device=torch.device("cpu"), wire_dtype=torch.float32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,16 +15,19 @@ from torch import nn
 
 import megatron_muon
 from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import GRAM, STANDARD, Iteration
 from megatron_muon.core.layout import Layout, Matrix, replicated, row_sharded
 from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
+from megatron_muon.core.probe import SILENT
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.selection import steps_of
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.layout_file import read_layout, write_layout
 from megatron_muon.settings import steps_for
+from tests.unit.rows import ByMatrix
 
 NAMES = ["layers.0.qkv.weight", "layers.0.fc1.weight", "layers.1.qkv.weight", "layers.1.fc1.weight"]
 RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data")
@@ -79,11 +83,13 @@ def test_blocks_with_other_steps_have_a_stack_of_their_own(method: str) -> None:
     """Each update is that of emerging-optimizers with its steps, to fp32's rounding, and of no other number."""
     matrices = [Matrix(name, (12, 20), steps=steps) for name, steps in zip("abcd", (0, 3, 8, 3), strict=True)]
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", method=method), scale_mode="shape_scaling")
-    batch = orthogonalizer.batch(matrices)
-    for seed, room in enumerate(batch.allocate(torch.empty(0))):
-        room.copy_(randn(12, 20, seed=seed))
-    assert sorted(len(stack) for stack in batch._stacks.values()) == [1, 1, 2]
-    for seed, (update, matrix) in enumerate(zip(batch.orthogonalize()[0], matrices, strict=True)):
+    layout = Layout(1, tuple(replicated(one.name, one.shape, 1, steps=one.steps) for one in matrices))
+    group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    exchange = local_exchange(layout, group, orthogonalizer, memory=Memory(4), device=torch.device("cpu"))
+    assert sorted(len(of.slots) for wave in exchange._waves for of in wave.route.stacks) == [1, 1, 2]
+    updates: dict[int, torch.Tensor] = {}
+    exchange.run(ByMatrix(lambda seed: randn(12, 20, seed=seed), updates.__setitem__), SILENT)
+    for seed, (update, matrix) in enumerate(zip([updates[i] for i in range(4)], matrices, strict=True)):
         with eo_utils.fp32_matmul_precision("highest"):
             by_steps = {
                 n: newton_schulz(randn(12, 20, seed=seed), steps=n, coefficient_type="quintic") for n in (3, 5, 8)
@@ -99,8 +105,7 @@ def test_costs_and_memory_are_of_a_matrixs_own_steps() -> None:
     assert orthogonalizer.flops(ten) == 2 * orthogonalizer.flops(five)
     for team in (1, 2):
         assert iteration.cost(64, 256, team, 10) == replace(iteration, steps=10).cost(64, 256, team)
-    one = Matrix("w", (64, 256), steps=1)  # which needs no second wide matrix
-    assert Memory(4, iteration).of_batch([one])[2] < Memory(4, iteration).of_batch([five])[2]
+    one = Matrix("w", (64, 256), steps=1)
     assert stacks(one.blocks, None, 1).keys().isdisjoint(stacks(five.blocks, None))
     gram = Iteration(method="auto", precision="medium")
     assert gram.method_for(64, 512) == GRAM

@@ -1,0 +1,246 @@
+"""Builds the exchange of a layout: its plan, the check that all ranks have the same one, and this rank's routes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.core.adaptive import SecondMoment
+from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.cost import AUTO
+from megatron_muon.core.errors import UserError
+from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Exchange
+from megatron_muon.core.layout import Layout, replicated
+from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes, moment_bytes
+from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
+from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
+from megatron_muon.core.portions import Team
+from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, NOWHERE, BlockKind, Route, blocks_of, make_route
+from megatron_muon.core.teams import make_teams
+from megatron_muon.core.tuning import tune
+
+
+def make_exchange(
+    scheme: str,
+    layout: Layout,
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+    *,
+    moment: SecondMoment | None,
+    cautious: bool = False,
+    buffer_mb: float | None,
+    wire: str,
+    device: torch.device,
+    team_size: str = AUTO,
+    plan: Plan | None = None,
+    rows_apart: bool = False,
+    scratch: torch.Tensor | None = None,
+    free_buffers: bool = False,
+) -> Exchange:
+    """The exchange of `layout` by one of the schemes OWNER, GATHERED, SHARED and LOCAL.
+
+    Collective, but for LOCAL without the symmetric kernel.
+
+    Args:
+        scheme: SHARED and LOCAL are for matrices that every rank holds whole.
+        layout: who holds which rectangle; the same on every rank.
+        group: the process group of the layout.
+        orthogonalizer: of the matrices.
+        moment: of an adaptive Muon.
+        cautious: whether decay is.
+        buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
+        wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
+        device: where the rows lie.
+        team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
+        plan: of OWNER and SHARED, where it has been made before; None makes it.
+        rows_apart: rows are prepared on a stream of their own.
+        scratch: memory of another exchange that never steps at the same time.
+        free_buffers: give the step's buffers back after each step.
+
+    Where these ranks cannot have the `team_size`, they use 1, and the exchange's `unmet` says so: other matrices may
+    have it. The caller refuses what none has, by `refuse_unmet`.
+
+    Raises:
+        UserError: a team cannot have the second moment's norms; the buffer is too small.
+        RuntimeError: ranks have made different plans.
+    """
+    buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
+    beside = moment_bytes(None if moment is None else moment.method, cautious=cautious)
+    rest = {
+        "device": device,
+        "normalize": None if moment is None else moment.normalize,
+        "rows_apart": rows_apart,
+        "scratch": scratch,
+        "free_buffers": free_buffers,
+    }
+    if scheme in (LOCAL, GATHERED):
+        _prepare_kernel(layout, group, orthogonalizer)
+        if scheme == GATHERED:
+            return gathered_exchange(layout, group, orthogonalizer, **rest)
+        memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
+        return local_exchange(layout, group, orthogonalizer, memory=memory, buffer_bytes=buffer_bytes, **rest)
+    asked = _team_rules(team_size, group, orthogonalizer, moment) if scheme == OWNER else None
+    rules = None if asked is None else asked.possible()
+    wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
+    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
+    connect([group], device)
+    _prepare_kernel(layout, group, orthogonalizer, plan)
+    if asked is None:
+        return shared_exchange(plan, group, orthogonalizer, wire_dtype=wire_dtype, **rest)
+    return owner_exchange(plan, group, orthogonalizer, wire_dtype=wire_dtype, unmet=asked.unmet(), **rest)
+
+
+def owner_exchange(
+    plan: Plan, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, *, wire_dtype: torch.dtype, **rest: Any
+) -> Exchange:
+    """Every matrix has an owner, or a team: rows travel there, and updates back. Collective where there are teams.
+
+    The process groups of teams are made here, when all ranks have one plan.
+    """
+    rank = group.rank()
+    teams = make_teams(group, plan.teams)
+    connect([team.group for team in teams.values()], rest["device"])
+
+    def route(number: int | None, indices: Sequence[int], how: str) -> Route:
+        return make_route(
+            plan.layout, indices, plan.teams, rank, orthogonalizer.scale, number=number, rows_by=how, updates_by=how
+        )
+
+    travelling = [route(number, wave, ALL_TO_ALL) for number, wave in enumerate(plan.waves)]
+    local = [route(None, indices, NOWHERE) for indices in plan.fillers(rank)]
+    return Exchange(
+        OWNER, plan.layout, group, travelling, local, orthogonalizer,
+        wire_dtype=wire_dtype, plan=plan, teams=teams, **rest,
+    )  # fmt: skip
+
+
+def shared_exchange(
+    plan: Plan, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, *, wire_dtype: torch.dtype, **rest: Any
+) -> Exchange:
+    """Matrices that every rank holds whole: each has one owner, which broadcasts its update.
+
+    The owner applies the update as it travels, so that replicas stay the same to the last bit. What the plan has lie
+    whole on its owner is broadcast like all else.
+    """
+    fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
+    waves = [*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)]
+    routes = [
+        make_route(
+            plan.layout, indices, plan.teams, group.rank(), orthogonalizer.scale,
+            number=number, rows_by=NOWHERE, updates_by=BROADCAST,
+        )
+        for number, indices in enumerate(waves)
+    ]  # fmt: skip
+    return Exchange(SHARED, plan.layout, group, routes, [], orthogonalizer, wire_dtype=wire_dtype, plan=plan, **rest)
+
+
+def local_exchange(
+    layout: Layout,
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+    *,
+    memory: Memory,
+    buffer_bytes: int | None = None,
+    **rest: Any,
+) -> Exchange:
+    """Every rank does all of the work on matrices that it holds whole, without communication.
+
+    Raises:
+        UserError: the buffer is too small for a matrix.
+    """
+    indices = range(len(layout.matrices))
+    memory.check(buffer_bytes, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
+    count = memory.parts(layout.matrices, buffer_bytes or AUTO_BYTES)
+    alone = [replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices]
+    routes = [
+        make_route(
+            Layout(1, tuple(alone)), indices[part::count], [Team((0,), (0.0,))] * len(alone), 0, orthogonalizer.scale,
+            number=None, rows_by=NOWHERE, updates_by=NOWHERE,
+        )
+        for part in range(count)
+    ]  # fmt: skip
+    return Exchange(LOCAL, layout, group, [], routes, orthogonalizer, wire_dtype=torch.float32, **rest)
+
+
+def gathered_exchange(
+    layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, **rest: Any
+) -> Exchange:
+    """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
+    indices = range(len(layout.matrices))
+    routes = [
+        make_route(
+            layout, [index], [None] * len(indices), group.rank(), orthogonalizer.scale,
+            number=index, rows_by=ALL_GATHER, updates_by=NOWHERE,
+        )
+        for index in indices
+    ]  # fmt: skip
+    return Exchange(GATHERED, layout, group, routes, [], orthogonalizer, wire_dtype=torch.float32, **rest)
+
+
+def _team_rules(
+    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
+) -> TeamRules:
+    """Which teams may own a matrix."""
+    size = 0 if team_size == AUTO else int(team_size)
+    if moment is not None and moment.normalize is not None:
+        if size > 1:
+            raise UserError(
+                f"--muon-team-size {size}: NorMuon keeps the norm of a whole update, which no rank of a team has; use "
+                "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
+            )
+        size = 1
+    return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
+
+
+def _plan(
+    layout: Layout,
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+    buffer_bytes: int | None,
+    wire_dtype: torch.dtype,
+    rules: TeamRules | None,
+    made: Plan | None,
+    beside: MomentBytes,
+) -> Plan:
+    """Owners and waves, the same on every rank."""
+    costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
+    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
+    plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
+    found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
+    for other, digest in enumerate(found):
+        if digest != found[0]:
+            raise RuntimeError(
+                f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
+                "other; start all ranks with the same settings, software and devices"
+            )
+    return plan
+
+
+def _prepare_kernel(
+    layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, plan: Plan | None = None
+) -> None:
+    """Tune the symmetric kernel for the blocks of all ranks, and compile it for this rank's.
+
+    Without a plan every rank has all blocks. Collective where the kernel is used.
+    """
+
+    def kinds(ranks: Sequence[int]) -> list[BlockKind]:
+        slots = [
+            slot
+            for index, matrix in enumerate(layout.matrices)
+            for slot in (
+                blocks_of(index, matrix, 0)
+                if plan is None or (plan.teams[index].cuts is None and plan.owners[index] in ranks)
+                else [one for one in plan.portions(index) if plan.teams[index].cuts and one.rank in ranks]
+            )
+        ]
+        return orthogonalizer.kernel_kinds(slots)
+
+    if everyone := kinds(range(group.size())):
+        tune(kernel_operands(everyone), group, orthogonalizer.device)
+        orthogonalizer.warm_up(kinds([group.rank()]))

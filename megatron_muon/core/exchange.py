@@ -1,0 +1,431 @@
+"""A step's waves: rows are packed, sent, unpacked and orthogonalised, and the updates sent back and applied.
+
+`Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
+`schedule.schedule` says which wave goes on when, so that one arrives and one leaves while one is orthogonalised. What a
+wave carries is in `route`, as numbers; here they have become views of buffers in an `arena`, made at construction. A
+step has no collective on Python objects and never waits for the device.
+
+An update that is not finite is NaN in all of its elements, which tells its holders to keep the weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron_muon.core import collectives
+from megatron_muon.core.arena import Arena, Buffer, Copies
+from megatron_muon.core.assignment import Unmet
+from megatron_muon.core.copies import Copy, Strided
+from megatron_muon.core.layout import Layout
+from megatron_muon.core.memory import CHUNK
+from megatron_muon.core.newton_schulz import Work
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import Plan
+from megatron_muon.core.probe import Probe
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, HeldShard, Route
+from megatron_muon.core.schedule import LIFETIMES, MOMENTS, moments_of, schedule
+from megatron_muon.core.teams import TeamGroup, Teams
+
+OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
+"""Schemes: every matrix has an owner, or a team; replicas share the work, and owners broadcast; every rank has whole
+matrices and does all of the work; or does so after gathering them, the reference to compare with."""
+
+Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
+"""Changes the whole update `(rows, cols)` of the matrix with this index in place; told whether it is finite, a bool."""
+
+
+class Chunk(NamedTuple):
+    """Rows of a wave that are prepared together, and whose updates are applied together.
+
+    Attributes:
+        number: counted over all waves of the exchange.
+        rows: the shards, with their first elements in the chunk.
+        numel: elements of all of them.
+        prepared: where their prepared rows go, flat, fp32.
+        updates: where their updates come, flat, fp32; NaN where one is not finite.
+    """
+
+    number: int
+    rows: tuple[HeldShard, ...]
+    numel: int
+    prepared: torch.Tensor
+    updates: torch.Tensor
+
+
+class RowPhases(Protocol):
+    """The elementwise phases of a step on this rank's rows; `ShardedMuon` has them."""
+
+    def prepare(self, chunk: Chunk) -> None:
+        """Fill `chunk.prepared` with what is orthogonalised of these rows: momentum, look-ahead."""
+
+    def packed(self, chunk: Chunk) -> None:
+        """All that reads `chunk.prepared` has been enqueued."""
+
+    def apply(self, chunk: Chunk) -> None:
+        """Change the weights by `chunk.updates`, which may be overwritten."""
+
+
+class _Agreement(NamedTuple):
+    """A team that says which of its matrices are finite: this rank's slots of them, and for each its matrix."""
+
+    team: TeamGroup | None
+    number: int  # of its matrices
+    slots: torch.Tensor | None  # None where they are all of the wave's, in order
+    matrices: torch.Tensor
+
+
+class _Wave:
+    """A route with its buffers and copies."""
+
+    def __init__(self, route: Route) -> None:
+        self.route = route
+        self.chunks: list[Chunk] = []
+        self.pack: list[list[Copies]] = []
+        self.assemble: list[Copies] = []
+        self.unpack: list[Copies] = []
+        self.pack_back: list[Copies] = []
+        self.stacks: list[torch.Tensor] = []
+        self.agreements: list[_Agreement] = []
+        self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []  # index, its blocks, its slots
+        self.work = Work(overwrites=True)
+        self.buffers: dict[str, Buffer] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.broadcast: list[tuple[int, torch.Tensor]] = []
+
+
+class Exchange:
+    """Makes matrices whole, has them orthogonalised, and brings the update's rows back.
+
+    Args:
+        scheme: OWNER, SHARED, LOCAL or GATHERED.
+        layout: who holds which rectangle of each matrix; the same on every rank.
+        group: the process group whose rank r holds the shards of rank r in `layout`.
+        routes: this rank's part in each wave that travels, in the order of all ranks.
+        local: waves that do not travel; they are spread over the others.
+        orthogonalizer: of the blocks.
+        device: where rows lie.
+        wire_dtype: of elements on the wire and of the stacks: torch.float32, or torch.bfloat16 where the iteration
+            starts from bf16. What a rank has itself is rounded like what travels, so that a result does not depend on
+            who holds what.
+        plan: owners and waves, where there are any.
+        teams: those that this rank is in.
+        normalize: changes whole updates on their owner.
+        unmet: settings that these ranks cannot have.
+        rows_apart: rows are prepared on a stream of their own, so their buffers are shared with nothing.
+        scratch: memory of another exchange that never steps at the same time.
+        free_buffers: give the buffers back after each step.
+
+    Raises:
+        ValueError: the layout is for another number of ranks.
+    """
+
+    def __init__(
+        self,
+        scheme: str,
+        layout: Layout,
+        group: dist.ProcessGroup,
+        routes: Sequence[Route],
+        local: Sequence[Route],
+        orthogonalizer: Orthogonalizer,
+        *,
+        device: torch.device,
+        wire_dtype: torch.dtype,
+        plan: Plan | None = None,
+        teams: Teams | None = None,
+        normalize: Normalize | None = None,
+        unmet: Mapping[str, Unmet] | None = None,
+        rows_apart: bool = False,
+        scratch: torch.Tensor | None = None,
+        free_buffers: bool = False,
+    ) -> None:
+        if group.size() != layout.world_size:
+            raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
+        self.scheme, self.layout, self.group, self.plan = scheme, layout, group, plan
+        self.unmet = unmet or {}
+        self._rank = group.rank()
+        self._orthogonalizer, self._teams, self._normalize = orthogonalizer, teams or {}, normalize
+        self._waves = [_Wave(route) for route in (*routes, *local)]
+        self._order = schedule(len(routes), len(local))
+        self.arena = Arena(device, scratch)
+        self._rows_apart, self._free_buffers = rows_apart, free_buffers
+        self._reserve(wire_dtype)
+        self.arena.place()
+        for wave in self._waves:
+            self._make_views(wave)
+        self.chunks = [chunk for wave in self._waves for chunk in wave.chunks]
+        if free_buffers:
+            self.arena.release()
+
+    def replicas(self, index: int) -> int:
+        """How many ranks hold the same rows of a matrix as this one."""
+        shard = self.layout.matrices[index].shard_of(self._rank)
+        return 1 if shard is None else len(shard.holders)
+
+    def run(self, rows: RowPhases, probe: Probe) -> None:
+        """One step of all matrices: each shard of this rank is prepared once, and updated once after that.
+
+        Collective over the exchange's group where waves travel.
+
+        Raises:
+            RuntimeError: a collective failed.
+        """
+        self.arena.acquire()
+        waves = [self._wave(wave, rows, probe) for wave in self._waves]
+        for number in self._order:
+            next(waves[number], None)
+        if self._free_buffers:
+            self.arena.release()
+
+    def _wave(self, wave: _Wave, rows: RowPhases, probe: Probe) -> Iterator[None]:
+        """The life of a wave; it yields where the waves beside it go on."""
+        number = wave.route.number
+        with probe.phase("gather", number):
+            for chunk, copies in zip(wave.chunks, wave.pack, strict=True):
+                rows.prepare(chunk)
+                for copy in copies:
+                    copy()
+                rows.packed(chunk)
+            work = self._send(wave, probe)
+        yield
+        with probe.phase("gather_wait", number):
+            work.wait()
+        with probe.phase("orthogonalize", number):
+            for copy in wave.unpack:
+                copy()
+            self._orthogonalize(wave, probe)
+        yield
+        with probe.phase("send_back", number):
+            for copy in wave.pack_back:
+                copy()
+            work = self._send_back(wave, probe)
+        yield
+        with probe.phase("scatter_wait", number):
+            work.wait()
+            for chunk, assemble in zip(wave.chunks, wave.assemble, strict=True):
+                assemble()
+                rows.apply(chunk)
+
+    def _send(self, wave: _Wave, probe: Probe) -> Any:
+        """Start to send the rows of a wave."""
+        route, tensors = wave.route, wave.tensors
+        if route.rows_by == ALL_TO_ALL:
+            probe.received(tensors["receive"].nbytes)
+            counts = route.receive.counts, route.send.counts
+            return collectives.all_to_all(
+                tensors["receive"], tensors["send"], *counts, self.group, by_pairs=self._by_pairs
+            )
+        if route.rows_by == ALL_GATHER:
+            probe.received(tensors["receive"].nbytes - tensors["own"].nbytes)
+            return collectives.all_gather(tensors["receive"], tensors["own"], self.group)
+        return collectives.Works()
+
+    def _send_back(self, wave: _Wave, probe: Probe) -> Any:
+        """Start to send the updates of a wave to their holders."""
+        route, tensors = wave.route, wave.tensors
+        if route.updates_by == ALL_TO_ALL:
+            returned = tensors["returned"][: route.returned.numel]
+            probe.received(returned.nbytes)
+            counts = route.returned.counts, route.back.counts
+            return collectives.all_to_all(returned, tensors["back"], *counts, self.group, by_pairs=self._by_pairs)
+        if route.updates_by == BROADCAST and self.group.size() > 1:
+            probe.received(sum(part.nbytes for owner, part in wave.broadcast if owner != self._rank))
+            return collectives.broadcasts(wave.broadcast, self.group)
+        return collectives.Works()
+
+    @property
+    def _by_pairs(self) -> bool:
+        return self.plan is not None and self.plan.by_pairs
+
+    def _orthogonalize(self, wave: _Wave, probe: Probe) -> None:
+        """Put the updates of a wave's blocks in their place."""
+        marks = [
+            self._orthogonalizer.orthogonalize_stack(
+                stack, of.kind, self._teams[of.kind.ranks] if of.kind.ranks else None, probe, wave.work
+            )
+            for stack, of in zip(wave.stacks, wave.route.stacks, strict=True)
+        ]
+        probe.orthogonalized(wave.route.slots)
+        if wave.agreements:
+            self._agree(wave, marks)
+
+    def _agree(self, wave: _Wave, marks: list[torch.Tensor]) -> None:
+        """Have a matrix of several blocks, or of a team, NaN where one of them is; normalise whole updates."""
+        of_slots = torch.cat(marks).view(-1) if marks else self.arena.memory.new_zeros(0, dtype=torch.float32)
+        agreed = of_slots
+        for agreement in wave.agreements:
+            of_matrices = of_slots.new_zeros(agreement.number)
+            if agreement.slots is None:
+                of_matrices.index_add_(0, agreement.matrices, of_slots)
+            else:
+                of_matrices.index_add_(0, agreement.matrices, of_slots[agreement.slots])
+            if agreement.team is not None:
+                dist.all_reduce(of_matrices, group=agreement.team.group)
+            if agreement.slots is None:
+                agreed = of_matrices[agreement.matrices]
+            else:
+                agreed = agreed.index_copy(0, agreement.slots, of_matrices[agreement.matrices])
+        for index, blocks, slots in wave.whole:
+            self._normalize_whole(index, blocks, agreed[slots][0] == 0.0)
+        agreed = agreed.to(wave.tensors["stacks"].dtype).view(-1, 1, 1)
+        for stack, of_stack in zip(wave.stacks, agreed.split([len(stack) for stack in wave.stacks]), strict=True):
+            stack.add_(of_stack)
+
+    def _normalize_whole(self, index: int, blocks: list[torch.Tensor], finite: torch.Tensor) -> None:
+        """Have an owner's whole update normalised, in fp32; `blocks` are views of its slots."""
+        assert self._normalize is not None
+        matrix = self.layout.matrices[index]
+        if len(blocks) == 1:
+            whole = blocks[0].float()
+            parts = [whole]
+        else:
+            whole = blocks[0].new_empty(matrix.shape, dtype=torch.float32)
+            parts = matrix.split.views(whole)
+            for part, block in zip(parts, blocks, strict=True):
+                part.copy_(block.view(part.shape))
+        self._normalize(index, whole, finite)
+        for part, block in zip(parts, blocks, strict=True):
+            block.view(part.shape).copy_(part)
+
+    def _reserve(self, wire: torch.dtype) -> None:
+        """Say when each wave needs which buffers."""
+        arena, moments = self.arena, moments_of(self._order)
+        end = max(itertools.chain(*moments), default=0) + MOMENTS
+        for wave, when in zip(self._waves, moments, strict=True):
+            route = wave.route
+            chunk = max((numel for _, numel in self._chunks(route)), default=0)
+            wave.work.place(self._orthogonalizer.work_bytes(route.stacks, wire.itemsize))
+            sizes = {
+                "prepared": (chunk, torch.float32),
+                "send": (route.send.numel, wire),
+                "own": (route.padding or route.own.numel, wire),
+                "receive": (route.padding * self.layout.world_size or route.receive.numel, wire),
+                "stacks": (route.stacked, wire),
+                "work": (wave.work.nbytes, torch.uint8),
+                "back": (route.back.numel, wire),
+                "returned": (route.numel, wire),
+                "updates": (chunk, torch.float32),
+            }
+            for name, (numel, dtype) in sizes.items():
+                (first, after), (last, until) = LIFETIMES[name]
+                wave.buffers[name] = arena.reserve(numel, dtype, when[first] + after, when[last] + until)
+        if self._rows_apart:  # two buffers, in the order in which waves are prepared
+            largest = max((wave.route.numel for wave in self._waves), default=0)
+            apart = [arena.reserve(largest, torch.float32, 0, end) for _ in range(2)]
+            for place, number in enumerate(dict.fromkeys(self._order)):
+                self._waves[number].buffers["prepared"] = apart[place % 2]
+
+    def _make_views(self, wave: _Wave) -> None:
+        """Make every view and copy that a wave needs."""
+        route = wave.route
+        wave.tensors = tensors = {name: self.arena.tensor(buffer) for name, buffer in wave.buffers.items()}
+        wave.work.memory = tensors["work"]
+        numbers = itertools.count(sum(len(other.chunks) for other in self._waves))
+        for rows, numel in self._chunks(route):
+            start = rows[0].start
+            prepared, updates = tensors["prepared"][:numel], tensors["updates"][:numel]
+            moved = tuple(held._replace(start=held.start - start) for held in rows)
+            wave.chunks.append(Chunk(next(numbers), moved, numel, prepared, updates))
+            within = range(start, start + numel)
+            wave.pack.append(
+                [
+                    Copies(_from_chunk(way.copies, within), prepared, tensors[name])
+                    for name, way in (("send", route.send), ("own", route.own))
+                    if way.numel
+                ]
+            )
+            wave.assemble.append(Copies(_to_chunk(route.returned.copies, within), tensors["returned"], updates))
+        stacks = tensors["stacks"]
+        wave.unpack = [
+            Copies(copies, tensors[name], stacks)
+            for name, copies in (("receive", route.receive.copies), ("own", route.own_to_stacks))
+            if copies
+        ]
+        wave.pack_back = [
+            Copies(copies, stacks, tensors[name])
+            for name, copies in (("back", route.back.copies), ("returned", route.home.copies))
+            if copies
+        ]
+        wave.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
+        starts = itertools.accumulate((count for _, count in route.owners), initial=0)
+        wave.broadcast = [
+            (owner, tensors["returned"][start : start + count])
+            for start, (owner, count) in zip(starts, route.owners, strict=False)
+        ]
+        self._make_agreements(wave)
+
+    def _make_agreements(self, wave: _Wave) -> None:
+        """Which slots of a wave belong to one matrix, and so are finite together."""
+        slots = wave.route.slots
+        of_matrix: dict[int, list[int]] = {}
+        for place, slot in enumerate(slots):
+            of_matrix.setdefault(slot.index, []).append(place)
+        by_team: dict[tuple[int, ...], list[int]] = {}
+        for index in self._indices(wave):
+            ranks = self.plan.teams[index].ranks if self.plan is not None else (self._rank,)
+            if self._rank in ranks:
+                by_team.setdefault(ranks, []).append(index)
+        several = any(len(places) > 1 for places in of_matrix.values()) or self._normalize is not None
+        for ranks, indices in sorted(by_team.items()):
+            team = self._teams[ranks] if len(ranks) > 1 else None
+            if team is None and not several:
+                continue
+            ours = sorted((place, number) for number, index in enumerate(indices) for place in of_matrix.get(index, []))
+            at, matrices = (self._on_device(numbers) for numbers in (zip(*ours, strict=True) if ours else ((), ())))
+            is_all = [place for place, _ in ours] == list(range(len(slots)))
+            wave.agreements.append(_Agreement(team, len(indices), None if is_all else at, matrices))
+        if self._normalize is not None:
+            views = _slot_views(wave)
+            for index, places in of_matrix.items():
+                in_order = sorted(places, key=lambda place: slots[place].block or 0)
+                wave.whole.append((index, [views[place] for place in in_order], self._on_device(places)))
+
+    def _indices(self, wave: _Wave) -> Sequence[int]:
+        """The matrices of a wave, in its order: those that all ranks have in it."""
+        if self.plan is not None and wave.route.number is not None and wave.route.number < len(self.plan.waves):
+            return self.plan.waves[wave.route.number]
+        return list(dict.fromkeys(slot.index for slot in wave.route.slots))
+
+    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(list(numbers), dtype=torch.int64, device=self.arena.memory.device)
+
+    def _chunks(self, route: Route) -> list[tuple[list[HeldShard], int]]:
+        """The rows of a wave in chunks of some elements, or of one shard, and how many elements each has."""
+        most = route.numel if self._rows_apart else CHUNK["cpu" if self.arena.memory.device.type == "cpu" else "cuda"]
+        found: list[tuple[list[HeldShard], int]] = []
+        for held in route.rows:
+            if found and found[-1][1] + held.shard.numel <= most:
+                found[-1] = [*found[-1][0], held], found[-1][1] + held.shard.numel
+            else:
+                found.append(([held], held.shard.numel))
+        return found
+
+
+def _from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
+    """Those copies that begin in a chunk of the rows, with offsets in the chunk."""
+    return [
+        Copy(copy.shape, Strided(copy.source.offset - chunk.start, copy.source.strides), copy.target)
+        for copy in copies
+        if copy.source.offset in chunk
+    ]
+
+
+def _to_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
+    """Those copies that end in a chunk of the rows, likewise."""
+    return [
+        Copy(copy.shape, copy.source, Strided(copy.target.offset - chunk.start, copy.target.strides))
+        for copy in copies
+        if copy.target.offset in chunk
+    ]
+
+
+def _slot_views(wave: _Wave) -> list[torch.Tensor]:
+    """What each slot has, `(rows, cols)` as in its matrix: views of the stacks."""
+    views = []
+    for stack, of in zip(wave.stacks, wave.route.stacks, strict=True):
+        views += [wide.mT if slot.is_tall else wide for wide, slot in zip(stack.unbind(), of.slots, strict=True)]
+    return views

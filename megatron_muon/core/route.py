@@ -1,0 +1,354 @@
+"""What one rank sends, receives and orthogonalises in a wave: numbers alone, settled before the first step.
+
+A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by owner, this rank's own
+last. From there rows go to a buffer that is sent, or to one that stays here (`own`), and from what arrived and what
+stayed into the stacks. Updates go the same way back, and arrive in the order of the rows; only where a team owns a
+matrix, or a replica sends its rows, does the order differ. Every way is a list of `copies.Copy`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from megatron_muon.core.copies import Copy, Strided
+from megatron_muon.core.layout import Layout, Matrix, Shard
+from megatron_muon.core.portions import Piece, Portion, Team
+
+NOWHERE, ALL_TO_ALL, ALL_GATHER, BROADCAST = "nowhere", "all_to_all", "all_gather", "broadcast"
+"""How rows, or updates, of a wave travel; rows are not broadcast, updates are not gathered."""
+
+
+class HeldShard(NamedTuple):
+    """A shard of matrix `of` that this rank holds, and its first element in the wave's rows."""
+
+    of: int
+    shard: Shard
+    start: int
+
+
+class BlockKind(NamedTuple):
+    """What blocks of a stack have in common. Ranks of a team sort the kinds that they share alike."""
+
+    smaller: int
+    longer: int  # of the whole block
+    scale: float  # of the update
+    steps: int  # of the matrix
+    ranks: tuple[int, ...]  # that cut the block; none where it is whole
+    length: int  # of this rank's part of the longer side
+
+
+class Stack(NamedTuple):
+    """Blocks of one kind, `(count, smaller, length)`, tall ones transposed, from element `start` of the stacks on."""
+
+    kind: BlockKind
+    start: int
+    slots: tuple[Portion, ...]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the stack."""
+        return len(self.slots), self.kind.smaller, self.kind.length
+
+    @property
+    def numel(self) -> int:
+        """Elements of the stack."""
+        count, rows, cols = self.shape
+        return count * rows * cols
+
+    def place(self, number: int, row: int = 0, col: int = 0) -> Strided:
+        """An element of slot `number` in the stacks, and the strides of its rows and columns."""
+        slot, (_, rows, length) = self.slots[number], self.shape
+        strides = (1, length) if slot.is_tall else (length, 1)
+        return Strided(self.start + number * rows * length + row * strides[0] + col * strides[1], strides)
+
+
+@dataclass
+class Way:
+    """A buffer that travels: elements for each rank of the group, one after the other."""
+
+    counts: list[int]
+    copies: list[Copy] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        """Elements for all ranks."""
+        return sum(self.counts)
+
+
+@dataclass
+class Route:
+    """This rank's part in a wave.
+
+    Attributes:
+        number: of the wave, from 0, for traces; None where nothing travels.
+        rows: the shards that this rank holds, in the order of the wave's rows.
+        stacks: what it orthogonalises.
+        send: rows -> what other ranks orthogonalise.
+        own: rows -> what this rank has of its own blocks; it is not sent.
+        receive: what arrives of other ranks' rows -> stacks.
+        own_to_stacks: `own` -> stacks.
+        back: stacks -> updates for other ranks.
+        returned: updates from other ranks, then this rank's own -> rows; `counts` are of other ranks.
+        home: stacks -> this rank's own updates, behind those of other ranks.
+        owners: with broadcasts, the owners of the wave and how many elements each has, in the order of `returned`.
+        rows_by, updates_by: how they travel.
+        padding: with an all-gather of rows, elements of the largest shard.
+    """
+
+    number: int | None
+    rows: list[HeldShard]
+    stacks: list[Stack]
+    send: Way
+    own: Way
+    receive: Way
+    own_to_stacks: list[Copy]
+    back: Way
+    returned: Way
+    home: Way
+    owners: list[tuple[int, int]]
+    rows_by: str
+    updates_by: str
+    padding: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the rows."""
+        return sum(held.shard.numel for held in self.rows)
+
+    @property
+    def stacked(self) -> int:
+        """Elements of the stacks, and of the gaps between them."""
+        return self.stacks[-1].start + self.stacks[-1].numel if self.stacks else 0
+
+    @property
+    def slots(self) -> list[Portion]:
+        """What this rank orthogonalises, in the order of the stacks."""
+        return [slot for stack in self.stacks for slot in stack.slots]
+
+
+class _Unit(NamedTuple):
+    """A rectangle between a holder and an owner, which travels in one piece.
+
+    `parts` are what slots of the owner have of it: stack, slot number, and where; `of` is the matrix.
+    """
+
+    of: int
+    shard: Shard
+    row: int
+    rows: int
+    col: int
+    cols: int
+    parts: list[tuple[Stack, int, Piece]]
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    def in_rows(self, start: int) -> Strided:
+        """In the rows of its shard, which begin at `start`."""
+        row, col = self.row - self.shard.row_start, self.col - self.shard.col_start
+        return Strided(start + row * self.shard.cols + col, (self.shard.cols, 1))
+
+    def in_stacks(self, start: int) -> list[tuple[tuple[int, int], Strided, Strided]]:
+        """For each part its shape, where it is in a buffer in which the unit begins at `start`, and in the stacks."""
+        return [
+            (
+                (piece.rows, piece.cols),
+                Strided(start + (piece.row - self.row) * self.cols + piece.col - self.col, (self.cols, 1)),
+                stack.place(number, piece.room_row, piece.room_col),
+            )
+            for stack, number, piece in self.parts
+        ]
+
+
+_ALIGNED = 256
+"""Elements: each stack begins at an aligned place, as products of a CPU's library may round otherwise."""
+
+
+def make_stacks(slots: Sequence[Portion], scale: Callable[[tuple[int, int]], float]) -> list[Stack]:
+    """Stacks of equal blocks; `scale` is of the update of a block of this shape."""
+    by_kind: dict[BlockKind, list[Portion]] = defaultdict(list)
+    for slot in slots:
+        ranks = slot.ranks if len(slot.ranks) > 1 else ()
+        length = slot.shape[0 if slot.is_tall else 1]
+        by_kind[BlockKind(min(slot.of), max(slot.of), scale(slot.of), slot.steps, ranks, length)].append(slot)
+    stacks, start = [], 0
+    for kind in sorted(by_kind, key=lambda kind: kind[:5]):
+        stacks.append(Stack(kind, start, tuple(by_kind[kind])))
+        start += -(-stacks[-1].numel // _ALIGNED) * _ALIGNED
+    return stacks
+
+
+def blocks_of(index: int, matrix: Matrix, rank: int) -> list[Portion]:
+    """The blocks of a matrix that one rank owns alone."""
+    return [
+        Portion(index, block, shape, matrix.split, (rank,), 0, matrix.steps)
+        for block, shape in enumerate(matrix.blocks)
+    ]
+
+
+def make_route(
+    layout: Layout,
+    indices: Sequence[int],
+    teams: Sequence[Team | None],
+    rank: int,
+    scale: Callable[[tuple[int, int]], float],
+    *,
+    number: int | None,
+    rows_by: str = ALL_TO_ALL,
+    updates_by: str = ALL_TO_ALL,
+) -> Route:
+    """This rank's part in a wave of the matrices with these indices.
+
+    Args:
+        layout: who holds what.
+        indices: of the wave's matrices.
+        teams: the owners of each matrix of the layout; None where every rank orthogonalises it for itself.
+        rank: in the group.
+        scale: of the update of a block of this shape.
+        number: of the wave.
+        rows_by: how rows travel.
+        updates_by: how updates travel.
+    """
+    world, matrices, held = layout.world_size, layout.matrices, layout.held(rank)
+    owned = [
+        slot
+        for index in indices
+        if (team := teams[index]) is None or rank in team.ranks
+        for slot in (
+            blocks_of(index, matrices[index], rank)
+            if team is None or team.cuts is None
+            else [portion for portion in team.portions(index, matrices[index]) if portion.rank == rank]
+        )
+    ]
+    stacks = make_stacks(owned, scale)
+    slots: dict[int, list[tuple[Stack, int, Portion]]] = defaultdict(list)
+    for stack in stacks:
+        for place, slot in enumerate(stack.slots):
+            slots[slot.index].append((stack, place, slot))
+    units: dict[str, dict[int, list[_Unit]]] = {
+        name: defaultdict(list) for name in ("send", "own", "receive", "back", "returned", "home")
+    }
+    for index in indices:
+        matrix, team = matrices[index], teams[index]
+        here = [held[index]] if held[index].numel else []
+        portions = [None] if team is None or team.cuts is None else team.portions(index, matrix)
+        for portion in portions:
+            owner = rank if team is None else team.ranks[0] if portion is None else portion.rank
+            for shard in matrix.shards if owner == rank else here:
+                for unit in _units(index, shard, portion, slots[index] if owner == rank else []):
+                    source = shard.rank if rows_by == ALL_GATHER else shard.source(owner, world)
+                    if owner == rank:
+                        units["own" if source == rank else "receive"][source].append(unit)
+                        for holder in shard.holders if team is not None else ():
+                            if holder != rank and updates_by == ALL_TO_ALL:
+                                units["back"][holder].append(unit)
+                        if rank in shard.holders:
+                            units["home"][rank].append(unit)
+                    else:
+                        units["returned"][owner].append(unit)
+                        if source == rank and rows_by == ALL_TO_ALL:
+                            units["send"][owner].append(unit)
+    by_owner = [units["returned"][owner] for owner in range(world)]
+    order = [unit.of for of_owner in by_owner for unit in of_owner] + [unit.of for unit in units["home"][rank]]
+    if updates_by == BROADCAST:  # an owner broadcasts from the place that its updates have on all ranks
+        by_owner[rank] = units["home"][rank]
+        order = [unit.of for of_owner in by_owner for unit in of_owner]
+    rows, starts, start = [], {}, 0
+    for index in dict.fromkeys(order):
+        rows.append(HeldShard(index, held[index], start))
+        starts[index] = start
+        start += held[index].numel
+
+    def way(name: str, ranks: Sequence[int] = range(world)) -> tuple[Way, list[tuple[int, _Unit]]]:
+        found = Way([0] * world)
+        placed, at = [], 0
+        for other in ranks:
+            for unit in units[name][other]:
+                placed.append((at, unit))
+                at += unit.numel
+                found.counts[other] += unit.numel
+        return found, placed
+
+    def from_rows(found: Way, placed: Sequence[tuple[int, _Unit]]) -> Way:
+        found.copies = [
+            Copy((unit.rows, unit.cols), unit.in_rows(starts[unit.of]), Strided(at, (unit.cols, 1)))
+            for at, unit in placed
+        ]
+        return found
+
+    def to_stacks(placed: Sequence[tuple[int, _Unit]]) -> list[Copy]:
+        return [Copy(shape, there, in_stacks) for at, unit in placed for shape, there, in_stacks in unit.in_stacks(at)]
+
+    def from_stacks(placed: Sequence[tuple[int, _Unit]]) -> list[Copy]:
+        return [Copy(shape, in_stacks, there) for at, unit in placed for shape, there, in_stacks in unit.in_stacks(at)]
+
+    send, own = from_rows(*way("send")), from_rows(*way("own"))
+    _, own_placed = way("own")
+    receive, received = way("receive")
+    padding = 0
+    if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
+        assert len(indices) == 1
+        padding = max(shard.numel for shard in matrices[indices[0]].shards)
+        own_placed, received = [], [
+            (source * padding, unit) for name in ("own", "receive") for source in range(world)
+            for unit in units[name][source]
+        ]  # fmt: skip
+    receive.copies = to_stacks(received)
+    back, leaving = way("back")
+    back.copies = from_stacks(leaving)
+    home, home_placed = way("home")
+    returned, coming = way("returned")
+    owners: list[tuple[int, int]] = []
+    if updates_by == BROADCAST:
+        at, coming, home_placed = 0, [], []
+        for owner, of_owner in enumerate(by_owner):
+            if of_owner:
+                owners.append((owner, sum(unit.numel for unit in of_owner)))
+            for unit in of_owner:
+                (home_placed if owner == rank else coming).append((at, unit))
+                at += unit.numel
+        coming += home_placed
+    else:
+        home_placed = [(returned.numel + at, unit) for at, unit in home_placed]
+        coming += home_placed
+    home.copies = from_stacks(home_placed)
+    returned.copies = [
+        Copy((unit.rows, unit.cols), Strided(at, (unit.cols, 1)), unit.in_rows(starts[unit.of])) for at, unit in coming
+    ]
+    return Route(
+        number,
+        rows,
+        stacks,
+        send,
+        own,
+        receive,
+        to_stacks(own_placed),
+        back,
+        returned,
+        home,
+        owners,
+        rows_by,
+        updates_by,
+        padding,
+    )
+
+
+def _units(
+    index: int, shard: Shard, portion: Portion | None, slots: Sequence[tuple[Stack, int, Portion]]
+) -> list[_Unit]:
+    """What travels of a shard for an owner: all of it where one rank owns the matrix, else what a portion has of it."""
+    if portion is None:
+        parts = [(stack, place, piece) for stack, place, slot in slots for piece in slot.pieces(shard)]
+        return [_Unit(index, shard, shard.row_start, shard.rows, shard.col_start, shard.cols, parts)]
+    where = [(stack, place) for stack, place, slot in slots if slot == portion]
+    return [
+        _Unit(
+            index, shard, piece.row, piece.rows, piece.col, piece.cols,
+            [(stack, place, piece) for stack, place in where],
+        )
+        for piece in portion.pieces(shard)
+    ]  # fmt: skip

@@ -1,0 +1,44 @@
+"""The rows of a step for tests of exchanges: matrix by matrix, without an optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_muon.core.exchange import Chunk
+
+
+class ByMatrix:
+    """Stands for the optimizer in a step of an exchange.
+
+    Args:
+        rows: this rank's prepared rows `(rows, cols)` of a matrix, by index.
+        apply: takes a matrix's index and this rank's rows of its update.
+
+    Attributes:
+        prepared, applied: indices of matrices, in order.
+    """
+
+    def __init__(
+        self, rows: Callable[[int], torch.Tensor], apply: Callable[[int, torch.Tensor], None] = lambda _, __: None
+    ) -> None:
+        self.prepared: list[int] = []
+        self.applied: list[int] = []
+        self._rows, self._apply = rows, apply
+
+    def prepare(self, chunk: Chunk) -> None:
+        for held in chunk.rows:
+            self.prepared.append(held.of)
+            chunk.prepared[held.start : held.start + held.shard.numel].copy_(self._rows(held.of).reshape(-1))
+
+    def packed(self, chunk: Chunk) -> None:
+        chunk.prepared.fill_(torch.nan)
+
+    def apply(self, chunk: Chunk) -> None:
+        for held in chunk.rows:
+            assert held.of in self.prepared
+            assert held.of not in self.applied, "an update is applied twice"
+            self.applied.append(held.of)
+            update = chunk.updates[held.start : held.start + held.shard.numel]
+            self._apply(held.of, update.view(held.shard.rows, held.shard.cols).clone())

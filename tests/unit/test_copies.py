@@ -1,0 +1,110 @@
+"""Merged copies do what copying rectangle by rectangle does, and buffers in use at one time do not overlap."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_muon.core.arena import Arena, Copies
+from megatron_muon.core.copies import MAX_DIMS, Copy, Strided, merged
+
+
+@st.composite
+def rectangles(draw: st.DrawFn) -> tuple[list[Copy], int, int]:
+    """Copies of some rectangles, one after the other in a source, to places in a target that they share with nothing.
+
+    At the target a rectangle lies as it is, or transposed, and its rows may be longer than it.
+    """
+    shapes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=9))
+    order = draw(st.permutations(range(len(shapes))))
+    targets, end = {}, 0
+    for place in order:
+        (rows, cols), more = shapes[place], draw(st.integers(0, 2))
+        transposed = draw(st.booleans())
+        strides = (1, rows + more) if transposed else (cols + more, 1)
+        targets[place] = Strided(end, strides)
+        end += (cols if transposed else rows) * max(strides) + draw(st.integers(0, 2))
+    copies, start = [], 0
+    for place, (rows, cols) in enumerate(shapes):
+        start += draw(st.integers(0, 1)) * draw(st.integers(0, 3))
+        copies.append(Copy((rows, cols), Strided(start, (cols, 1)), targets[place]))
+        start += rows * cols
+    return copies, start, end
+
+
+@given(rectangles())
+def test_merged_copies_copy_every_rectangle(drawn: tuple[list[Copy], int, int]) -> None:
+    copies, source_size, target_size = drawn
+    source = torch.arange(1.0, source_size + 1)
+    expected, found = torch.zeros(target_size), torch.zeros(target_size)
+    for shape, start, end in copies:
+        expected.as_strided(shape, end.strides, end.offset).copy_(source.as_strided(shape, start.strides, start.offset))
+    Copies(copies, source, found)()
+    assert torch.equal(found, expected)
+    assert len(merged(copies)) <= len(copies)
+    assert all(len(copy.shape) <= MAX_DIMS for copy in merged(copies))
+
+
+def test_equal_rectangles_at_equal_distances_are_one_copy() -> None:
+    """Query rows of 8 layers with 4 groups each, as an owner puts them together; another distance splits them."""
+    copies = [
+        Copy((3, 5), Strided(layer * 90 + group * 20, (5, 1)), Strided(layer * 60 + group * 15, (5, 1)))
+        for layer, group in itertools.product(range(8), range(4))
+    ]
+    (one,) = merged(copies)
+    assert one == Copy((8, 4, 15), Strided(0, (90, 20, 1)), Strided(0, (60, 15, 1)))
+    moved = copies[-1]._replace(target=Strided(1000, (5, 1)))
+    assert len(merged([*copies[:-1], moved])) == 3
+
+
+def test_runs_of_any_length_that_follow_each_other_are_one_copy() -> None:
+    lengths = [3, 50, 7, 1]
+    starts = list(itertools.accumulate(lengths, initial=0))
+    copies = [
+        Copy((1, size), Strided(start + 2, (size, 1)), Strided(start, (size, 1)))
+        for start, size in zip(starts, lengths, strict=False)
+    ]
+    assert merged(copies) == [Copy((61,), Strided(2, (1,)), Strided(0, (1,)))]
+
+
+@given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)), max_size=30))
+def test_buffers_that_are_in_use_at_one_time_do_not_overlap(wanted: list[tuple[int, int, int]]) -> None:
+    arena = Arena(torch.device("cpu"))
+    buffers = [arena.reserve(size, torch.float32, min(a, b), max(a, b)) for size, a, b in wanted]
+    arena.place()
+    assert arena.memory.untyped_storage().nbytes() >= arena.nbytes
+    for one, other in itertools.combinations([buffer for buffer in buffers if buffer.numel], 2):
+        if one.first <= other.last and other.first <= one.last:
+            assert one.offset + one.nbytes <= other.offset or other.offset + other.nbytes <= one.offset
+    for buffer in buffers:
+        assert arena.tensor(buffer).shape == (buffer.numel,)
+    moments = range(13)
+    at_once = [sum(buffer.nbytes for buffer in buffers if buffer.first <= m <= buffer.last) for m in moments]
+    assert max(at_once, default=0) <= arena.nbytes <= sum(buffer.nbytes for buffer in buffers)
+
+
+def test_an_arena_grows_in_the_memory_of_another_one() -> None:
+    """Two Muons of a step share their buffers; views of the first stay good."""
+    first = Arena(torch.device("cpu"))
+    small = first.reserve(100, torch.float32, 0, 1)
+    first.place()
+    values = first.tensor(small).fill_(7.0)
+    second = Arena(torch.device("cpu"), first.memory)
+    large = second.reserve(10_000, torch.float32, 0, 1)
+    second.place()
+    assert torch.equal(values, torch.full((100,), 7.0))
+    assert second.tensor(large).untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+
+
+def test_memory_that_is_given_back_is_taken_again_under_the_same_tensors() -> None:
+    arena = Arena(torch.device("cpu"))
+    buffer = arena.reserve(1000, torch.float32, 0, 1)
+    arena.place()
+    tensor = arena.tensor(buffer)
+    arena.release()
+    assert arena.memory.untyped_storage().nbytes() == 0
+    arena.acquire()
+    assert tensor.fill_(3.0).sum() == 3000.0
