@@ -47,6 +47,7 @@ class Arena:
 
     def __init__(self, device: torch.device, scratch: torch.Tensor | None = None) -> None:
         self._buffers: list[Buffer] = []
+        self._inner: list[tuple[Buffer, list[Buffer]]] = []
         self.memory = torch.empty(0, dtype=torch.uint8, device=device) if scratch is None else scratch
         self.nbytes = 0
 
@@ -56,30 +57,24 @@ class Arena:
         self._buffers.append(buffer)
         return buffer
 
-    def place(self) -> None:
-        """Give every buffer its place.
+    def reserve_in_turn(self, waves: Sequence[Sequence[Buffer]]) -> None:
+        """Buffers of waves of which one begins when the one before has ended, while nothing else begins or ends.
 
-        One after the other gets the lowest that is free. In which order decides what all take together; a search that
-        moves the highest one, and some others, finds an order that wastes little, the same for the same buffers.
+        They are placed wave by wave, within one buffer that all of these waves use in turn: that wastes nothing, and
+        leaves fewer places to be found.
         """
-        buffers = [buffer for buffer in self._buffers if buffer.numel]
-        beside = [
-            [place for place, other in enumerate(buffers) if other.first <= one.last and one.first <= other.last]
-            for one in buffers
-        ]
-        sizes = [buffer.nbytes for buffer in buffers]
-        least, chance = _most_at_a_time(buffers), random.Random(0)
-        offsets, self.nbytes = dict[int, int](), sum(sizes) + 1
-        for start in range(_STARTS):
-            spread = [size * (chance.uniform(0.3, 1.0) if start else 1.0) for size in sizes]
-            order = sorted(range(len(buffers)), key=lambda place: -spread[place])
-            found = _search(sizes, order, beside, enough=_GOOD_ENOUGH * least, chance=chance)
-            if found[1] < self.nbytes:
-                offsets, self.nbytes = found
-            if self.nbytes <= _GOOD_ENOUGH * least:
-                break
-        for place, buffer in enumerate(buffers):
-            buffer.offset = offsets[place]
+        used = [buffer for wave in waves for buffer in wave if buffer.numel]
+        if used:
+            size = max(_find_places([buffer for buffer in wave if buffer.numel]) for wave in waves)
+            first, last = min(buffer.first for buffer in used), max(buffer.last for buffer in used)
+            self._inner.append((self.reserve(size, torch.uint8, first, last), used))
+
+    def place(self) -> None:
+        """Give every buffer its place."""
+        self.nbytes = _find_places([buffer for buffer in self._buffers if buffer.numel])
+        for outer, buffers in self._inner:
+            for buffer in buffers:
+                buffer.offset += outer.offset
         self.acquire()
 
     def acquire(self) -> None:
@@ -100,6 +95,32 @@ class Arena:
 
 _STARTS, _SEARCHED, _GOOD_ENOUGH = 3, 300_000, 1.02
 """Orders from which places are searched, how long, and the share of the least memory at which a search ends."""
+
+
+def _find_places(buffers: Sequence[Buffer]) -> int:
+    """Set the offsets of buffers; the bytes that all take.
+
+    One after the other gets the lowest place that is free. In which order decides what all take together; a search that
+    moves the highest one, and some others, finds an order that wastes little, the same for the same buffers.
+    """
+    beside = [
+        [place for place, other in enumerate(buffers) if other.first <= one.last and one.first <= other.last]
+        for one in buffers
+    ]
+    sizes = [buffer.nbytes for buffer in buffers]
+    least, chance = _most_at_a_time(buffers), random.Random(0)
+    offsets, taken = dict[int, int](), sum(sizes) + 1
+    for start in range(_STARTS):
+        spread = [size * (chance.uniform(0.3, 1.0) if start else 1.0) for size in sizes]
+        order = sorted(range(len(buffers)), key=lambda place: -spread[place])
+        found = _search(sizes, order, beside, enough=_GOOD_ENOUGH * least, chance=chance)
+        if found[1] < taken:
+            offsets, taken = found
+        if taken <= _GOOD_ENOUGH * least:
+            break
+    for place, buffer in enumerate(buffers):
+        buffer.offset = offsets[place]
+    return taken
 
 
 def _search(

@@ -300,7 +300,7 @@ class Exchange:
             chunk = max((numel for _, numel in self._chunks(route)), default=0)
             wave.work.place(self._orthogonalizer.work_bytes(route.stacks, wire.itemsize))
             sizes = {
-                "prepared": (chunk, torch.float32),
+                "prepared": (0 if self._rows_apart else chunk, torch.float32),
                 "send": (route.send.numel, wire),
                 "own": (route.padding or route.own.numel, wire),
                 "receive": (route.padding * self.layout.world_size or route.receive.numel, wire),
@@ -310,9 +310,16 @@ class Exchange:
                 "returned": (route.numel, wire),
                 "updates": (chunk, torch.float32),
             }
+            make = arena.reserve if route.number is not None else Buffer
             for name, (numel, dtype) in sizes.items():
                 (first, after), (last, until) = LIFETIMES[name]
-                wave.buffers[name] = arena.reserve(numel, dtype, when[first] + after, when[last] + until)
+                wave.buffers[name] = make(numel, dtype, when[first] + after, when[last] + until)
+        for travels, numbers in itertools.groupby(
+            self._order, lambda number: self._waves[number].route.number is not None
+        ):
+            if not travels:
+                in_turn = [self._waves[number] for number in dict.fromkeys(numbers)]
+                arena.reserve_in_turn([list(wave.buffers.values()) for wave in in_turn])
         if self._rows_apart:  # two buffers, in the order in which waves are prepared
             largest = max((wave.route.numel for wave in self._waves), default=0)
             apart = [arena.reserve(largest, torch.float32, 0, end) for _ in range(2)]
