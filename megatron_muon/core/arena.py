@@ -176,13 +176,11 @@ class Copies:
     """Merged copies between two flat tensors, as views that are made once: calling it carries them out."""
 
     def __init__(self, copies: Iterable[Copy], source: torch.Tensor, target: torch.Tensor) -> None:
-        self.count = 0
         self._sources: list[torch.Tensor] = []
         self._targets: list[torch.Tensor] = []
         for copy in merged(copies):
             self._sources.append(_view(source, copy.shape, copy.source))
             self._targets.append(_view(target, copy.shape, copy.target))
-            self.count += 1
 
     def __call__(self) -> None:
         """Copy, with a cast where the two tensors have different dtypes."""

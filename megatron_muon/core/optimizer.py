@@ -82,7 +82,7 @@ class _Rows:
 
 
 class ShardedMuon(torch.optim.Optimizer):
-    """Muon whose parameters are row shards of matrices, or with `SharedExchange` whole replicas.
+    """Muon whose parameters are row shards of matrices, or whole replicas.
 
     The update of a matrix depends on its gradient alone, never on how many ranks hold it; how many own it changes its
     rounding. State is one `momentum_buffer` for each parameter, fp32, of the shard's shape; it exists from construction
