@@ -1,8 +1,8 @@
 """What orthogonalising takes of a rank's memory, by arithmetic: matrices as they are assembled, and temporaries.
 
-The planner cuts waves by these figures and `megatron-muon plan` prints them. They follow the tensors that `core.batch`
-and `core.newton_schulz` make on a GPU; `megatron-muon rehearse` counts the same by running that code, and a test holds
-the two within 10 %. Plain arithmetic, without torch.
+The planner cuts waves by these figures and `megatron-muon plan` prints them. They follow the buffers of `core.exchange`
+and the tensors that `core.newton_schulz` makes on a GPU; `megatron-muon rehearse` counts the same by running that code,
+and a test holds the two within 10 %. Plain arithmetic, without torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a plan costs on a named machine: bytes, memory and the time of a step, by arithmetic.
 
-The step is played through wave by wave in the order of `core.exchange.owner`: one collective at a time, each rank's
+The step is played through wave by wave in the order of `core.schedule`: one collective at a time, each rank's
 products beside them. Left out: latency of collectives, kernel launches, elementwise work, other traffic. An estimate
 ranks configurations; `megatron-muon bench` measures.
 """

@@ -135,7 +135,7 @@ def owner_bytes(settings: Settings) -> int:
     """Bytes that an element of Muon's moves in its owner's memory beside the iteration's products.
 
     It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
-    its stack and from there to a parcel: `core.exchange.owner`, `core.orthogonalize`.
+    its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
     """
     half = 2 if settings.iteration.half else 4
     return 9 * settings.memory.element_bytes + 3 * half
