@@ -51,14 +51,13 @@ class Arena:
         self.memory = torch.empty(0, dtype=torch.uint8, device=device) if scratch is None else scratch
         self.nbytes = 0
 
-    def reserve(self, numel: int, dtype: torch.dtype, first: int, last: int) -> Buffer:
-        """A buffer that is in use between two moments of a step."""
-        buffer = Buffer(numel, dtype, first, last)
+    def add(self, buffer: Buffer) -> Buffer:
+        """Take a buffer into the arena."""
         self._buffers.append(buffer)
         return buffer
 
-    def reserve_in_turn(self, waves: Sequence[Sequence[Buffer]]) -> None:
-        """Buffers of waves of which one begins when the one before has ended, while nothing else begins or ends.
+    def add_in_turn(self, waves: Sequence[Sequence[Buffer]]) -> None:
+        """Take buffers of waves of which one begins when the one before has ended, while nothing else begins or ends.
 
         They are placed wave by wave, within one buffer that all of these waves use in turn: that wastes nothing, and
         leaves fewer places to be found.
@@ -67,7 +66,7 @@ class Arena:
         if used:
             size = max(_find_places([buffer for buffer in wave if buffer.numel]) for wave in waves)
             first, last = min(buffer.first for buffer in used), max(buffer.last for buffer in used)
-            self._inner.append((self.reserve(size, torch.uint8, first, last), used))
+            self._inner.append((self.add(Buffer(size, torch.uint8, first, last)), used))
 
     def place(self) -> None:
         """Give every buffer its place."""

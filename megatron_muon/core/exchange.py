@@ -2,8 +2,8 @@
 
 `Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
 `schedule.schedule` says which wave goes on when, so that one arrives and one leaves while one is orthogonalised. What a
-wave carries is in `route`, as numbers; here they have become views of buffers in an `arena`, made at construction. A
-step has no collective on Python objects and never waits for the device.
+wave carries is in `route`, as numbers, and in `wave`, as views of buffers in an `arena`, made at construction. A step
+has no collective on Python objects and never waits for the device.
 
 An update that is not finite is NaN in all of its elements, which tells its holders to keep the weights.
 """
@@ -12,24 +12,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_muon.core import collectives
-from megatron_muon.core.arena import Arena, Buffer, Copies
+from megatron_muon.core.arena import Arena, Buffer
 from megatron_muon.core.assignment import Unmet
-from megatron_muon.core.copies import Copy, Strided
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import CHUNK
-from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, HeldShard, Route
-from megatron_muon.core.schedule import LIFETIMES, MOMENTS, moments_of, schedule
-from megatron_muon.core.teams import TeamGroup, Teams
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route
+from megatron_muon.core.schedule import MOMENTS, moments_of, schedule
+from megatron_muon.core.teams import Teams
+from megatron_muon.core.wave import Agreement, Chunk, Wave
 
 OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
 """Schemes: every matrix has an owner, or a team; replicas share the work, and owners broadcast; every rank has whole
@@ -37,24 +36,6 @@ matrices and does all of the work; or does so after gathering them, the referenc
 
 Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
 """Changes the whole update `(rows, cols)` of the matrix with this index in place; told whether it is finite, a bool."""
-
-
-class Chunk(NamedTuple):
-    """Rows of a wave that are prepared together, and whose updates are applied together.
-
-    Attributes:
-        number: counted over all waves of the exchange.
-        rows: the shards, with their first elements in the chunk.
-        numel: elements of all of them.
-        prepared: where their prepared rows go, flat, fp32.
-        updates: where their updates come, flat, fp32; NaN where one is not finite.
-    """
-
-    number: int
-    rows: tuple[HeldShard, ...]
-    numel: int
-    prepared: torch.Tensor
-    updates: torch.Tensor
 
 
 class RowPhases(Protocol):
@@ -68,34 +49,6 @@ class RowPhases(Protocol):
 
     def apply(self, chunk: Chunk) -> None:
         """Change the weights by `chunk.updates`, which may be overwritten."""
-
-
-class _Agreement(NamedTuple):
-    """A team that says which of its matrices are finite: this rank's slots of them, and for each its matrix."""
-
-    team: TeamGroup | None
-    number: int  # of its matrices
-    slots: torch.Tensor | None  # None where they are all of the wave's, in order
-    matrices: torch.Tensor
-
-
-class _Wave:
-    """A route with its buffers and copies."""
-
-    def __init__(self, route: Route) -> None:
-        self.route = route
-        self.chunks: list[Chunk] = []
-        self.pack: list[list[Copies]] = []
-        self.assemble: list[Copies] = []
-        self.unpack: list[Copies] = []
-        self.pack_back: list[Copies] = []
-        self.stacks: list[torch.Tensor] = []
-        self.agreements: list[_Agreement] = []
-        self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []  # index, its blocks, its slots
-        self.work = Work(overwrites=True)
-        self.buffers: dict[str, Buffer] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.broadcast: list[tuple[int, torch.Tensor]] = []
 
 
 class Exchange:
@@ -149,15 +102,24 @@ class Exchange:
         self.unmet = unmet or {}
         self._rank = group.rank()
         self._orthogonalizer, self._teams, self._normalize = orthogonalizer, teams or {}, normalize
-        self._waves = [_Wave(route) for route in (*routes, *local)]
+        chunk_numel = CHUNK["cpu" if device.type == "cpu" else "cuda"]
+        self._waves = [
+            Wave(
+                route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype,
+                chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=rows_apart,
+            )
+            for route in (*routes, *local)
+        ]  # fmt: skip
+        self._travelling = len(routes)
         self._order = schedule(len(routes), len(local))
         self.arena = Arena(device, scratch)
         self._rows_apart, self._free_buffers = rows_apart, free_buffers
-        self._reserve(wire_dtype)
-        self.arena.place()
+        self._place()
+        self.chunks: list[Chunk] = []
         for wave in self._waves:
-            self._make_views(wave)
-        self.chunks = [chunk for wave in self._waves for chunk in wave.chunks]
+            wave.make_views(self.arena, len(self.chunks))
+            self._make_agreements(wave)
+            self.chunks += wave.chunks
         if free_buffers:
             self.arena.release()
 
@@ -181,7 +143,7 @@ class Exchange:
         if self._free_buffers:
             self.arena.release()
 
-    def _wave(self, wave: _Wave, rows: RowPhases, probe: Probe) -> Iterator[None]:
+    def _wave(self, wave: Wave, rows: RowPhases, probe: Probe) -> Iterator[None]:
         """The life of a wave; it yields where the waves beside it go on."""
         number = wave.route.number
         with probe.phase("gather", number):
@@ -210,7 +172,7 @@ class Exchange:
                 assemble()
                 rows.apply(chunk)
 
-    def _send(self, wave: _Wave, probe: Probe) -> Any:
+    def _send(self, wave: Wave, probe: Probe) -> Any:
         """Start to send the rows of a wave."""
         route, tensors = wave.route, wave.tensors
         if route.rows_by == ALL_TO_ALL:
@@ -224,7 +186,7 @@ class Exchange:
             return collectives.all_gather(tensors["receive"], tensors["own"], self.group)
         return collectives.Works()
 
-    def _send_back(self, wave: _Wave, probe: Probe) -> Any:
+    def _send_back(self, wave: Wave, probe: Probe) -> Any:
         """Start to send the updates of a wave to their holders."""
         route, tensors = wave.route, wave.tensors
         if route.updates_by == ALL_TO_ALL:
@@ -241,7 +203,7 @@ class Exchange:
     def _by_pairs(self) -> bool:
         return self.plan is not None and self.plan.by_pairs
 
-    def _orthogonalize(self, wave: _Wave, probe: Probe) -> None:
+    def _orthogonalize(self, wave: Wave, probe: Probe) -> None:
         """Put the updates of a wave's blocks in their place."""
         marks = [
             self._orthogonalizer.orthogonalize_stack(
@@ -253,7 +215,7 @@ class Exchange:
         if wave.agreements:
             self._agree(wave, marks)
 
-    def _agree(self, wave: _Wave, marks: list[torch.Tensor]) -> None:
+    def _agree(self, wave: Wave, marks: list[torch.Tensor]) -> None:
         """Have a matrix of several blocks, or of a team, NaN where one of them is; normalise whole updates."""
         of_slots = torch.cat(marks).view(-1) if marks else self.arena.memory.new_zeros(0, dtype=torch.float32)
         agreed = of_slots
@@ -291,81 +253,24 @@ class Exchange:
         for part, block in zip(parts, blocks, strict=True):
             block.view(part.shape).copy_(part)
 
-    def _reserve(self, wire: torch.dtype) -> None:
-        """Say when each wave needs which buffers."""
+    def _place(self) -> None:
+        """Give every wave its buffers, by when it needs which."""
         arena, moments = self.arena, moments_of(self._order)
-        end = max(itertools.chain(*moments), default=0) + MOMENTS
-        for wave, when in zip(self._waves, moments, strict=True):
-            route = wave.route
-            chunk = max((numel for _, numel in self._chunks(route)), default=0)
-            wave.work.place(self._orthogonalizer.work_bytes(route.stacks, wire.itemsize))
-            sizes = {
-                "prepared": (0 if self._rows_apart else chunk, torch.float32),
-                "send": (route.send.numel, wire),
-                "own": (route.padding or route.own.numel, wire),
-                "receive": (route.padding * self.layout.world_size or route.receive.numel, wire),
-                "stacks": (route.stacked, wire),
-                "work": (wave.work.nbytes, torch.uint8),
-                "back": (route.back.numel, wire),
-                "returned": (route.numel, wire),
-                "updates": (chunk, torch.float32),
-            }
-            make = arena.reserve if route.number is not None else Buffer
-            for name, (numel, dtype) in sizes.items():
-                (first, after), (last, until) = LIFETIMES[name]
-                wave.buffers[name] = make(numel, dtype, when[first] + after, when[last] + until)
-        for travels, numbers in itertools.groupby(
-            self._order, lambda number: self._waves[number].route.number is not None
-        ):
+        made = [wave.make_buffers(when) for wave, when in zip(self._waves, moments, strict=True)]
+        for buffer in itertools.chain(*made[: self._travelling]):
+            arena.add(buffer)
+        for travels, numbers in itertools.groupby(self._order, lambda number: number < self._travelling):
             if not travels:
-                in_turn = [self._waves[number] for number in dict.fromkeys(numbers)]
-                arena.reserve_in_turn([list(wave.buffers.values()) for wave in in_turn])
+                arena.add_in_turn([made[number] for number in dict.fromkeys(numbers)])
         if self._rows_apart:  # two buffers, in the order in which waves are prepared
+            end = max(itertools.chain(*moments), default=0) + MOMENTS
             largest = max((wave.route.numel for wave in self._waves), default=0)
-            apart = [arena.reserve(largest, torch.float32, 0, end) for _ in range(2)]
+            apart = [arena.add(Buffer(largest, torch.float32, 0, end)) for _ in range(2)]
             for place, number in enumerate(dict.fromkeys(self._order)):
                 self._waves[number].buffers["prepared"] = apart[place % 2]
+        arena.place()
 
-    def _make_views(self, wave: _Wave) -> None:
-        """Make every view and copy that a wave needs."""
-        route = wave.route
-        wave.tensors = tensors = {name: self.arena.tensor(buffer) for name, buffer in wave.buffers.items()}
-        wave.work.memory = tensors["work"]
-        numbers = itertools.count(sum(len(other.chunks) for other in self._waves))
-        for rows, numel in self._chunks(route):
-            start = rows[0].start
-            prepared, updates = tensors["prepared"][:numel], tensors["updates"][:numel]
-            moved = tuple(held._replace(start=held.start - start) for held in rows)
-            wave.chunks.append(Chunk(next(numbers), moved, numel, prepared, updates))
-            within = range(start, start + numel)
-            wave.pack.append(
-                [
-                    Copies(_from_chunk(way.copies, within), prepared, tensors[name])
-                    for name, way in (("send", route.send), ("own", route.own))
-                    if way.numel
-                ]
-            )
-            wave.assemble.append(Copies(_to_chunk(route.returned.copies, within), tensors["returned"], updates))
-        stacks = tensors["stacks"]
-        wave.unpack = [
-            Copies(copies, tensors[name], stacks)
-            for name, copies in (("receive", route.receive.copies), ("own", route.own_to_stacks))
-            if copies
-        ]
-        wave.pack_back = [
-            Copies(copies, stacks, tensors[name])
-            for name, copies in (("back", route.back.copies), ("returned", route.home.copies))
-            if copies
-        ]
-        wave.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
-        starts = itertools.accumulate((count for _, count in route.owners), initial=0)
-        wave.broadcast = [
-            (owner, tensors["returned"][start : start + count])
-            for start, (owner, count) in zip(starts, route.owners, strict=False)
-        ]
-        self._make_agreements(wave)
-
-    def _make_agreements(self, wave: _Wave) -> None:
+    def _make_agreements(self, wave: Wave) -> None:
         """Which slots of a wave belong to one matrix, and so are finite together."""
         slots = wave.route.slots
         of_matrix: dict[int, list[int]] = {}
@@ -384,14 +289,14 @@ class Exchange:
             ours = sorted((place, number) for number, index in enumerate(indices) for place in of_matrix.get(index, []))
             at, matrices = (self._on_device(numbers) for numbers in (zip(*ours, strict=True) if ours else ((), ())))
             is_all = [place for place, _ in ours] == list(range(len(slots)))
-            wave.agreements.append(_Agreement(team, len(indices), None if is_all else at, matrices))
+            wave.agreements.append(Agreement(team, len(indices), None if is_all else at, matrices))
         if self._normalize is not None:
-            views = _slot_views(wave)
+            views = wave.slot_views()
             for index, places in of_matrix.items():
                 in_order = sorted(places, key=lambda place: slots[place].block or 0)
                 wave.whole.append((index, [views[place] for place in in_order], self._on_device(places)))
 
-    def _indices(self, wave: _Wave) -> Sequence[int]:
+    def _indices(self, wave: Wave) -> Sequence[int]:
         """The matrices of a wave, in its order: those that all ranks have in it."""
         if self.plan is not None and wave.route.number is not None and wave.route.number < len(self.plan.waves):
             return self.plan.waves[wave.route.number]
@@ -399,40 +304,3 @@ class Exchange:
 
     def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
         return torch.tensor(list(numbers), dtype=torch.int64, device=self.arena.memory.device)
-
-    def _chunks(self, route: Route) -> list[tuple[list[HeldShard], int]]:
-        """The rows of a wave in chunks of some elements, or of one shard, and how many elements each has."""
-        most = route.numel if self._rows_apart else CHUNK["cpu" if self.arena.memory.device.type == "cpu" else "cuda"]
-        found: list[tuple[list[HeldShard], int]] = []
-        for held in route.rows:
-            if found and found[-1][1] + held.shard.numel <= most:
-                found[-1] = [*found[-1][0], held], found[-1][1] + held.shard.numel
-            else:
-                found.append(([held], held.shard.numel))
-        return found
-
-
-def _from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
-    """Those copies that begin in a chunk of the rows, with offsets in the chunk."""
-    return [
-        Copy(copy.shape, Strided(copy.source.offset - chunk.start, copy.source.strides), copy.target)
-        for copy in copies
-        if copy.source.offset in chunk
-    ]
-
-
-def _to_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
-    """Those copies that end in a chunk of the rows, likewise."""
-    return [
-        Copy(copy.shape, copy.source, Strided(copy.target.offset - chunk.start, copy.target.strides))
-        for copy in copies
-        if copy.target.offset in chunk
-    ]
-
-
-def _slot_views(wave: _Wave) -> list[torch.Tensor]:
-    """What each slot has, `(rows, cols)` as in its matrix: views of the stacks."""
-    views = []
-    for stack, of in zip(wave.stacks, wave.route.stacks, strict=True):
-        views += [wide.mT if slot.is_tall else wide for wide, slot in zip(stack.unbind(), of.slots, strict=True)]
-    return views

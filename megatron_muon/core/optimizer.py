@@ -30,11 +30,12 @@ from torch.distributed.tensor import DTensor
 from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.decay import decay_aligned
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import LOCAL, Chunk, Exchange
+from megatron_muon.core.exchange import LOCAL, Exchange
 from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.momentum import Lender, MomentumStore
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.wave import Chunk
 
 MOMENTUM = "momentum_buffer"
 """The momentum's slot of the optimizer state, upstream's name."""

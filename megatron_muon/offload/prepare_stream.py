@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from megatron_muon.core.exchange import Chunk, RowPhases
+from megatron_muon.core.exchange import RowPhases
+from megatron_muon.core.wave import Chunk
 
 
 class PrepareStream:

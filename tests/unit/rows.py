@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_muon.core.exchange import Chunk
+from megatron_muon.core.wave import Chunk
 
 
 class ByMatrix:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.arena import Arena, Copies
+from megatron_muon.core.arena import Arena, Buffer, Copies
 from megatron_muon.core.copies import MAX_DIMS, Copy, Strided, merged
 
 
@@ -73,7 +73,7 @@ def test_runs_of_any_length_that_follow_each_other_are_one_copy() -> None:
 @given(st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 12), st.integers(0, 12)), max_size=30))
 def test_buffers_that_are_in_use_at_one_time_do_not_overlap(wanted: list[tuple[int, int, int]]) -> None:
     arena = Arena(torch.device("cpu"))
-    buffers = [arena.reserve(size, torch.float32, min(a, b), max(a, b)) for size, a, b in wanted]
+    buffers = [arena.add(Buffer(size, torch.float32, min(a, b), max(a, b))) for size, a, b in wanted]
     arena.place()
     assert arena.memory.untyped_storage().nbytes() >= arena.nbytes
     for one, other in itertools.combinations([buffer for buffer in buffers if buffer.numel], 2):
@@ -89,11 +89,11 @@ def test_buffers_that_are_in_use_at_one_time_do_not_overlap(wanted: list[tuple[i
 def test_an_arena_grows_in_the_memory_of_another_one() -> None:
     """Two Muons of a step share their buffers; views of the first stay good."""
     first = Arena(torch.device("cpu"))
-    small = first.reserve(100, torch.float32, 0, 1)
+    small = first.add(Buffer(100, torch.float32, 0, 1))
     first.place()
     values = first.tensor(small).fill_(7.0)
     second = Arena(torch.device("cpu"), first.memory)
-    large = second.reserve(10_000, torch.float32, 0, 1)
+    large = second.add(Buffer(10_000, torch.float32, 0, 1))
     second.place()
     assert torch.equal(values, torch.full((100,), 7.0))
     assert second.tensor(large).untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
@@ -101,7 +101,7 @@ def test_an_arena_grows_in_the_memory_of_another_one() -> None:
 
 def test_memory_that_is_given_back_is_taken_again_under_the_same_tensors() -> None:
     arena = Arena(torch.device("cpu"))
-    buffer = arena.reserve(1000, torch.float32, 0, 1)
+    buffer = arena.add(Buffer(1000, torch.float32, 0, 1))
     arena.place()
     tensor = arena.tensor(buffer)
     arena.release()
