@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.adaptive import SecondMoment
 from megatron_muon.core.decay import decay_aligned
@@ -35,6 +34,7 @@ from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.momentum import Lender, MomentumStore
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
+from megatron_muon.core.rows import Rows, local_rows, sharded_like
 from megatron_muon.core.wave import Chunk
 
 MOMENTUM = "momentum_buffer"
@@ -45,41 +45,6 @@ MOMENT2 = "moment2_buffer"
 
 STEPS = "rounding_steps"
 """A parameter group's count of steps where momentum is rounded for storage."""
-
-
-def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of `tensor` that this rank holds, without a copy: a DTensor's local tensor, or the tensor itself.
-
-    Of a stack `(experts, rows, cols)` they are the rows of the experts that it holds, one below the other.
-    """
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.view(local.shape[:-1].numel(), local.shape[-1]) if local.ndim == 3 else local
-
-
-class _Rows:
-    """This rank's rows of a chunk: matrices by index, and views `(rows, cols)` that exist since construction."""
-
-    def __init__(self, chunk: Chunk, *, has_momentum: bool) -> None:
-        device = chunk.prepared.device
-        self.indices = [held.of for held in chunk.rows]
-        self.prepared, self.updates = (self._views(chunk, flat) for flat in (chunk.prepared, chunk.updates))
-        self.flat_momentum = torch.zeros(chunk.numel if has_momentum else 0, dtype=torch.float32, device=device)
-        self.momentum = self._views(chunk, self.flat_momentum) if has_momentum else []
-        self.firsts, self.sizes, self.index = (
-            torch.tensor(numbers, dtype=torch.int64, device=device)
-            for numbers in (
-                [held.start for held in chunk.rows],
-                [held.shard.numel for held in chunk.rows],
-                self.indices,
-            )
-        )
-
-    @staticmethod
-    def _views(chunk: Chunk, flat: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            flat[held.start : held.start + held.shard.numel].view(held.shard.rows, held.shard.cols)
-            for held in chunk.rows
-        ]
 
 
 class ShardedMuon(torch.optim.Optimizer):
@@ -170,7 +135,7 @@ class ShardedMuon(torch.optim.Optimizer):
         self._missing = set[int]()
         self._failed: torch.Tensor | None = None  # with skip_missing: which matrices some rank cannot update, bool
         self._held = [index for index, parameter in enumerate(self._matrices) if local_rows(parameter).numel()]
-        self._rows = [_Rows(chunk, has_momentum=store is None) for chunk in exchange.chunks]
+        self._rows = [Rows(chunk, has_momentum=store is None) for chunk in exchange.chunks]
         in_order = [index for rows in self._rows for index in rows.indices]
         assert sorted(in_order) == self._held, "the exchange leaves out matrices, or takes some that are not held"
         self._shown: dict[int, torch.Tensor] = {}  # momentum as state: views of the rows'
@@ -309,7 +274,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def packed(self, chunk: Chunk) -> None:
         """The exchange has enqueued all that reads `chunk.prepared`."""
 
-    def _prepare_stored(self, rows: _Rows, failed: torch.Tensor | None) -> None:
+    def _prepare_stored(self, rows: Rows, failed: torch.Tensor | None) -> None:
         """The same with momentum from a store, part by part."""
         assert self.store is not None
         first = 0
@@ -325,7 +290,7 @@ class ShardedMuon(torch.optim.Optimizer):
             self.store.take_back(part)
             first += len(part)
 
-    def _look_ahead_by_group(self, rows: _Rows, momentum: Sequence[torch.Tensor], places: range) -> None:
+    def _look_ahead_by_group(self, rows: Rows, momentum: Sequence[torch.Tensor], places: range) -> None:
         for group, chosen in self._by_group(rows, places):
             of_group = [momentum[place - places.start] for place in chosen]
             self._look_ahead(of_group, [rows.prepared[place] for place in chosen], group["momentum"])
@@ -342,7 +307,7 @@ class ShardedMuon(torch.optim.Optimizer):
         else:
             torch._foreach_copy_(rows, momentum)
 
-    def _collect_gradients(self, rows: _Rows) -> None:
+    def _collect_gradients(self, rows: Rows) -> None:
         """Copy this rank's rows of the gradients, with the decay where it is not decoupled, to where they are prepared.
 
         Of a matrix without a gradient nothing is copied.
@@ -409,7 +374,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 self._weights.take_back(part)
                 first += len(part)
 
-    def _hold(self, rows: _Rows) -> None:
+    def _hold(self, rows: Rows) -> None:
         """Give updates to the hyperball, but for matrices without a gradient, which keep their weights."""
         assert self.hyperball is not None
         present = [place for place, index in enumerate(rows.indices) if index not in self._missing]
@@ -424,7 +389,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def _group(self, index: int) -> dict[str, Any]:
         return self.param_groups[self._group_of[index]]
 
-    def _by_group(self, rows: _Rows, places: range) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    def _by_group(self, rows: Rows, places: range) -> Iterator[tuple[dict[str, Any], list[int]]]:
         """The groups of some of a chunk's matrices, each with their places in the chunk."""
         groups: dict[int, list[int]] = {}
         for place in places:
@@ -492,10 +457,3 @@ class ShardedMuon(torch.optim.Optimizer):
 
 def _zero_nan(tensor: torch.Tensor) -> None:
     tensor.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-
-
-def sharded_like(other: torch.Tensor, elements: torch.Tensor) -> torch.Tensor:
-    """`elements`, of the shape of this rank's rows, as a tensor that is sharded as `other` is, wherever they lie."""
-    if not isinstance(other, DTensor):
-        return elements.view(other.shape)
-    return DTensor(elements.view(other._local_tensor.shape), other._spec, requires_grad=False)

@@ -22,7 +22,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 
-from megatron_muon.core.optimizer import local_rows
+from megatron_muon.core.rows import local_rows
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.shards import noted_part
 from megatron_muon.megatron.flags.logits import asked

@@ -15,8 +15,9 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed.tensor import DTensor
 
 from megatron_muon import cpu
-from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon, local_rows
+from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
 from megatron_muon.core.ranks import numbers_of_all_ranks, say
+from megatron_muon.core.rows import local_rows
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = (DEVICE, HOST, DISK)
