@@ -15,11 +15,12 @@ from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamOrthogonalizer
 from megatron_muon.bench.command import StepSpec
 from megatron_muon.core.build import gathered_exchange, make_exchange
 from megatron_muon.core.cost import AUTO, Iteration
-from megatron_muon.core.exchange import GATHERED, OWNER, Exchange
-from megatron_muon.core.hyperball import Hyperball
+from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.rules import chosen_rules, make_rules
+from megatron_muon.core.rules.rule import Held
 from megatron_muon.offload.run import OffloadRun
 
 Peer = DeepSpeedMuon | Fsdp2Muon
@@ -100,19 +101,14 @@ def make_optimizer(
     if run is not None:
         rank, groups = problem.group.rank(), [0] * len(matrices)
         store = run.make_store(problem.layout, rank, groups, kind="bench", device=problem.device)
-    hyperball = None
-    if variant == "hyperball":
-        hyperball = Hyperball(problem.layout, problem.group, [1] * len(matrices), device=problem.device)
+    held = Held(problem.layout, problem.group, problem.device, [1] * len(matrices))
+    names = chosen_rules(cautious=variant == "cautious", hyperball=variant == "hyperball")
+    decay = 0.0 if variant == "hyperball" else WEIGHT_DECAY
     return ShardedMuon(
         [{"params": parameters}],
         exchange_of(method, problem, team_size),
-        lr=LR,
-        momentum=MOMENTUM,
-        nesterov=True,
-        weight_decay=0.0 if hyperball else WEIGHT_DECAY,
-        decoupled_weight_decay=True,
-        cautious=variant == "cautious",
-        hyperball=hyperball,
+        make_rules(names, held, {"nesterov": True}),
+        defaults={"lr": LR, "momentum": MOMENTUM, "weight_decay": decay},
         names={parameter: matrix.name for parameter, matrix in zip(parameters, matrices, strict=True)},
         store=store,
     )
@@ -128,16 +124,15 @@ def exchange_of(method: str, problem: Problem, team_size: str = AUTO) -> Exchang
             orthogonalizer.extra_scale_factor,
             device=device,
         )
-        return gathered_exchange(layout, group, upstream, device=device)
+        return gathered_exchange(layout, group, upstream, Buffers(device))
     return make_exchange(
         GATHERED if method == "allgather-tuned" else OWNER,
         layout,
         group,
         orthogonalizer,
-        moment=None,
+        Buffers(device),
         buffer_mb=problem.buffer_mb,
         wire=AUTO,
-        device=device,
         team_size=team_size,
     )
 

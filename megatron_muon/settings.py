@@ -5,7 +5,7 @@ The factory reads types at run time, so annotations are no strings; neither torc
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.errors import UserError
@@ -183,3 +183,9 @@ def default_of(name: str) -> Any:
     """What the flag of a setting gives where it is left out."""
     flag = MuonSettings.__dataclass_fields__[name].metadata.get("argparse_meta", {})
     return flag.get("default", getattr(MuonSettings(), name))
+
+
+def choices_of(name: str) -> tuple[str, ...]:
+    """What a setting may be, where it is one of a few words."""
+    kind = MuonSettings.__dataclass_fields__[name].type
+    return get_args(kind) if get_origin(kind) is Literal else ()

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.checkpoint.unpickling import Planner, Reader
-from megatron_muon.core.optimizer import MOMENT2, MOMENTUM
+from megatron_muon.core.optimizer import MOMENTUM
+from megatron_muon.core.rules.adamuon import MOMENT2
 
 _STATE = "optimizer.state."
 _META = "optimizer.param_to_group_meta."

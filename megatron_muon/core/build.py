@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.adaptive import SecondMoment
-from megatron_muon.core.assignment import TeamRules
+from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Exchange
+from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange, Normalize, Routing
 from megatron_muon.core.layout import Layout, replicated
-from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes, moment_bytes
+from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Team
@@ -30,17 +28,14 @@ def make_exchange(
     layout: Layout,
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
+    buffers: Buffers,
     *,
-    moment: SecondMoment | None,
-    cautious: bool = False,
     buffer_mb: float | None,
     wire: str,
-    device: torch.device,
     team_size: str = AUTO,
     plan: Plan | None = None,
-    rows_apart: bool = False,
-    scratch: torch.Tensor | None = None,
-    free_buffers: bool = False,
+    normalize: Normalize | None = None,
+    beside: MomentBytes = MomentBytes(),  # noqa: B008  # a tuple
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, GATHERED, SHARED and LOCAL.
 
@@ -51,16 +46,13 @@ def make_exchange(
         layout: who holds which rectangle; the same on every rank.
         group: the process group of the layout.
         orthogonalizer: of the matrices.
-        moment: of an adaptive Muon.
-        cautious: whether decay is.
+        buffers: where they lie.
         buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
-        device: where the rows lie.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
-        rows_apart: rows are prepared on a stream of their own.
-        scratch: memory of another exchange that never steps at the same time.
-        free_buffers: give the step's buffers back after each step.
+        normalize: changes whole updates on their owner.
+        beside: what applying an update takes.
 
     Where these ranks cannot have the `team_size`, they use 1, and the exchange's `unmet` says so: other matrices may
     have it. The caller refuses what none has, by `refuse_unmet`.
@@ -70,33 +62,32 @@ def make_exchange(
         RuntimeError: ranks have made different plans.
     """
     buffer_bytes = None if buffer_mb is None else int(buffer_mb * 2**20)
-    beside = moment_bytes(None if moment is None else moment.method, cautious=cautious)
-    rest = {
-        "device": device,
-        "normalize": None if moment is None else moment.normalize,
-        "rows_apart": rows_apart,
-        "scratch": scratch,
-        "free_buffers": free_buffers,
-    }
     if scheme in (LOCAL, GATHERED):
         _prepare_kernel(layout, group, orthogonalizer)
         if scheme == GATHERED:
-            return gathered_exchange(layout, group, orthogonalizer, **rest)
+            return gathered_exchange(layout, group, orthogonalizer, buffers, normalize)
         memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
-        return local_exchange(layout, group, orthogonalizer, memory=memory, buffer_bytes=buffer_bytes, **rest)
-    asked = _team_rules(team_size, group, orthogonalizer, moment) if scheme == OWNER else None
+        return local_exchange(layout, group, orthogonalizer, buffers, normalize, memory=memory, most=buffer_bytes)
+    asked = _team_rules(team_size, group, orthogonalizer, normalize) if scheme == OWNER else None
     rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
     plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
-    connect([group], device)
+    connect([group], buffers.device)
     _prepare_kernel(layout, group, orthogonalizer, plan)
     if asked is None:
-        return shared_exchange(plan, group, orthogonalizer, wire_dtype=wire_dtype, **rest)
-    return owner_exchange(plan, group, orthogonalizer, wire_dtype=wire_dtype, unmet=asked.unmet(), **rest)
+        return shared_exchange(plan, group, orthogonalizer, buffers, normalize, wire_dtype=wire_dtype)
+    return owner_exchange(plan, group, orthogonalizer, buffers, normalize, wire_dtype=wire_dtype, unmet=asked.unmet())
 
 
 def owner_exchange(
-    plan: Plan, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, *, wire_dtype: torch.dtype, **rest: Any
+    plan: Plan,
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+    buffers: Buffers,
+    normalize: Normalize | None = None,
+    *,
+    wire_dtype: torch.dtype,
+    unmet: Mapping[str, Unmet] | None = None,
 ) -> Exchange:
     """Every matrix has an owner, or a team: rows travel there, and updates back. Collective where there are teams.
 
@@ -104,7 +95,7 @@ def owner_exchange(
     """
     rank = group.rank()
     teams = make_teams(group, plan.teams)
-    connect([team.group for team in teams.values()], rest["device"])
+    connect([team.group for team in teams.values()], buffers.device)
 
     def route(number: int | None, indices: Sequence[int], how: str) -> Route:
         return make_route(
@@ -113,14 +104,18 @@ def owner_exchange(
 
     travelling = [route(number, wave, ALL_TO_ALL) for number, wave in enumerate(plan.waves)]
     local = [route(None, indices, NOWHERE) for indices in plan.fillers(rank)]
-    return Exchange(
-        OWNER, plan.layout, group, travelling, local, orthogonalizer,
-        wire_dtype=wire_dtype, plan=plan, teams=teams, **rest,
-    )  # fmt: skip
+    routing = Routing(OWNER, plan.layout, travelling, local, wire_dtype, plan, teams, unmet or {})
+    return Exchange(routing, group, orthogonalizer, buffers, normalize=normalize)
 
 
 def shared_exchange(
-    plan: Plan, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, *, wire_dtype: torch.dtype, **rest: Any
+    plan: Plan,
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+    buffers: Buffers,
+    normalize: Normalize | None = None,
+    *,
+    wire_dtype: torch.dtype,
 ) -> Exchange:
     """Matrices that every rank holds whole: each has one owner, which broadcasts its update.
 
@@ -136,26 +131,28 @@ def shared_exchange(
         )
         for number, indices in enumerate(waves)
     ]  # fmt: skip
-    return Exchange(SHARED, plan.layout, group, routes, [], orthogonalizer, wire_dtype=wire_dtype, plan=plan, **rest)
+    routing = Routing(SHARED, plan.layout, routes, [], wire_dtype, plan)
+    return Exchange(routing, group, orthogonalizer, buffers, normalize=normalize)
 
 
 def local_exchange(
     layout: Layout,
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
+    buffers: Buffers,
+    normalize: Normalize | None = None,
     *,
     memory: Memory,
-    buffer_bytes: int | None = None,
-    **rest: Any,
+    most: int | None = None,
 ) -> Exchange:
-    """Every rank does all of the work on matrices that it holds whole, without communication.
+    """Every rank does all of the work on matrices that it holds whole, without communication, in `most` bytes.
 
     Raises:
         UserError: the buffer is too small for a matrix.
     """
     indices = range(len(layout.matrices))
-    memory.check(buffer_bytes, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
-    count = memory.parts(layout.matrices, buffer_bytes or AUTO_BYTES)
+    memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
+    count = memory.parts(layout.matrices, most or AUTO_BYTES)
     alone = [replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices]
     routes = [
         make_route(
@@ -164,11 +161,15 @@ def local_exchange(
         )
         for part in range(count)
     ]  # fmt: skip
-    return Exchange(LOCAL, layout, group, [], routes, orthogonalizer, wire_dtype=torch.float32, **rest)
+    return Exchange(Routing(LOCAL, layout, [], routes), group, orthogonalizer, buffers, normalize=normalize)
 
 
 def gathered_exchange(
-    layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, **rest: Any
+    layout: Layout,
+    group: dist.ProcessGroup,
+    orthogonalizer: Orthogonalizer,
+    buffers: Buffers,
+    normalize: Normalize | None = None,
 ) -> Exchange:
     """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
     indices = range(len(layout.matrices))
@@ -179,15 +180,15 @@ def gathered_exchange(
         )
         for index in indices
     ]  # fmt: skip
-    return Exchange(GATHERED, layout, group, routes, [], orthogonalizer, wire_dtype=torch.float32, **rest)
+    return Exchange(Routing(GATHERED, layout, routes, []), group, orthogonalizer, buffers, normalize=normalize)
 
 
 def _team_rules(
-    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, moment: SecondMoment | None
+    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, normalize: Normalize | None
 ) -> TeamRules:
     """Which teams may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
-    if moment is not None and moment.normalize is not None:
+    if normalize is not None:
         if size > 1:
             raise UserError(
                 f"--muon-team-size {size}: NorMuon keeps the norm of a whole update, which no rank of a team has; use "

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -51,27 +52,59 @@ class RowPhases(Protocol):
         """Change the weights by `chunk.updates`, which may be overwritten."""
 
 
-class Exchange:
-    """Makes matrices whole, has them orthogonalised, and brings the update's rows back.
+@dataclass(frozen=True)
+class Routing:
+    """What an exchange carries, and how.
 
-    Args:
+    Attributes:
         scheme: OWNER, SHARED, LOCAL or GATHERED.
         layout: who holds which rectangle of each matrix; the same on every rank.
-        group: the process group whose rank r holds the shards of rank r in `layout`.
         routes: this rank's part in each wave that travels, in the order of all ranks.
         local: waves that do not travel; they are spread over the others.
-        orthogonalizer: of the blocks.
-        device: where rows lie.
         wire_dtype: of elements on the wire and of the stacks: torch.float32, or torch.bfloat16 where the iteration
             starts from bf16. What a rank has itself is rounded like what travels, so that a result does not depend on
             who holds what.
         plan: owners and waves, where there are any.
         teams: those that this rank is in.
-        normalize: changes whole updates on their owner.
         unmet: settings that these ranks cannot have.
+    """
+
+    scheme: str
+    layout: Layout
+    routes: Sequence[Route]
+    local: Sequence[Route]
+    wire_dtype: torch.dtype = torch.float32
+    plan: Plan | None = None
+    teams: Teams = field(default_factory=dict)
+    unmet: Mapping[str, Unmet] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Where an exchange has its buffers.
+
+    Attributes:
+        device: where rows lie.
         rows_apart: rows are prepared on a stream of their own, so their buffers are shared with nothing.
         scratch: memory of another exchange that never steps at the same time.
-        free_buffers: give the buffers back after each step.
+        free: give the buffers back after each step.
+    """
+
+    device: torch.device
+    rows_apart: bool = False
+    scratch: torch.Tensor | None = None
+    free: bool = False
+
+
+class Exchange:
+    """Makes matrices whole, has them orthogonalised, and brings the update's rows back.
+
+    Args:
+        routing: of this rank.
+        group: the process group whose rank r holds the shards of rank r in the layout.
+        orthogonalizer: of the blocks.
+        buffers: where they lie.
+        normalize: changes whole updates on their owner.
 
     Raises:
         ValueError: the layout is for another number of ranks.
@@ -79,48 +112,39 @@ class Exchange:
 
     def __init__(
         self,
-        scheme: str,
-        layout: Layout,
+        routing: Routing,
         group: dist.ProcessGroup,
-        routes: Sequence[Route],
-        local: Sequence[Route],
         orthogonalizer: Orthogonalizer,
+        buffers: Buffers,
         *,
-        device: torch.device,
-        wire_dtype: torch.dtype,
-        plan: Plan | None = None,
-        teams: Teams | None = None,
         normalize: Normalize | None = None,
-        unmet: Mapping[str, Unmet] | None = None,
-        rows_apart: bool = False,
-        scratch: torch.Tensor | None = None,
-        free_buffers: bool = False,
     ) -> None:
+        layout, wire_dtype = routing.layout, routing.wire_dtype
         if group.size() != layout.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        self.scheme, self.layout, self.group, self.plan = scheme, layout, group, plan
-        self.unmet = unmet or {}
+        self.scheme, self.layout, self.group, self.plan = routing.scheme, layout, group, routing.plan
+        self.unmet = routing.unmet
         self._rank = group.rank()
-        self._orthogonalizer, self._teams, self._normalize = orthogonalizer, teams or {}, normalize
-        chunk_numel = CHUNK["cpu" if device.type == "cpu" else "cuda"]
+        self._orthogonalizer, self._teams, self._normalize = orthogonalizer, routing.teams, normalize
+        chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
         self._waves = [
             Wave(
                 route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype,
-                chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=rows_apart,
+                chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=buffers.rows_apart,
             )
-            for route in (*routes, *local)
+            for route in (*routing.routes, *routing.local)
         ]  # fmt: skip
-        self._travelling = len(routes)
-        self._order = schedule(len(routes), len(local))
-        self.arena = Arena(device, scratch)
-        self._rows_apart, self._free_buffers = rows_apart, free_buffers
+        self._travelling = len(routing.routes)
+        self._order = schedule(len(routing.routes), len(routing.local))
+        self.arena = Arena(buffers.device, buffers.scratch)
+        self._rows_apart, self._free_buffers = buffers.rows_apart, buffers.free
         self._place()
         self.chunks: list[Chunk] = []
         for wave in self._waves:
             wave.make_views(self.arena, len(self.chunks))
             self._make_agreements(wave)
             self.chunks += wave.chunks
-        if free_buffers:
+        if buffers.free:
             self.arena.release()
 
     def replicas(self, index: int) -> int:

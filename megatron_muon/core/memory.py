@@ -74,7 +74,7 @@ def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None, steps: int =
 
 
 class MomentBytes(NamedTuple):
-    """Bytes an element that applying an update takes beside it: `core.adaptive` and `core.decay` make such tensors.
+    """Bytes an element that applying an update takes beside it: `core.rules` make such tensors.
 
     `held` are of an update row, on the ranks that hold it, of one shard at a time, or of several with `together`;
     `whole` of the largest matrix, on its owner: an fp32 copy and squares.

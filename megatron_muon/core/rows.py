@@ -33,10 +33,11 @@ class Rows:
         self.prepared, self.updates = (self._views(chunk, flat) for flat in (chunk.prepared, chunk.updates))
         self.flat_momentum = torch.zeros(chunk.numel if has_momentum else 0, dtype=torch.float32, device=device)
         self.momentum = self._views(chunk, self.flat_momentum) if has_momentum else []
+        self.starts = [*(held.start for held in chunk.rows), chunk.numel]
         self.firsts, self.sizes, self.index = (
             torch.tensor(numbers, dtype=torch.int64, device=device)
             for numbers in (
-                [held.start for held in chunk.rows],
+                self.starts[:-1],
                 [held.shard.numel for held in chunk.rows],
                 self.indices,
             )

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.core.adaptive import SECOND_MOMENTS
 from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED
 from megatron_muon.core.numbers import check_number
 from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER
-from megatron_muon.settings import TEAM_SIZES, MuonSettings
+from megatron_muon.settings import MuonSettings, choices_of
 
 ADJUST_LR = {
     None: ("shape_scaling", 1.0),
@@ -32,8 +31,11 @@ _ARGUMENTS = {
     "muon_coefficient_type": "ns_coefficients",
     "adaptive_muon_eps": "moment2_eps",
     "adaptive_muon_beta2": "beta2",
+    "adaptive_muon_moment2_method": "moment2_method",
 }
 """What messages about flags call them, where it is not the flag's name without `muon`."""
+
+_ARGUMENTS_OF = {argument: flag for flag, argument in _ARGUMENTS.items()}
 
 _FLAGS = r"(?:adaptive-)?muon-[a-z0-9-]*[a-z0-9]|lr|weight-decay"
 """Flags that are arguments of `Muon`; others, such as those of `megatron-muon doctor`, are to be typed as they are."""
@@ -60,17 +62,29 @@ def iteration_of(
     return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
 
 
+_NOT_SHARED = ("lr", "exclude", "ns_steps_for")
+"""Arguments that mean something else, or are of another form, than the field of `MuonSettings` with such a name."""
+
+
+def _fields(given: Mapping[str, Any]) -> dict[str, str]:
+    """The arguments that are fields of `MuonSettings`, with the field's name."""
+    fields = {name: _ARGUMENTS_OF.get(name, f"muon_{name}") for name in given if name not in _NOT_SHARED}
+    return {name: field for name, field in fields.items() if field in MuonSettings.__dataclass_fields__}
+
+
+def settings_of(given: Mapping[str, Any]) -> MuonSettings:
+    """The settings that arguments of `Muon` are."""
+    values = {field: given[name] for name, field in _fields(given).items() if given[name] is not None}
+    return MuonSettings(**values)
+
+
 def check(given: Mapping[str, Any]) -> None:
     """Refuse values that no other part would refuse, by a UserError."""
     for name, choices in {
-        "exchange": ("owner", "allgather"),
-        "exchange_dtype": ("auto", "fp32", "bf16"),
-        "team_size": TEAM_SIZES,
-        "momentum_dtype": ("fp32", "bf16", "int8"),
-        "offload": ("none", "cpu", "nvme"),
+        **{name: choices_of(field) for name, field in _fields(given).items() if choices_of(field)},
         "fp32_matmul_prec": ("highest", "high", "medium", "low"),
         "adjust_lr_fn": tuple(ADJUST_LR),
-        "moment2_method": (None, *SECOND_MOMENTS),
+        "moment2_method": (None, *choices_of("adaptive_muon_moment2_method")),
     }.items():
         if given[name] not in choices:
             raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, choices))}")

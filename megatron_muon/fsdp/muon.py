@@ -12,17 +12,13 @@ from torch._compile import _disable_dynamo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.build import make_exchange
 from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import LOCAL, SHARED
-from megatron_muon.core.hyperball import Hyperball
-from megatron_muon.core.layout import Layout
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
+from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp import shards
 from megatron_muon.fsdp.adamw import local_parts, make_state, step_adamw
 from megatron_muon.fsdp.agreement import compare_settings
@@ -35,7 +31,9 @@ from megatron_muon.fsdp.arguments import (
     check_scheme,
     in_arguments,
     iteration_of,
+    settings_of,
 )
+from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
 from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
@@ -185,60 +183,48 @@ class Muon(MuonState):
         steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
         selection.splits = splits(given["split"] or {}, names, parameters)
         layout = shards.layout_of(names, parameters, selection.splits, group, steps)
-        orthogonalizer = self._orthogonalizer(parameters[0].device)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
-        moment = self._second_moment(layout, orthogonalizer, parameters, replicated=replicated)
-        scheme = given["exchange"]
-        if replicated:
-            scheme = SHARED if given["share_replicated"] else LOCAL
-        check_scheme(given, scheme)
-        store = self._store(layout, groups, parameters[0].device)
-        exchange = make_exchange(
-            scheme,
+        settings = settings_of(given)
+        check_scheme(given, scheme_of(settings, replicated=replicated))
+        rectangles = [
+            shards.rectangle_of(matrix.name, p) for matrix, p in zip(layout.matrices, parameters, strict=True)
+        ]
+        held = Held(
             layout,
             group,
-            orthogonalizer,
-            moment=moment,
-            cautious=given["cautious_weight_decay"],
-            buffer_mb=given["exchange_buffer_mb"],
-            wire=given["exchange_dtype"],
-            device=parameters[0].device,
-            team_size=given["team_size"],
-            rows_apart=store is not None and store.prepare_stream is not None,
-            free_buffers=given["free_buffers"],
+            parameters[0].device,
+            experts=[1] * len(parameters),
+            columns=[(start, count) for _, _, start, count in rectangles],
+            replicated=replicated,
         )
-        if exchange.unmet:
-            refuse_unmet({"these": exchange.unmet})
-        self.digest = exchange.plan.digest() if exchange.plan is not None else ""
-        hyperball = None
-        if given["hyperball"]:
-            ones = [1] * len(parameters)
-            hyperball = Hyperball(layout, group, ones, device=parameters[0].device, replicated=replicated)
-        self._placed = [(p, shards.placement_of(p)) for p in parameters]
-        super().__init__(
-            groups,
-            exchange,
-            lr=float(given["lr"]),
-            momentum=given["momentum"],
+        self._run = offload_run(settings)
+        parts = make_parts(
+            held,
+            settings,
+            self._orthogonalizer(parameters[0].device),
+            moment2=given["moment2_method"],
             nesterov=given["nesterov"],
-            weight_decay=given["weight_decay"],
-            decoupled_weight_decay=True,
-            names=names,
-            cautious=given["cautious_weight_decay"],
-            hyperball=hyperball,
-            moment=moment,
-            store=store,
-            skip_missing=True,
+            offload=self._run,
+            group_of=[number for number, each in enumerate(groups) for _ in each["params"]],
         )
+        if parts.exchange.unmet:
+            refuse_unmet({"these": parts.exchange.unmet})
+        self.digest = parts.exchange.plan.digest() if parts.exchange.plan is not None else ""
+        self._placed = [(p, shards.placement_of(p)) for p in parameters]
+        defaults = {"lr": float(given["lr"]), "momentum": given["momentum"], "weight_decay": given["weight_decay"]}
+        super().__init__(
+            groups, parts.exchange, parts.rules,
+            defaults=defaults, names=names, store=parts.store, skip_missing=True,
+        )  # fmt: skip
         lr, decay = given["adamw_lr"], given["adamw_weight_decay"]
-        defaults = {
+        of_adamw = {
             "lr": self.defaults["lr"] if lr is None else lr,
             "weight_decay": self.defaults["weight_decay"] if decay is None else decay,
             "betas": given["adamw_betas"],
             "eps": given["adamw_eps"],
         }
         for members in selection.adamw:
-            members.update({name: value for name, value in defaults.items() if name not in members})
+            members.update({name: value for name, value in of_adamw.items() if name not in members})
             self.add_param_group(members)
         self.param_groups = list(selection.groups)
         self._group_of = [
@@ -276,39 +262,6 @@ class Muon(MuonState):
             scaled=given["moment2_method"] is None,
             device=device,
         )
-
-    def _second_moment(
-        self, layout: Layout, orthogonalizer: Orthogonalizer, parameters: Sequence[torch.Tensor], *, replicated: bool
-    ) -> SecondMoment | None:
-        given = self._settings
-        if given["moment2_method"] is None:
-            return None
-        held = [shards.rectangle_of(matrix.name, p) for matrix, p in zip(layout.matrices, parameters, strict=True)]
-        holding = Holding(
-            layout,
-            self.group,
-            scales=[orthogonalizer.row_scales(matrix).to(parameters[0].device) for matrix in layout.matrices],
-            experts=[1] * len(parameters),
-            columns=[(start, count) for _, _, start, count in held],
-            replicated=replicated,
-            repeated=not given["share_replicated"] if replicated else given["exchange"] == "allgather",
-            over_tp=True,
-        )
-        return SECOND_MOMENTS[given["moment2_method"]](holding, beta2=given["beta2"], eps=given["moment2_eps"])
-
-    def _store(self, layout: Layout, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Any:
-        given = self._settings
-        if given["offload"] == "none" and given["momentum_dtype"] == "fp32":
-            return None
-        self._run = OffloadRun(
-            given["offload"],
-            given["momentum_dtype"],
-            fraction=given["offload_fraction"],
-            directory=given["offload_dir"],
-            buffer_mb=given["offload_buffer_mb"],
-        )
-        group_of = [number for number, group in enumerate(groups) for _ in group["params"]]
-        return self._run.make_store(layout, self.group.rank(), group_of, kind="dense", device=device)
 
     def close(self) -> None:
         """Delete the files of momentum on disk, and give the folder back; the optimizer is of no use any more."""
@@ -384,7 +337,7 @@ class Muon(MuonState):
         if not self._has_stepped:
             self._refuse_orphans()
             with in_arguments():
-                self.refuse_zero_norms()
+                self.check_weights()
         for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
             if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)

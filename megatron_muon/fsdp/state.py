@@ -10,7 +10,7 @@ import torch
 
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import LOCAL, SHARED
-from megatron_muon.core.optimizer import MOMENT2, MOMENTUM, STEPS, ShardedMuon
+from megatron_muon.core.optimizer import MOMENTUM, STEPS, ShardedMuon
 from megatron_muon.core.ranks import Alone
 from megatron_muon.errors import OffloadError
 from megatron_muon.fsdp.selection import MUON, OPTIMIZER
@@ -91,8 +91,8 @@ class MuonState(ShardedMuon):
         keys = [key for number, group in groups_to_load if number in of_muon for key in group["params"]]
         saved = [state_dict["state"].get(key, {}) for key in keys[: len(self._matrices)]]
         wanted: dict[str, Sequence[torch.Tensor]] = {MOMENTUM: self._matrices}
-        if self.moment is not None:
-            wanted[MOMENT2] = [self.state[p][MOMENT2] for p in self._matrices]
+        for slot in (slot for rule in self.rules for slot in rule.slots):
+            wanted[slot] = [self.state[p][slot] for p in self._matrices]
         for slot, like in wanted.items():
             for index, (p, each) in enumerate(zip(self._matrices, like, strict=True)):
                 found = saved[index].get(slot) if index < len(saved) else None

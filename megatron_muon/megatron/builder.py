@@ -14,22 +14,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding, SecondMoment
 from megatron_muon.core.assignment import Unmet
-from megatron_muon.core.build import make_exchange
-from megatron_muon.core.exchange import LOCAL, OWNER, SHARED, Exchange
-from megatron_muon.core.hyperball import Hyperball
+from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.rules.rule import Held
+from megatron_muon.fsdp.build import make_parts
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.main_weights import MainWeights, matrix_weights
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.run import OffloadRun
-from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import iteration_of
 
 
@@ -67,57 +65,70 @@ class MuonBuilder:
         is MuonHyperball, which megatron-core does not have.
         """
         config = self.config
-        settings = {
-            "lr": config.lr,
-            "momentum": config.muon_momentum,
-            "nesterov": config.muon_nesterov,
-            "weight_decay": config.weight_decay,
-            "names": self.names,
-        }
         adaptive = config.optimizer == "adaptive_muon"
         if self.is_replicated and not (config.muon_share_replicated or adaptive or config.muon_hyperball):
-            return self._plain(settings)
+            return self._plain()
         self._locate()
-        self.orthogonalizer = Orthogonalizer(
+        orthogonalizer = Orthogonalizer(
             iteration_of(config),
             scale_mode=config.muon_scale_mode,
             extra_scale_factor=config.muon_extra_scale_factor,
             scaled=not adaptive,
             device=self.device,
         )
-        moment = self._second_moment() if adaptive else None
-        store, lent_weights = None, None
-        if offload is not None:
-            group_of = [number for number, member in enumerate(self.groups) for _ in member["params"]]
-            part = "experts" if self.is_expert else "dense"
-            store = offload.make_store(self.layout, self.group.rank(), group_of, kind=part, device=self.device)
-            if weights is not None:
-                lent_weights = matrix_weights(weights, offload, self.parameters, store, group_of, kind=part)
-        muon = ShardedMuon(
-            self.groups,
-            self._exchange(moment, store),
-            decoupled_weight_decay=config.decoupled_weight_decay,
-            cautious=config.muon_cautious_weight_decay,
-            **settings,
-            hyperball=self._hyperball() if config.muon_hyperball else None,
-            moment=moment,
-            store=store,
-            weights=lent_weights,
-            compute_device=None if self.device == self.parameters[0].device else self.device,
+        held = Held(
+            self.layout,
+            self.group,
+            self.parameters[0].device,
+            experts=[mp.experts_in(parameter) for parameter in self.parameters],
+            columns=None if self.is_replicated else [(start, count) for _, _, start, count in self.rectangles],
+            replicated=self.is_replicated,
+            over_tp=self.over_tp,
         )
+        group_of = [number for number, member in enumerate(self.groups) for _ in member["params"]]
+        kind = "experts" if self.is_expert else "dense"
+        parts = make_parts(
+            held,
+            config,
+            orthogonalizer,
+            moment2=config.adaptive_muon_moment2_method if adaptive else None,
+            nesterov=config.muon_nesterov,
+            decoupled=config.decoupled_weight_decay,
+            offload=offload,
+            group_of=group_of,
+            kind=kind,
+            group=self.compute_group,
+            plan=self.plan,
+            scratch=self.scratch,
+        )
+        self.plan = parts.exchange.plan
+        if parts.exchange.scheme == OWNER:
+            self.unmet = parts.exchange.unmet
+        outside = None
+        if weights is not None and offload is not None and parts.store is not None:
+            outside = matrix_weights(weights, offload, self.parameters, parts.store, group_of, kind=kind)
+        defaults = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
+        muon = ShardedMuon(
+            self.groups, parts.exchange, parts.rules,
+            defaults=defaults, names=self.names, store=parts.store, weights=outside,
+        )  # fmt: skip
         if config.muon_dump_layout is not None and dist.get_rank() == 0:
             ranks = dist.get_process_group_ranks(self.group)
             dump_layout(config.muon_dump_layout, self.layout, ranks, is_expert=self.is_expert)
         return muon
 
-    def _plain(self, settings: Mapping[str, Any]) -> ReplicatedMuon:
+    def _plain(self) -> ReplicatedMuon:
         """Plain Muon: every rank orthogonalises all matrices, by megatron-core's own class."""
         config = self.config
         for parameter, split in zip(self.parameters, self.splits, strict=True):
             give_blocks(parameter, split)
         muon = ReplicatedMuon(
             self.groups,
-            **settings,
+            names=self.names,
+            lr=config.lr,
+            momentum=config.muon_momentum,
+            nesterov=config.muon_nesterov,
+            weight_decay=config.weight_decay,
             use_decoupled_weight_decay=config.decoupled_weight_decay,
             cautious=config.muon_cautious_weight_decay,
             split_qkv=True,
@@ -153,57 +164,3 @@ class MuonBuilder:
         self.compute_group = self.group
         if self.device.type != "cpu" and self.config.muon_ns_device == "cpu":
             self.device, self.compute_group = torch.device("cpu"), mp.over_gloo(self.group)
-
-    def _second_moment(self) -> SecondMoment:
-        """What the adaptive Muon that the config asks for adds."""
-        config, matrices = self.config, self.layout.matrices
-        columns = [(0, matrix.shape[1]) for matrix in matrices]
-        if not self.is_replicated:
-            columns = [(start, count) for _, _, start, count in self.rectangles]
-        holding = Holding(
-            self.layout,
-            self.group,
-            scales=[self.orthogonalizer.row_scales(matrix).to(self.parameters[0].device) for matrix in matrices],
-            experts=[mp.experts_in(parameter) for parameter in self.parameters],
-            columns=columns,
-            replicated=self.is_replicated,
-            repeated=not config.muon_share_replicated if self.is_replicated else config.muon_exchange == "allgather",
-            over_tp=self.over_tp,
-        )
-        kind = SECOND_MOMENTS[config.adaptive_muon_moment2_method]
-        return kind(holding, beta2=config.adaptive_muon_beta2, eps=config.adaptive_muon_eps)
-
-    def _hyperball(self) -> Hyperball:
-        return Hyperball(
-            self.layout,
-            self.group,
-            [mp.experts_in(parameter) for parameter in self.parameters],
-            device=self.parameters[0].device,
-            replicated=self.is_replicated,
-        )
-
-    def _exchange(self, moment: SecondMoment | None, store: RecordStore | None) -> Exchange:
-        config = self.config
-        scheme: str = config.muon_exchange
-        if self.is_replicated:
-            scheme = SHARED if config.muon_share_replicated else LOCAL
-        exchange = make_exchange(
-            scheme,
-            self.layout,
-            self.compute_group,
-            self.orthogonalizer,
-            moment=moment,
-            cautious=config.muon_cautious_weight_decay,
-            buffer_mb=config.muon_exchange_buffer_mb,
-            wire=config.muon_exchange_dtype,
-            device=self.device,
-            team_size=config.muon_team_size,
-            plan=self.plan,
-            rows_apart=store is not None and store.prepare_stream is not None,
-            scratch=self.scratch,
-            free_buffers=config.muon_free_buffers,
-        )
-        self.plan = exchange.plan
-        if scheme == OWNER:
-            self.unmet = exchange.unmet
-        return exchange

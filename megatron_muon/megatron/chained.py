@@ -74,7 +74,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
         if not self._has_stepped:  # by now a checkpoint is loaded
             for member in self._members:
                 if isinstance(member.optimizer, ShardedMuon):
-                    member.optimizer.refuse_zero_norms()
+                    member.optimizer.check_weights()
         self._has_stepped = True
         for chunk in self.model_chunks:
             # Megatron's training loop has finished the reduction (finalize_model_grads); a script of one's own may not

@@ -30,6 +30,7 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.agreement import compare_settings
+from megatron_muon.fsdp.build import offload_run
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.logits import asked
@@ -39,7 +40,6 @@ from megatron_muon.megatron.qk_clip import QKClip
 from megatron_muon.megatron.scalar_state import ScalarState
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported, require_megatron_fsdp
 from megatron_muon.megatron.state import initialize_scalar_state, report_state
-from megatron_muon.offload.run import OffloadRun
 from megatron_muon.settings import TP_MODE, steps_for
 
 
@@ -77,7 +77,8 @@ def get_megatron_muon_optimizer(
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    offload, optimizers, plans, unmet = offload_run(config), [], {}, {}
+    offload = offload_run(config, iteration=config.muon_offload_iteration, save=config.muon_offload_save)
+    optimizers, plans, unmet = [], {}, {}
     splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
@@ -138,22 +139,6 @@ def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupColle
     return (
         f"--muon-tp-mode blockwise: each of {size} tensor-parallel ranks orthogonalises its part of a matrix alone, "
         f"so training depends on their number; {TP_MODE} orthogonalises the whole matrix"
-    )
-
-
-def offload_run(config: MuonOptimizerConfig) -> OffloadRun | None:
-    """What keeps momentum elsewhere, or in another format, than as fp32 on the device."""
-    if config.muon_offload == "none" and config.muon_momentum_dtype == "fp32":
-        return None
-    return OffloadRun(
-        config.muon_offload,
-        config.muon_momentum_dtype,
-        fraction=config.muon_offload_fraction,
-        directory=config.muon_offload_dir,
-        buffer_mb=config.muon_offload_buffer_mb,
-        keep=config.muon_offload_keep,
-        iteration=config.muon_offload_iteration,
-        save=config.muon_offload_save,
     )
 
 

@@ -2,8 +2,8 @@
 
 Megatron-FSDP keeps the weights twice: those that the model computes with, and beside them this rank's shard of the fp32
 main weights that optimizers change. Here the main weights live as records in stores (`offload.store`), and its buffers
-hold none: what reads them there gets an error of torch about tensors without data. A step has some of them lent, and
-each is copied to the model's weights before it goes back. For checkpoints all of them lie in memory for a while.
+hold none: what reads them there gets an error of torch about tensors without data. A step borrows some of them at a
+time, and each is copied to the model's weights as it goes back. For checkpoints all of them lie in memory for a while.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol, override
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.momentum import Lender
+from megatron_muon.core.storage import Borrowed, Storage
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import Content
 from megatron_muon.offload.run import OffloadRun
@@ -147,17 +147,14 @@ class MainWeights:
                 tensor.detach = detach  # type: ignore[method-assign]
 
 
-class MatrixWeights(Lender):
-    """Lends a step of Muon the main weights of its matrices, from records, one for each."""
-
-    staged = True
+class MatrixWeights(Storage):
+    """The main weights of Muon's matrices, from records, one for each; what goes back is copied to the model, too."""
 
     def __init__(self, weights: MainWeights, parameters: Sequence[torch.Tensor], store: RecordStore) -> None:
-        super().__init__(lambda index: store.read(index))
+        super().__init__(store.read)
         self.parameters = parameters
         self.store = store
         self._weights = weights
-        self._lent: list[torch.Tensor] = []
         weights.keep(self)
 
     def read_weights(self, index: int, values: torch.Tensor) -> None:
@@ -170,21 +167,12 @@ class MatrixWeights(Lender):
         self.store.write(index, values.view(shard.rows, shard.cols))
 
     @override
-    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        return self.store.parts(indices)
-
-    @override
-    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        self._lent = self.store.lend(indices)
-        return self._lent
-
-    @override
-    def take_back(self, indices: Sequence[int]) -> None:
-        for index, rows in zip(indices, self._lent, strict=True):
-            if index not in self.store.lost:
-                self._weights.model_shard(self.parameters[index]).copy_(rows.view(-1))
-        self._lent = []
-        self.store.take_back(indices)
+    def borrow(self, indices: Sequence[int]) -> Borrowed:
+        for places, rows in self.store.borrow(indices):
+            yield places, rows
+            for place, values in zip(places, rows, strict=True):
+                if (index := indices[place]) not in self.store.lost:
+                    self._weights.model_shard(self.parameters[index]).copy_(values.view(-1))
 
     @override
     def end_step(self) -> None:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import TensorParallelMuon
 
-from megatron_muon.core.decay import aligned
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import MOMENTUM
 from megatron_muon.core.orthogonalize import largest_magnitude, unit_factor
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.rows import local_rows, sharded_like
+from megatron_muon.core.rules.decay import aligned
 
 
 def give_blocks(parameter: torch.Tensor, split: RowSplit) -> None:

@@ -92,13 +92,12 @@ class ScalarState:
         if self._without_rows:
             nothing = torch.empty(1 + len(self._slots), 0, device=self.parameters[0].device)
             self._step_pieces([(piece, nothing) for piece in self._without_rows], of_parameters, of_groups)
-        for part in self.store.parts(range(len(self._pieces))):
-            lent = list(zip((self._pieces[number] for number in part), self.store.lend(part), strict=True))
-            self._step_pieces(lent, of_parameters, of_groups)
-            for number, (piece, values) in zip(part, lent, strict=True):
+        for part, records in self.store.borrow(range(len(self._pieces))):
+            borrowed = list(zip((self._pieces[number] for number in part), records, strict=True))
+            self._step_pieces(borrowed, of_parameters, of_groups)
+            for number, (piece, values) in zip(part, borrowed, strict=True):
                 if number not in self.store.lost:
                     self._model_part(piece).copy_(values[0])
-            self.store.take_back(part)
         self.store.end_step()
         for index, counters in of_parameters.items():
             self._inner.state[self.parameters[index]].update(counters)

@@ -24,8 +24,8 @@ import torch
 
 from megatron_muon.core.exchange import RowPhases
 from megatron_muon.core.layout import Shard
-from megatron_muon.core.momentum import MomentumStore
 from megatron_muon.core.ranks import of_all_ranks_if_any
+from megatron_muon.core.storage import Borrowed, MomentumStore
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
 from megatron_muon.offload.files import MOMENTUM, Content, DiskRecords, Failure, MomentumFile, in_pages, scratch
 from megatron_muon.offload.prepare_stream import PrepareStream
@@ -104,7 +104,7 @@ class RecordStore(MomentumStore):
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
         self._make_resident()
         moving = [in_pages(size) for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
-        self.staged = bool(moving)
+        is_staged = bool(moving)
         ring_bytes = max(min(in_pages(staging_bytes), sum(moving)), PARTS * max(moving, default=0))
         self._part_bytes = ring_bytes // PARTS
         self._host_ring = Ring(self._transfer_memory(ring_bytes if files else 0))
@@ -115,11 +115,10 @@ class RecordStore(MomentumStore):
         self._readers, self._writers = (
             ThreadPoolExecutor(_THREADS, f"momentum {what}", initializer=self._start_thread) for what in ("in", "out")
         )
-        self.prepare_stream = PrepareStream(device) if self.staged and self._on_gpu else None
+        self.prepare_stream = PrepareStream(device) if is_staged and self._on_gpu else None
         """Runs the steps where rows are prepared beside the products of a GPU."""
         self._staged: dict[int, _Staged] = {}
         self._leaving: deque[tuple[_Staged, Future[None]]] = deque()
-        self._lent: list[torch.Tensor] = []
         self._order: list[int] = []  # of the step before
         self._asked: dict[int, None] = {}  # of this step, in order
         self._next = 0
@@ -176,36 +175,15 @@ class RecordStore(MomentumStore):
         return nullcontext(rows) if self.prepare_stream is None else self.prepare_stream.step(rows)
 
     @override
-    def parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """`indices` in parts of a third of the ring, in order."""
-        part: list[int] = []
-        filled = 0
-        for index in indices:
-            size = 0 if index in self._at_hand else in_pages(self._sizes[index])
-            if part and filled + size > self._part_bytes and size:
-                yield part
-                part, filled = [], 0
-            part.append(index)
-            filled += size
-        if part:
-            yield part
-
-    @override
-    def lend(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        self._lent = [self._decode(index, record) for index, record in self._records(indices)]
-        self._stage_ahead()
-        return self._lent
-
-    @override
-    def take_back(self, indices: Sequence[int]) -> None:
-        for index, values in zip(indices, self._lent, strict=True):
-            staged = self._staged.pop(index, None)
-            self._encode(index, values, self._at_hand[index] if staged is None else staged.record)
-            if staged is not None:
-                computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
-                self._leaving.append((staged, self._writers.submit(self._return, staged, computed)))
-        self._lent = []
-        self._stage_ahead()
+    def borrow(self, indices: Sequence[int]) -> Borrowed:
+        """In parts of a third of the ring."""
+        first = 0
+        for part in self._parts(indices):
+            values = [self._decode(index, record) for index, record in self._records(part)]
+            self._stage_ahead()
+            yield range(first, first + len(part)), values
+            self._take_back(part, values)
+            first += len(part)
 
     @override
     def end_step(self) -> None:
@@ -242,6 +220,30 @@ class RecordStore(MomentumStore):
         if not self.disk.files:
             return [torch.empty(size, dtype=torch.float32) for size in sizes]
         return scratch(self.disk.files[0].path.parent, sizes)
+
+    def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
+        """`indices` in parts that fit a third of the ring, in order."""
+        part: list[int] = []
+        filled = 0
+        for index in indices:
+            size = 0 if index in self._at_hand else in_pages(self._sizes[index])
+            if part and filled + size > self._part_bytes and size:
+                yield part
+                part, filled = [], 0
+            part.append(index)
+            filled += size
+        if part:
+            yield part
+
+    def _take_back(self, indices: Sequence[int], borrowed: Sequence[torch.Tensor]) -> None:
+        """Store what has been borrowed, and begin to bring in what comes next."""
+        for index, values in zip(indices, borrowed, strict=True):
+            staged = self._staged.pop(index, None)
+            self._encode(index, values, self._at_hand[index] if staged is None else staged.record)
+            if staged is not None:
+                computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
+                self._leaving.append((staged, self._writers.submit(self._return, staged, computed)))
+        self._stage_ahead()
 
     def close(self) -> None:
         """Nothing is read or written any more. The store is of no use afterwards; its files are as they were."""

@@ -32,7 +32,7 @@ MOMENTUM_BYTES, LOOK_AHEAD_BYTES, APPLY_BYTES = 12, 12, 16
 """Of a parameter, in `core.optimizer`: momentum and look-ahead, each reads two tensors and writes one; decay reads and
 writes the weight, and so does the update. What travels is read or written beside."""
 CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28
-"""What these take beyond that, in passes that do not find anything in a cache (`core.decay`, `core.hyperball`)."""
+"""What these take beyond that, in passes that do not find anything in a cache (`core.rules`)."""
 
 
 @dataclass(frozen=True)

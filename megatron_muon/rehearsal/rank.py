@@ -22,9 +22,10 @@ import torch.distributed as dist
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import Plan
+from megatron_muon.fsdp.build import offload_run
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.factory import offload_run, wrap
+from megatron_muon.megatron.factory import wrap
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.offload.store import DEVICE, RecordStore
 from megatron_muon.planning.estimate import Group, Hardware, node_pattern

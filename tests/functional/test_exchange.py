@@ -60,6 +60,7 @@ def updates(
     from megatron_muon.core.assignment import TeamRules
     from megatron_muon.core.build import gathered_exchange, owner_exchange
     from megatron_muon.core.cost import Iteration
+    from megatron_muon.core.exchange import Buffers
     from megatron_muon.core.layout import Layout, RowSplit, from_rectangles, whole
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -108,8 +109,8 @@ def updates(
         return done
 
     device = torch.device("cpu")
-    gathered = gathered_exchange(layout, group, orthogonalizer, device=device)
-    owner = owner_exchange(plan, group, orthogonalizer, device=device, wire_dtype=torch.float32)
+    gathered = gathered_exchange(layout, group, orthogonalizer, Buffers(device))
+    owner = owner_exchange(plan, group, orthogonalizer, Buffers(device), wire_dtype=torch.float32)
     results = [run(gathered), run(owner), run(owner), run(owner, slow=world_size - 1)]
     held = {index for index, matrix in enumerate(matrices) if matrix.shard_of(rank) is not None}
     assert all(set(result) == held for result in results)
@@ -172,6 +173,7 @@ def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torc
     from megatron_muon.core.assignment import TeamRules
     from megatron_muon.core.build import gathered_exchange, owner_exchange
     from megatron_muon.core.cost import Iteration
+    from megatron_muon.core.exchange import Buffers
     from megatron_muon.core.layout import Layout, row_sharded
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -191,8 +193,8 @@ def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torc
         return found[0]
 
     device = torch.device("cpu")
-    owner = owner_exchange(plan, group, orthogonalizer, device=device, wire_dtype=torch.float32)
-    return [run(gathered_exchange(layout, group, orthogonalizer, device=device)), run(owner)]
+    owner = owner_exchange(plan, group, orthogonalizer, Buffers(device), wire_dtype=torch.float32)
+    return [run(gathered_exchange(layout, group, orthogonalizer, Buffers(device))), run(owner)]
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-30])

@@ -173,10 +173,9 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
     gpu, places = torch.device("cuda", 0), [place] * len(shards)
     kept = store.RecordStore(names, shards, places, codec, device=gpu, staging_bytes=4096, files=files)
     for _ in range(3):
-        for part in kept.parts(range(len(shards))):
-            for momentum in kept.lend(part):
+        for _, borrowed in kept.borrow(range(len(shards))):
+            for momentum in borrowed:
                 momentum.add_(1.0)
-            kept.take_back(part)
         kept.end_step()
     found = {"values": [kept.read(index).unique().tolist() for index in range(len(shards))], **kept.bytes}
     found["locked"] = sum(driver.registered.values())
@@ -218,10 +217,9 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
     shards = layout.held(rank)
     store = run.make_store(layout, rank, [0] * len(shards), kind="dense", device=torch.device("cpu"))
     for _ in range(3):
-        for part in store.parts(range(len(shards))):
-            for momentum in store.lend(part):
+        for _, borrowed in store.borrow(range(len(shards))):
+            for momentum in borrowed:
                 momentum.add_(1.0)
-            store.take_back(part)
         store.end_step()
     grown = anonymous_bytes() - before
     assert all(torch.equal(store.read(i), torch.full((s.rows, s.cols), 3.0)) for i, s in enumerate(shards))

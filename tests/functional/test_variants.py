@@ -174,14 +174,14 @@ def test_the_comparison_can_fail(ranks: Pool, variant: str) -> None:
 
 def norms_of_shards(rank: int, world_size: int, *, case: Case) -> Any:
     """In a worker: what `run` sees where each rank takes its shard for the matrix."""
-    from megatron_muon.core.hyperball import Hyperball
+    from megatron_muon.core.rules.hyperball import Hyperball
 
-    apply = Hyperball.apply
+    end = Hyperball.end
 
-    def apply_alone(self: Hyperball, rates: Any) -> None:
+    def end_alone(self: Hyperball) -> None:
         self._group = None
-        apply(self, rates)
+        end(self)
 
-    Hyperball.apply = apply_alone  # type: ignore[method-assign]  # this process ends with the task
+    Hyperball.end = end_alone  # type: ignore[method-assign]  # this process ends with the task
     seen = run(rank, world_size, cases={"": case}, steps=1)
     return seen[""] if rank == 0 else None

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
-from megatron_muon.core.adaptive import SECOND_MOMENTS, Holding
 from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
-from megatron_muon.core.optimizer import MOMENT2, ShardedMuon
+from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.settings import MuonSettings
+from megatron_muon.core.rules import RULES, chosen_rules, make_rules
+from megatron_muon.core.rules.adamuon import MOMENT2
+from megatron_muon.core.rules.rule import Held
+from megatron_muon.settings import choices_of
 
 SHAPES = [(9, 4), (4, 9)]
+SECOND_MOMENTS = tuple(name for name, rule in RULES.items() if rule.slots)
 
 
 def adaptive(method: str) -> ShardedMuon:
@@ -26,22 +30,17 @@ def adaptive(method: str) -> ShardedMuon:
     parameters = [torch.nn.Parameter(torch.randn(shape, generator=seeded(0))) for shape in SHAPES]
     layout = Layout(1, tuple(row_sharded(f"w{i}", shape, [shape[0]]) for i, shape in enumerate(SHAPES)))
     orthogonalizer = Orthogonalizer(Iteration(precision="highest"), scaled=False)
-    scales = [orthogonalizer.row_scales(matrix) for matrix in layout.matrices]
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    holding = Holding(layout, group, scales, [1, 1], [(0, cols) for _, cols in SHAPES], repeated=True)
-    moment = SECOND_MOMENTS[method](holding, beta2=0.95, eps=1e-8)
-    exchange = local_exchange(
-        layout, group, orthogonalizer, memory=Memory(4), device=torch.device("cpu"), normalize=moment.normalize
-    )
+    cpu = torch.device("cpu")
+    held = Held(layout, group, cpu, [1, 1], scales=[orthogonalizer.row_scales(one) for one in layout.matrices])
+    options = {"nesterov": True, "beta2": 0.95, "eps": 1e-8}
+    rules = make_rules(chosen_rules(moment2=method), replace(held, repeated=True), options)
+    normalize = next((rule.normalize for rule in rules if rule.normalize), None)
     return ShardedMuon(
         [{"params": parameters}],
-        exchange,
-        moment=moment,
-        lr=0.1,
-        momentum=0.9,
-        nesterov=True,
-        weight_decay=0.1,
-        decoupled_weight_decay=True,
+        local_exchange(layout, group, orthogonalizer, Buffers(cpu), normalize, memory=Memory(4)),
+        rules,
+        defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
         names={p: f"w{i}" for i, p in enumerate(parameters)},
     )
 
@@ -51,8 +50,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def test_every_second_moment_is_a_choice_of_the_flag() -> None:
-    choices = next(field.type for field in fields(MuonSettings) if field.name == "adaptive_muon_moment2_method")
-    assert get_args(choices) == tuple(SECOND_MOMENTS)
+    assert choices_of("adaptive_muon_moment2_method") == SECOND_MOMENTS
 
 
 @pytest.mark.parametrize("method", SECOND_MOMENTS)

@@ -9,11 +9,13 @@ import pytest
 import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon, MuonHyperball
 
-from megatron_muon.core.decay import together
-from megatron_muon.core.hyperball import Hyperball
 from megatron_muon.core.layout import Layout, from_rectangles
 from megatron_muon.core.optimizer import ShardedMuon
-from tests.unit.test_sharded_muon import SETTINGS, WholeMatrices, gradients, parameters, sharded
+from megatron_muon.core.probe import SILENT
+from megatron_muon.core.rules.decay import together
+from megatron_muon.core.rules.hyperball import Hyperball
+from megatron_muon.core.rules.rule import Held, Part, Step
+from tests.unit.test_sharded_muon import SETTINGS, gradients, parameters, sharded
 
 DECAY = 0.4
 ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
@@ -21,12 +23,7 @@ ALONE: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
 
 def on_spheres(params: list[torch.nn.Parameter], **changes: Any) -> ShardedMuon:
     """A Muon that keeps norms; a 3D parameter is a stack of matrices."""
-    exchange = WholeMatrices(params)
-    experts = [p.shape[0] if p.ndim == 3 else 1 for p in params]
-    hyperball = Hyperball(exchange.layout, ALONE, experts, device=torch.device("cpu"))
-    names = {p: f"matrix{index}" for index, p in enumerate(params)}
-    settings = {**SETTINGS, "weight_decay": 0.0, **changes}
-    return ShardedMuon([{"params": params}], exchange, names=names, hyperball=hyperball, **settings)
+    return sharded(params, hyperball=True, **{"weight_decay": 0.0, **changes})
 
 
 class CautiousMuon(Muon):
@@ -128,7 +125,7 @@ def test_updates_take_the_place_of_gradients_and_nothing_else() -> None:
     optimizer.step()
     expected = optimizer.exchange.orthogonalize(0.19 * gradients(0)[0])[0]  # 0.1 of it, looked ahead
     torch.testing.assert_close(mine[0].grad, expected, rtol=0.0, atol=1e-5)
-    assert not optimizer.hyperball._held
+    assert not optimizer.rules[-1]._pairs  # type: ignore[attr-defined]
 
 
 def test_decay_on_a_sphere_is_refused_at_the_start_and_when_a_schedule_brings_it() -> None:
@@ -143,11 +140,11 @@ def test_decay_on_a_sphere_is_refused_at_the_start_and_when_a_schedule_brings_it
 def test_a_matrix_of_zeros_has_no_sphere() -> None:
     mine = parameters()
     optimizer = on_spheres(mine)
-    optimizer.refuse_zero_norms()
+    optimizer.check_weights()
     with torch.no_grad():
         mine[1].zero_()
     with pytest.raises(ValueError, match=r"matrix1 is zero: .* --muon-exclude"):
-        optimizer.refuse_zero_norms()
+        optimizer.check_weights()
 
 
 def test_a_zero_expert_has_no_sphere_either() -> None:
@@ -156,7 +153,7 @@ def test_a_zero_expert_has_no_sphere_either() -> None:
     with torch.no_grad():
         stack[1].zero_()
     with pytest.raises(ValueError, match="matrix0 is zero"):
-        optimizer.refuse_zero_norms()
+        optimizer.check_weights()
 
 
 def test_a_step_as_long_as_a_matrix_is_refused() -> None:
@@ -171,11 +168,13 @@ def test_an_update_along_the_matrix_does_not_throw_it_far(seed: int) -> None:
     """What is left of ||w - lr * R * normalize(update)||^2 is rounding then: dividing by it made norms of 90,000 R."""
     weight = torch.nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
     norm = float(weight.detach().norm())
-    hyperball = on_spheres([weight]).hyperball
-    assert hyperball is not None
+    hyperball = on_spheres([weight], lr=0.99999).rules[-1]
+    update = (weight.detach() + 1e-5).flatten()
+    weight.grad = torch.empty_like(weight)
+    hyperball.begin(Step([{"lr": 0.99999}], lambda slot: [], SILENT))
     with torch.no_grad():
-        hyperball.hold([0], [weight.data], [torch.empty_like(weight)], [weight.detach() + 1e-5])
-        hyperball.apply([0.99999])
+        hyperball.after(Part([0], [weight], [{}], update, [update.view(64, 64)], [weight.data]))
+        hyperball.end()
     assert float(weight.detach().norm()) < 1.1 * norm
 
 
@@ -185,7 +184,7 @@ def test_of_replicas_one_sends() -> None:
     sent = []
     for rank in range(3):
         group: Any = SimpleNamespace(rank=lambda rank=rank: rank, size=lambda: 3)
-        sent.append(Hyperball(layout, group, [1], device=torch.device("cpu"))._sent.tolist())
+        sent.append(Hyperball(Held(layout, group, torch.device("cpu"), [1]), {})._sent.tolist())
     assert sent == [[1.0], [1.0], [0.0]]
 
 

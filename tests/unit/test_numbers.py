@@ -109,10 +109,10 @@ def test_the_lowest_rate_is_at_most_the_peak(parser, argv, message):
 
 
 def test_constructors_keep_to_the_rule():
-    good = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    good = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     for name, value, flag in (("lr", -1.0, "lr"), ("lr", math.nan, "lr"), ("momentum", math.nan, "muon-momentum")):
         with pytest.raises(ValueError, match=f"--{flag} {value:g} is (out of range|not finite)"):
-            ShardedMuon([], None, **{**good, name: value}, names={})
+            ShardedMuon([], None, [], defaults={**good, name: value}, names={})
     for settings in ({"iteration": Iteration(steps=0)}, {"extra_scale_factor": -1.0}, {"extra_scale_factor": math.inf}):
         with pytest.raises(ValueError, match=r"is (out of range|not finite); choose"):
             Orthogonalizer(**settings)

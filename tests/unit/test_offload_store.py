@@ -50,14 +50,13 @@ class Bench:
     def step(self, order: list[int], *, wave: int, chance: random.Random) -> None:
         """A step in this order, in waves of so many shards: every value is multiplied and added to."""
         for start in range(0, len(order), wave):
-            for part in self.store.parts(order[start : start + wave]):
-                lent = self.store.lend(part)
-                for index, values in zip(part, lent, strict=True):
+            shards = order[start : start + wave]
+            for places, borrowed in self.store.borrow(shards):
+                for index, values in zip((shards[place] for place in places), borrowed, strict=True):
                     assert same(values, self.expected[index]), f"shard {index} is not what it was"
                     change = chance.random()
                     self.expected[index].mul_(0.5).add_(change)
                     values.mul_(0.5).add_(change)
-                self.store.take_back(part)
         self.store.end_step()
 
     def check(self) -> None:
@@ -131,7 +130,7 @@ def test_a_part_of_which_some_was_read_too_early(benches: Any, first: list[int])
 def test_memory_is_the_rings(benches: Any) -> None:
     bench = benches([8] * 30, staging_pages=9)
     assert bench.store.bytes == {DEVICE: 0, HOST: 9 * PAGE, DISK: 60 * PAGE}
-    assert max(len(part) for part in bench.store.parts(list(range(30)))) == 1
+    assert max(len(places) for places, _ in bench.store.borrow(range(30))) == 1
 
 
 def test_reads_do_not_wait_for_writes(benches: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,8 +145,8 @@ def test_reads_do_not_wait_for_writes(benches: Any, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "pwritev", slow)
     for index in range(6):
-        bench.store.lend([index])
-        bench.store.take_back([index])
+        for _ in bench.store.borrow([index]):
+            pass
     assert not gave_up
     go_on.set()
     bench.store.end_step()

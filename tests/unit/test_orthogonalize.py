@@ -17,6 +17,7 @@ from megatron_muon.core import memory as memory_module
 from megatron_muon.core import orthogonalize
 from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
+from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, replicated
 from megatron_muon.core.memory import Memory, Stack
 from megatron_muon.core.newton_schulz import Work
@@ -156,7 +157,7 @@ def test_one_block_that_is_not_finite_makes_its_matrixs_update_nan(precision: st
     )
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
     orthogonalizer = Orthogonalizer(Iteration(precision=precision))
-    exchange = local_exchange(layout, group, orthogonalizer, memory=Memory(4), device=torch.device("cpu"))
+    exchange = local_exchange(layout, group, orthogonalizer, Buffers(torch.device("cpu")), memory=Memory(4))
     matrices = [randn(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     matrices[0][5, 1] = math.inf  # a key row
     matrices[2][0, 0] = math.nan

@@ -16,11 +16,14 @@ import torch.distributed as dist
 
 from megatron_muon.core.build import owner_exchange
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, Shard, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
+from megatron_muon.core.rules import chosen_rules, make_rules
+from megatron_muon.core.rules.rule import Held
 from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import PAGE, Header, MomentumFile
@@ -77,27 +80,28 @@ class Trial:
         held = layout.held(0)
         generator = torch.Generator().manual_seed(1)
         self.weights = [torch.randn(shard.rows, shard.cols, generator=generator) for shard in held]
+        parameters = [torch.nn.Parameter(weight) for weight in self.weights]
         self.muon = ShardedMuon(
-            [{"params": [torch.nn.Parameter(weight) for weight in self.weights]}],
+            [{"params": parameters}],
             owner_exchange(
                 plan,
                 Group(2, 0),
                 orthogonalizer,  # type: ignore[arg-type]
-                device=torch.device("cpu"),
+                Buffers(torch.device("cpu"), rows_apart=True),
                 wire_dtype=torch.float32,
-                rows_apart=True,
             ),
-            lr=0.1,
-            momentum=0.9,
-            nesterov=nesterov,
-            weight_decay=0.1,
-            decoupled_weight_decay=True,
-            names={weight: f"w{i}" for i, weight in enumerate(self.weights)},
+            make_rules(
+                chosen_rules(),
+                Held(layout, Group(2, 0), torch.device("cpu"), [1] * len(SHAPES)),
+                {"nesterov": nesterov},
+            ),
+            defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
+            names={parameter: f"w{i}" for i, parameter in enumerate(parameters)},
             store=self._store(held, folder, place, PAGE * staging_pages),
         )
         self.store = self.muon.store
         assert self.store is not None
-        self.store.take_back = self._noting(self.store.take_back)  # type: ignore[method-assign]
+        self.store._take_back = self._noting(self.store._take_back)  # type: ignore[method-assign]
 
     def _store(self, held: Any, folder: Path, place: str, staging_bytes: int) -> RecordStore:
         sizes = [4 * shard.numel for shard in held]
@@ -115,12 +119,12 @@ class Trial:
             files=files,
         )
 
-    def _noting(self, take_back: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
-        def noted(indices: Sequence[int]) -> None:
+    def _noting(self, take_back: Callable[..., None]) -> Callable[..., None]:
+        def noted(indices: Sequence[int], borrowed: Sequence[torch.Tensor]) -> None:
             self.order.append("rows")
             if self._last_products:
                 self.behind.append(torch.cuda.current_stream().clock.get("products", 0) >= self._last_products)
-            take_back(indices)
+            take_back(indices, borrowed)
 
         return noted
 

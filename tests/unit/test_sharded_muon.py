@@ -11,22 +11,19 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import LOCAL, Exchange, RowPhases
+from megatron_muon.core.exchange import LOCAL, Buffers, Exchange, Routing, RowPhases
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.portions import Team
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.route import NOWHERE, make_route
+from megatron_muon.core.rules import chosen_rules, make_rules
+from megatron_muon.core.rules.rule import Held
 
+CPU = torch.device("cpu")
 SHAPES = [(9, 4), (4, 9), (5, 5)]
-SETTINGS: dict[str, Any] = {
-    "lr": 0.1,
-    "momentum": 0.9,
-    "nesterov": True,
-    "weight_decay": 0.05,
-    "decoupled_weight_decay": True,
-}
+SETTINGS: dict[str, Any] = {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.05}
 
 
 class WholeMatrices(Exchange):
@@ -45,10 +42,7 @@ class WholeMatrices(Exchange):
             layout, held, teams, 0, self.orthogonalize.scale, number=None, rows_by=NOWHERE, updates_by=NOWHERE
         )
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-        super().__init__(
-            LOCAL, layout, group, [], [route], self.orthogonalize,
-            device=torch.device("cpu"), wire_dtype=torch.float32,
-        )  # fmt: skip
+        super().__init__(Routing(LOCAL, layout, [], [route]), group, self.orthogonalize, Buffers(CPU))
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1
@@ -68,7 +62,14 @@ def gradients(step: int) -> list[torch.Tensor]:
 def sharded(params: Any, **changes: Any) -> ShardedMuon:
     tensors = [p for g in params for p in g["params"]] if isinstance(params[0], dict) else params
     names = {p: f"matrix{index}" for index, p in enumerate(tensors)}
-    return ShardedMuon(params, WholeMatrices(tensors), names=names, **{**SETTINGS, **changes})
+    settings = {**SETTINGS, **changes}
+    defaults = {name: settings.pop(name) for name in ("lr", "momentum", "weight_decay")}
+    nesterov, skip = settings.pop("nesterov"), settings.pop("skip_missing", False)
+    exchange = WholeMatrices(tensors)
+    alone: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
+    held = Held(exchange.layout, alone, CPU, [p.shape[0] if p.ndim == 3 else 1 for p in tensors])
+    rules = make_rules(chosen_rules(**settings), held, {"nesterov": nesterov})
+    return ShardedMuon(params, exchange, rules, defaults=defaults, names=names, skip_missing=skip)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -76,7 +77,7 @@ def sharded(params: Any, **changes: Any) -> ShardedMuon:
 def test_ten_updates_equal_emerging_optimizers(nesterov: bool, decoupled: bool) -> None:
     """Same fp32 arithmetic in the same order; decay added to the gradient may differ in the last bit."""
     mine, theirs = parameters(), parameters()
-    optimizer = sharded(mine, nesterov=nesterov, decoupled_weight_decay=decoupled)
+    optimizer = sharded(mine, nesterov=nesterov, decoupled=decoupled)
     reference = Muon(
         theirs,
         lr=0.1,
@@ -100,7 +101,7 @@ def test_ten_updates_equal_emerging_optimizers(nesterov: bool, decoupled: bool) 
 def test_gradients_are_left_alone() -> None:
     """They live in Megatron-FSDP's buffers."""
     mine = parameters()
-    optimizer = sharded(mine, decoupled_weight_decay=False)
+    optimizer = sharded(mine, decoupled=False)
     for p, gradient in zip(mine, gradients(0), strict=True):
         p.grad = gradient.clone()
     optimizer.step()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.build import owner_exchange, shared_exchange
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -72,7 +73,7 @@ def step(plan: Plan, shapes: Shapes, rank: int, make: Any = shared_exchange) -> 
 
     rows = ByMatrix(lambda index: torch.ones(shapes[index]), apply)
     group: Any = Group(plan.layout.world_size, rank)
-    exchange = make(plan, group, orthogonalizer, device=torch.device("cpu"), wire_dtype=torch.float32)
+    exchange = make(plan, group, orthogonalizer, Buffers(torch.device("cpu")), wire_dtype=torch.float32)
     # Buffers of a wave that is worked on, of one that comes and of one that goes.
     assert exchange.arena.nbytes <= plan.buffer_bytes + 64 * 512
     with mock.patch.object(dist, "broadcast", broadcast):
@@ -107,4 +108,4 @@ def test_one_rank_alone_exchanges_nothing(make: Any) -> None:
 def test_a_plan_for_other_ranks_is_refused() -> None:
     plan = planned([(2, 2)], 2)
     with pytest.raises(ValueError, match="the layout is for 2 ranks, the process group has 3"):
-        shared_exchange(plan, Group(3, 0), Orthogonalizer(), device=torch.device("cpu"), wire_dtype=torch.float32)
+        shared_exchange(plan, Group(3, 0), Orthogonalizer(), Buffers(torch.device("cpu")), wire_dtype=torch.float32)

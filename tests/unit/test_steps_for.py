@@ -17,6 +17,7 @@ import megatron_muon
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import GRAM, STANDARD, Iteration
+from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, Matrix, replicated, row_sharded
 from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -85,7 +86,7 @@ def test_blocks_with_other_steps_have_a_stack_of_their_own(method: str) -> None:
     orthogonalizer = Orthogonalizer(Iteration(precision="highest", method=method), scale_mode="shape_scaling")
     layout = Layout(1, tuple(replicated(one.name, one.shape, 1, steps=one.steps) for one in matrices))
     group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 1)
-    exchange = local_exchange(layout, group, orthogonalizer, memory=Memory(4), device=torch.device("cpu"))
+    exchange = local_exchange(layout, group, orthogonalizer, Buffers(torch.device("cpu")), memory=Memory(4))
     assert sorted(len(of.slots) for wave in exchange._waves for of in wave.route.stacks) == [1, 1, 2]
     updates: dict[int, torch.Tensor] = {}
     exchange.run(ByMatrix(lambda seed: randn(12, 20, seed=seed), updates.__setitem__), SILENT)

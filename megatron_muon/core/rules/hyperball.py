@@ -14,14 +14,16 @@ for each matrix follows, and one pass over the weights. Nothing is kept between 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, override
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.decay import together
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import Layout
+from megatron_muon.core.rows import local_rows
+from megatron_muon.core.rules.decay import acts, together, zero_nan
+from megatron_muon.core.rules.rule import Held, Part, Rule, Step
 
 EPS = 1e-8
 """The least norm that is divided by; the default of emerging-optimizers."""
@@ -30,93 +32,93 @@ ROUNDING = 1e-6
 """What fp32 sums leave of ||w||^2 where less than this is left is their rounding."""
 
 
-class Hyperball:
-    """What keeps norms in a step: `hold` for the updates of each wave, then `apply` once. Without state.
+class Hyperball(Rule):
+    """Keeps norms: holds the updates of each wave, and moves the weights once the exchange is over. Without state."""
 
-    Args:
-        layout: who holds which rows of the matrices; the same on every rank.
-        group: the process group of the layout.
-        experts: how many matrices each of the layout's matrices stacks.
-        device: where the weights lie.
-        replicated: every rank holds whole matrices, so it needs no numbers of others.
-    """
-
-    def __init__(
-        self,
-        layout: Layout,
-        group: dist.ProcessGroup,
-        experts: Sequence[int],
-        *,
-        device: torch.device,
-        replicated: bool = False,
-    ) -> None:
-        rank = group.rank()
-        self._group = None if replicated or group.size() == 1 else group
+    def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
+        super().__init__(held, options)
+        layout, experts, replicated = held.layout, held.experts, held.replicated
+        rank = held.group.rank()
+        self._group = None if replicated or held.group.size() == 1 else held.group
         self._rows = [matrix.shape[0] // count for matrix, count in zip(layout.matrices, experts, strict=True)]
         self._starts = [0, *itertools.accumulate(experts)]  # the numbers of each matrix, one for each expert
-        self._sums = torch.zeros(3, self._starts[-1], dtype=torch.float32, device=device)
+        self._sums = torch.zeros(3, self._starts[-1], dtype=torch.float32, device=held.device)
         self._places: list[range] = []
         sent = torch.zeros(self._starts[-1], dtype=torch.float32)
-        for start, rows, count, shard in zip(self._starts, self._rows, experts, layout.held(rank), strict=False):
-            first, held = (shard.row_start // rows, shard.rows // rows) if count > 1 else (0, int(shard.numel > 0))
-            self._places.append(range(start + first, start + first + held))
+        for start, rows, count, shard in zip(self._starts, self._rows, experts, held.shards, strict=False):
+            first, number = (shard.row_start // rows, shard.rows // rows) if count > 1 else (0, int(shard.numel > 0))
+            self._places.append(range(start + first, start + first + number))
             if shard.rank == rank or replicated:  # the first of those that hold it
-                sent[start + first : start + first + held] = 1.0
-        self._sent = sent.to(device)
-        self._held: list[tuple[torch.Tensor, torch.Tensor]] = []
+                sent[start + first : start + first + number] = 1.0
+        self._sent = sent.to(held.device)
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._found: list[torch.Tensor] = []
         self._order: list[int] = []
         self._on_device: dict[tuple[int, ...], torch.Tensor] = {}
 
-    def hold(
-        self,
-        indices: Sequence[int],
-        weights: list[torch.Tensor],
-        gradients: list[torch.Tensor],
-        updates: list[torch.Tensor],
-    ) -> None:
-        """Put this rank's rows of updates, zero where one is not finite, in the place of the gradients.
+    @override
+    def check(self, groups: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+        for group, name in zip(groups, names, strict=True):
+            if not isinstance(group["lr"], torch.Tensor) and group["lr"] >= 1.0:
+                raise UserError(
+                    f"the learning rate {group['lr']:g} of {name} is not below 1: with MuonHyperball it is the size of "
+                    "a step relative to the matrix; begin with 0.02"
+                )
+            if acts(group["weight_decay"]):
+                raise UserError(
+                    f"weight decay {group['weight_decay']:g} of {name} has no effect with MuonHyperball, which keeps "
+                    "the norm that decay would shrink; use 0 for its matrices"
+                )
 
-        Args:
-            indices: the matrices.
-            weights: this rank's rows of each, `(rows, cols)`.
-            gradients: of the same shape and dtype.
-            updates: of the same shape, of any floating dtype.
+    @override
+    def begin(self, step: Step) -> None:
+        self._rates = [group["lr"] for group in step.groups]
+
+    @override
+    def after(self, part: Part) -> None:
+        """Put the updates, zero where one is not finite, in the place of the gradients.
+
+        A matrix without a gradient keeps its weights.
         """
-        for part in together(weights):
-            torch._foreach_copy_(gradients[part], updates[part])
-            ours = [self._matrices(index, rows) for index, rows in zip(indices[part], weights[part], strict=True)]
-            theirs = [self._matrices(index, rows) for index, rows in zip(indices[part], gradients[part], strict=True)]
+        zero_nan(part.flat)
+        found = {place: parameter.grad for place, parameter in enumerate(part.parameters)}
+        gradients = [local_rows(gradient) for gradient in found.values() if gradient is not None]
+        present = [place for place, gradient in found.items() if gradient is not None]
+        weights, updates = ([tensors[place] for place in present] for tensors in (part.state, part.rows))
+        indices = [part.indices[place] for place in present]
+        for some in together(weights):
+            torch._foreach_copy_(gradients[some], updates[some])
+            ours = [self._matrices(index, rows) for index, rows in zip(indices[some], weights[some], strict=True)]
+            theirs = [self._matrices(index, rows) for index, rows in zip(indices[some], gradients[some], strict=True)]
             pairs = list(zip(itertools.chain(*ours), itertools.chain(*theirs), strict=True))
             norms = torch._foreach_norm([one for pair in pairs for one in pair], dtype=torch.float32)
             products = torch.stack([_product(weight, update) for weight, update in pairs])
             self._found.append(torch.stack([*torch.stack(norms).square().view(-1, 2).unbind(1), products]))
-            self._held += pairs
-            self._order += itertools.chain(*(self._places[index] for index in indices[part]))
+            self._pairs += pairs
+            self._order += itertools.chain(*(self._places[index] for index in indices[some]))
 
-    def apply(self, rates: Sequence[float]) -> None:
-        """Move the weights, over the sphere, to where the held updates lead. Collective.
-
-        Args:
-            rates: the learning rate of each matrix.
-        """
+    @override
+    def end(self) -> None:
+        """Move the weights, over the sphere, to where the updates lead. Collective."""
         order = self._index(tuple(self._order))
         sums = self._sums.zero_()
-        if self._held:
+        if self._pairs:
             sums.index_copy_(1, order, torch.cat(self._found, dim=1) * self._sent[order])
         self._total(sums)
-        shrink, pace = self._numbers(sums, rates)
+        shrink, pace = self._numbers(sums, self._rates)
         scales = zip(shrink[order].unbind(), (shrink * pace).neg_()[order].unbind(), strict=True)
-        for (weight, update), (of_weight, of_update) in zip(self._held, scales, strict=True):
+        for (weight, update), (of_weight, of_update) in zip(self._pairs, scales, strict=True):
             weight.mul_(of_weight).addcmul_(update, of_update)
-        self._held, self._found, self._order = [], [], []
+        self._pairs, self._found, self._order = [], [], []
 
     def _numbers(self, sums: torch.Tensor, rates: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
         """For each matrix `shrink` and `pace`, of w <- shrink * (w - pace * update); 1 and 0 without an update."""
         radius, (of_update, product) = sums[0].sqrt(), sums[1:]
         pace = radius / of_update.sqrt().clamp_min(EPS)
         start = 0
-        for rate, alike in itertools.groupby(rates):
+        for rate, alike in itertools.groupby(
+            rates, key=lambda rate: id(rate) if isinstance(rate, torch.Tensor) else rate
+        ):
             end = start + len(list(alike))
             pace[self._starts[start] : self._starts[end]] *= rate
             start = end
@@ -125,16 +127,9 @@ class Hyperball:
         is_still = of_update == 0.0
         return shrink.masked_fill_(is_still, 1.0), pace.masked_fill_(is_still, 0.0)
 
-    def refuse_zeros(self, weights: Sequence[torch.Tensor], names: Sequence[str]) -> None:
-        """Refuse matrices that have no norm to keep. Collective; waits for the device.
-
-        Args:
-            weights: this rank's rows of each matrix.
-            names: of the matrices.
-
-        Raises:
-            UserError: names the first.
-        """
+    @override
+    def check_weights(self, weights: Sequence[torch.Tensor], names: Sequence[str]) -> None:
+        """Refuse matrices that have no norm to keep. Collective; waits for the device."""
         largest = torch.zeros_like(self._sent)
         for index, rows in enumerate(weights):
             for place, values in zip(self._places[index], self._matrices(index, rows), strict=True):

@@ -1,0 +1,115 @@
+"""Weight decay in three ways, and the step along the update, which is the last rule where norms are not kept.
+
+Source of cautious decay: https://arxiv.org/abs/2510.12402, w <- w - lr * (update + weight_decay * [update * w >= 0] *
+w), element by element. emerging-optimizers 0.3 has no such method.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import override
+
+import torch
+
+from megatron_muon.core.memory import TOGETHER
+from megatron_muon.core.rows import local_rows
+from megatron_muon.core.rules.rule import Part, Rule
+
+
+Number = float | torch.Tensor
+"""Of a parameter group; a tensor of one number, fp32 on the device, where a step is to be captured in a CUDA graph."""
+
+
+class CoupledDecay(Rule):
+    """Adds the decay to the gradient, before momentum."""
+
+    @override
+    def before(self, part: Part) -> None:
+        for parameter, group, rows in zip(part.parameters, part.groups, part.rows, strict=True):
+            if acts(group["weight_decay"]):
+                _add_scaled([rows], [local_rows(parameter).to(rows.device, rows.dtype)], group["weight_decay"])
+
+
+class Decay(Rule):
+    """Shrinks the weights, AdamW's way: adds the decay to the update, so that both are rounded once."""
+
+    @override
+    def after(self, part: Part) -> None:
+        for group, rows, weights in part.by_group():
+            if acts(group["weight_decay"]):
+                _add_scaled(rows, weights, group["weight_decay"])
+
+
+class CautiousDecay(Rule):
+    """Shrinks only what the update shrinks already."""
+
+    @override
+    def after(self, part: Part) -> None:
+        for group, rows, weights in part.by_group():
+            if acts(group["weight_decay"]):
+                _decay_aligned(weights, rows, -group["weight_decay"] * group["lr"])
+
+
+class Descent(Rule):
+    """weight <- weight - lr * update; an update that is not finite leaves its matrix as it is."""
+
+    @override
+    def after(self, part: Part) -> None:
+        zero_nan(part.flat)
+        for group, rows, weights in part.by_group():
+            _add_scaled(weights, rows, -group["lr"])
+
+
+def aligned(weights: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
+    """Which elements decay: those that subtracting the update brings nearer to zero, or leaves alone; bool."""
+    return weights * updates >= 0.0
+
+
+def acts(decay: Number) -> bool:
+    """Whether weights decay; of a tensor nobody asks, as that would wait for the device."""
+    return isinstance(decay, torch.Tensor) or decay != 0.0
+
+
+def _add_scaled(tensors: list[torch.Tensor], others: list[torch.Tensor], factor: Number) -> None:
+    """Add `factor` times the others, in place; with a tensor the products are rounded first."""
+    if not isinstance(factor, torch.Tensor):
+        torch._foreach_add_(tensors, others, alpha=factor)
+        return
+    for part in together(tensors):
+        torch._foreach_add_(tensors[part], torch._foreach_mul(others[part], factor))
+
+
+def _decay_aligned(weights: list[torch.Tensor], updates: list[torch.Tensor], factor: Number) -> None:
+    """Add `factor` times their weight to the elements that are `aligned`, in place; where the update is NaN none are.
+
+    Args:
+        weights: rows of matrices, `(rows, cols)` each.
+        updates: what will be subtracted from them, times the learning rate.
+        factor: minus decay rate times learning rate.
+    """
+    for part in together(weights):
+        products = torch._foreach_mul(weights[part], updates[part])
+        for product in products:
+            product.ge_(0.0)  # now 1.0 or 0.0
+        if isinstance(factor, torch.Tensor):
+            torch._foreach_mul_(products, factor)
+            factor = 1.0
+        torch._foreach_addcmul_(weights[part], weights[part], products, value=factor)
+
+
+def together(tensors: Sequence[torch.Tensor]) -> Iterator[slice]:
+    """Consecutive `tensors` that take several passes together, so that each pass finds them in the cache."""
+    first, elements = 0, 0
+    for place, tensor in enumerate(tensors):
+        if elements and elements + tensor.numel() > TOGETHER["cpu" if tensor.device.type == "cpu" else "cuda"]:
+            yield slice(first, place)
+            first, elements = place, 0
+        elements += tensor.numel()
+    if tensors:
+        yield slice(first, len(tensors))
+
+
+def zero_nan(tensor: torch.Tensor) -> None:
+    """Put zeros where it is NaN, in place."""
+    tensor.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)

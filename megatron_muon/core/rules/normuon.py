@@ -1,0 +1,153 @@
+"""NorMuon on ZeRO-sharded matrices: each neuron's update over the root of its second moment.
+
+Source: https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon. The
+update is orthogonalised unscaled, then normalised, then scaled; second moment and norm are those of the whole
+parameter, as there. Where it differs: every block is scaled by its own shape, as by plain Muon, and each expert of a
+stack is a matrix of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, override
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from megatron_muon.core.rules.adamuon import MOMENT2, moment_settings
+from megatron_muon.core.rules.rule import Held, Rule, Step
+
+
+class NorMuon(Rule):
+    """The second moment of rows or columns, which the rank that orthogonalises a matrix advances.
+
+    The second moment of a matrix with at least as many rows as columns has one number for each row, `(rows, 1)`,
+    sharded as the rows are; that of a wider one has one for each column, `(1, cols)`, on every rank.
+
+    Before the exchange every rank gets all numbers, by one all-reduce of a vector in which each number has one rank
+    that does not send zero: a sum that rounds nothing. The owner of a matrix advances its own; after the exchange they
+    go round in the same way.
+    """
+
+    slots = (MOMENT2,)
+    unscaled = True
+
+    def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
+        super().__init__(held, options)
+        self.settings = moment_settings(options)
+        self._rank = held.group.rank()
+        counts = zip(held.layout.matrices, held.experts, strict=True)
+        self._stacks = [(count, matrix.shape[0] // count, matrix.shape[1]) for matrix, count in counts]
+        sizes = [count * (rows if rows >= cols else cols) for count, rows, cols in self._stacks]
+        self._all = torch.zeros(sum(sizes), dtype=torch.float32, device=held.device)
+        self._whole: tuple[torch.Tensor, ...] = self._all.split(sizes)  # the numbers of each matrix: views
+        self._shards = [matrix.shard_of(self._rank) for matrix in held.layout.matrices]
+        self._columns = held.columns or [(0, matrix.shape[1]) for matrix in held.layout.matrices]
+        self._done: set[int] = set()
+
+    def _by_row(self, index: int) -> bool:
+        """Whether a matrix has a number for each row; source: emerging-optimizers' AdaptiveMuon._init_group."""
+        _, rows, cols = self._stacks[index]
+        return rows >= cols
+
+    @override
+    def zeros(self, slot: str, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        return neuron_moment(parameter, by_row=self._by_row(index), over_tp=self.held.over_tp)
+
+    @override
+    def begin(self, step: Step) -> None:
+        self._groups, self._moments = step.groups, step.state(MOMENT2)
+        self._done.clear()
+        self._all.zero_()
+        for index, moment in enumerate(self._moments):
+            part = self._part(index, sending=True)
+            if part is not None:
+                part.copy_(moment.reshape(-1))
+        if not self.held.replicated:
+            self._sum()
+
+    def normalize(self, index: int, update: torch.Tensor, finite: torch.Tensor) -> None:
+        """Advance a matrix's second moment by its update and normalise and scale the update, in place.
+
+        Source: emerging-optimizers' AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
+
+        Args:
+            index: the matrix.
+            update: its whole unscaled update `(rows, cols)`, fp32.
+            finite: whether it is, a bool; if not, the second moment stays as it is.
+        """
+        assert index not in self._done
+        self._done.add(index)
+        beta2, eps = self._groups[index]["beta2"], self._groups[index]["eps"]
+        dim = -1 if self._by_row(index) else -2
+        experts, rows, _ = self._stacks[index]
+        moments = self._whole[index].view(experts, -1).unsqueeze(dim)
+        update.masked_fill_(~finite, 0.0)
+        for matrix, moment, scale in zip(update.split(rows), moments, self.held.scales[index].split(rows), strict=True):
+            moment.lerp_(matrix.square().mean(dim=dim, keepdim=True), finite.float() * (1.0 - beta2))
+            before = torch.linalg.vector_norm(matrix)
+            matrix.mul_(moment.clamp_min(eps).rsqrt_())
+            matrix.mul_(before / torch.linalg.vector_norm(matrix).clamp_min(eps))
+            matrix.mul_(scale)
+
+    @override
+    def end(self) -> None:
+        if not self.held.repeated:
+            for index, whole in enumerate(self._whole):
+                if index not in self._done:
+                    whole.zero_()
+            self._sum()
+        for index, moment in enumerate(self._moments):
+            part = self._part(index, sending=False)
+            if part is not None and moment.numel():
+                moment.copy_(part.view(moment.shape))
+
+    def _sum(self) -> None:
+        if self.held.group.size() > 1 and self._all.numel():
+            dist.all_reduce(self._all, group=self.held.group)
+
+    def _part(self, index: int, *, sending: bool) -> torch.Tensor | None:
+        """This rank's numbers of a matrix; when sending, of those that several ranks hold only the first's."""
+        (experts, rows, _), shard, whole = self._stacks[index], self._shards[index], self._whole[index]
+        if self.held.replicated:
+            return whole
+        first_holder = shard is not None and shard.rank == self._rank
+        if not self._by_row(index) and experts == 1:
+            if sending and (shard is None or shard.row_start or not first_holder):
+                return None
+            first, count = self._columns[index]
+            return whole[first : first + count]
+        if shard is None or (sending and not first_holder):
+            return None
+        if self._by_row(index):
+            return None if sending and shard.col_start else whole[shard.row_start : shard.row_start + shard.rows]
+        first, last = shard.row_start // rows, (shard.row_start + shard.rows) // rows  # experts lie whole on a rank
+        return whole.view(experts, -1)[first:last].view(-1)
+
+
+def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:
+    """Zeros for one number for each row (or column) of `parameter`, fp32, a DTensor as `parameter` is.
+
+    The dimension that is averaged over has size 1. Ranks that shard it hold the same numbers; so do tensor-parallel
+    ranks with `over_tp`, and otherwise, their parts being matrices of their own, they hold one each.
+    """
+    gone = parameter.ndim - 1 if by_row else parameter.ndim - 2
+    if not isinstance(parameter, DTensor):
+        return parameter.new_zeros(_without(parameter.shape, gone), dtype=torch.float32)
+    mesh, size, placements = parameter.device_mesh, 1, list(parameter.placements)
+    names = mesh.mesh_dim_names or ("",) * len(placements)
+    for place, placement in enumerate(placements):
+        if getattr(placement, "dim", None) == gone:  # a Shard or _StridedShard
+            if "tp" in names[place] and not over_tp:
+                size *= mesh.size(place)
+            else:
+                placements[place] = Replicate()
+    local = parameter._local_tensor.new_zeros(_without(parameter._local_tensor.shape, gone), dtype=torch.float32)
+    shape = _without(parameter.shape, gone, size)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _without(shape: Sequence[int], dim: int, size: int = 1) -> torch.Size:
+    return torch.Size(size if place == dim else length for place, length in enumerate(shape))

@@ -1,0 +1,129 @@
+"""Builds the parts of a Muon from what a front end knows: exchange, rules and store.
+
+`megatron_muon.Muon` and Megatron's factory find out which matrices there are and who holds what, and give it here with
+their settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_muon.core.build import make_exchange
+from megatron_muon.core.exchange import LOCAL, SHARED, Buffers, Exchange
+from megatron_muon.core.memory import moment_bytes
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import Plan
+from megatron_muon.core.rules import RULES, chosen_rules, make_rules
+from megatron_muon.core.rules.rule import Held, Rule
+from megatron_muon.offload.run import OffloadRun
+from megatron_muon.offload.store import RecordStore
+from megatron_muon.settings import MuonSettings
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a `ShardedMuon` is made of."""
+
+    exchange: Exchange
+    rules: list[Rule]
+    store: RecordStore | None
+
+
+def make_parts(
+    held: Held,
+    settings: MuonSettings,
+    orthogonalizer: Orthogonalizer,
+    *,
+    moment2: str | None,
+    nesterov: bool,
+    decoupled: bool = True,
+    offload: OffloadRun | None = None,
+    group_of: Sequence[int] = (),
+    kind: str = "dense",
+    group: dist.ProcessGroup | None = None,
+    plan: Plan | None = None,
+    scratch: Any = None,
+) -> Parts:
+    """The parts of a Muon. Collective.
+
+    Args:
+        held: the matrices, and what this rank has of them.
+        settings: of the user.
+        orthogonalizer: of the matrices, on the device where momentum and exchange compute; unscaled with `moment2`.
+        moment2: the second moment's rule, or None.
+        nesterov: look ahead by mixing the gradient with the new momentum.
+        decoupled: decay shrinks the weights, or it is added to the gradient.
+        offload: keeps momentum elsewhere, or in another format than fp32.
+        group_of: the number of each matrix's parameter group, for files of momentum.
+        kind: "dense" or "experts", for their names.
+        group: the same ranks as the layout's, for an exchange on another device.
+        plan: of the exchange, where it has been made before.
+        scratch: buffers of another Muon, which steps before or after this one.
+    """
+    repeated = not settings.muon_share_replicated if held.replicated else settings.muon_exchange == "allgather"
+    names = chosen_rules(
+        moment2=moment2,
+        cautious=settings.muon_cautious_weight_decay,
+        hyperball=settings.muon_hyperball,
+        decoupled=decoupled,
+    )
+    if any(RULES[name].unscaled for name in names):
+        held = replace(held, scales=[orthogonalizer.row_scales(one).to(held.device) for one in held.layout.matrices])
+    options = {"nesterov": nesterov, "beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
+    rules = make_rules(names, replace(held, repeated=repeated), options)
+    device = orthogonalizer.device
+    store = None
+    if offload is not None:
+        store = offload.make_store(held.layout, held.group.rank(), group_of, kind=kind, device=device)
+    exchange = make_exchange(
+        scheme_of(settings, replicated=held.replicated),
+        held.layout,
+        group or held.group,
+        orthogonalizer,
+        Buffers(
+            device,
+            rows_apart=store is not None and store.prepare_stream is not None,
+            scratch=scratch,
+            free=settings.muon_free_buffers,
+        ),
+        normalize=next((rule.normalize for rule in rules if rule.normalize is not None), None),
+        beside=moment_bytes(moment2, cautious=settings.muon_cautious_weight_decay),
+        buffer_mb=settings.muon_exchange_buffer_mb,
+        wire=settings.muon_exchange_dtype,
+        team_size=settings.muon_team_size,
+        plan=plan,
+    )
+    return Parts(exchange, rules, store)
+
+
+def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
+    """How matrices become whole: where every rank holds them, by sharing the work or doing all of it."""
+    if replicated:
+        return SHARED if settings.muon_share_replicated else LOCAL
+    return settings.muon_exchange
+
+
+def offload_run(settings: MuonSettings, *, iteration: int = 0, save: str = "") -> OffloadRun | None:
+    """What keeps momentum elsewhere, or in another format, than as fp32 on the device. Collective with files.
+
+    Args:
+        settings: of the user.
+        iteration: the last one before the first step, for the names of files.
+        save: where the run saves checkpoints, by which its next start knows files of its own.
+    """
+    if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
+        return None
+    return OffloadRun(
+        settings.muon_offload,
+        settings.muon_momentum_dtype,
+        fraction=settings.muon_offload_fraction,
+        directory=settings.muon_offload_dir,
+        buffer_mb=settings.muon_offload_buffer_mb,
+        keep=settings.muon_offload_keep,
+        iteration=iteration,
+        save=save,
+    )

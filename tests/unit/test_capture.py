@@ -1,0 +1,125 @@
+"""What a CUDA graph needs of a step: the same operations on the same memory, and no value that the host reads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from megatron_muon.core.build import owner_exchange
+from megatron_muon.core.cost import Iteration
+from megatron_muon.core.exchange import Buffers
+from megatron_muon.core.layout import Layout, row_sharded
+from megatron_muon.core.memory import Memory
+from megatron_muon.core.optimizer import ShardedMuon
+from megatron_muon.core.orthogonalize import Orthogonalizer
+from megatron_muon.core.plan import make_plan
+from megatron_muon.core.rules import chosen_rules, make_rules
+from megatron_muon.core.rules.rule import Held
+from megatron_muon.planning.estimate import HARDWARE
+from megatron_muon.rehearsal import machine, process_groups
+from megatron_muon.rehearsal.recorder import Recorder
+
+RANKS = 4
+SHAPES = [(64, 32), (32, 64), (512, 256), (48, 16)]
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cautious": {"cautious": True},
+    "coupled": {"decoupled": False},
+    "adamuon": {"moment2": "adamuon"},
+    "hyperball": {"hyperball": True},
+}
+
+
+class Enqueued(TorchDispatchMode):
+    """Every operation, with numbers and the memory that it works on: addresses of before the step, as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, ...]] = []
+        self._made: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace != "profiler":
+            self.operations.append((func, *(self._seen(one) for one in tree_leaves((args, kwargs)))))
+        if not func.is_view and all(value.alias_info is None for value in func._schema.returns):
+            self._made |= {one.untyped_storage()._cdata for one in tree_leaves(result) if torch.is_tensor(one)}
+        return result
+
+    def _seen(self, one: Any) -> Any:
+        if not torch.is_tensor(one):
+            return one
+        storage = one.untyped_storage()._cdata
+        return "made" if storage in self._made else storage, one.storage_offset(), one.shape, one.stride(), one.dtype
+
+
+@contextlib.contextmanager
+def on_fake_gpu(**variant: Any) -> Iterator[ShardedMuon]:
+    """The Muon of rank 1 of four on fake tensors."""
+    recorder = Recorder(machine.DEVICE)
+    with process_groups.world(1, RANKS, recorder), machine.on(HARDWARE["h100-sxm"], recorder):
+        group = dist.new_group(range(RANKS))
+        layout = Layout(RANKS, tuple(row_sharded(f"w{i}", s, [s[0] // 4] * 4) for i, s in enumerate(SHAPES)))
+        orthogonalizer = Orthogonalizer(
+            Iteration(precision="medium"), scaled="moment2" not in variant, device=machine.DEVICE
+        )
+        plan = make_plan(layout, [float(rows * cols) for rows, cols in SHAPES], buffer_bytes=2 << 20, memory=Memory(2))
+        exchange = owner_exchange(plan, group, orthogonalizer, Buffers(machine.DEVICE), wire_dtype=torch.bfloat16)
+        scales = [orthogonalizer.row_scales(matrix).to(machine.DEVICE) for matrix in layout.matrices]
+        held = Held(layout, group, machine.DEVICE, [1] * len(SHAPES), scales=scales)
+        rules = make_rules(chosen_rules(**variant), held, {"nesterov": True, "beta2": 0.95, "eps": 1e-8})
+        parameters = [torch.nn.Parameter(torch.empty(r // 4, c, device=machine.DEVICE)) for r, c in SHAPES]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        muon = ShardedMuon(
+            [{"params": parameters}],
+            exchange,
+            rules,
+            defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0 if "hyperball" in variant else 0.1},
+            names={parameter: f"w{i}" for i, parameter in enumerate(parameters)},
+        )
+        yield muon
+
+
+def enqueued(muon: ShardedMuon) -> list[tuple[Any, ...]]:
+    with Enqueued() as seen:
+        muon.step()
+    return seen.operations
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.full((), value, device=machine.DEVICE)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_enqueue_the_same_operations_on_the_same_memory(variant: str) -> None:
+    """With another learning rate in between, as a scheduler fills it in. A fake tensor has no value to read."""
+    with on_fake_gpu(**VARIANTS[variant]) as muon:
+        group = muon.param_groups[0]
+        group["lr"] = number(0.1)
+        if group["weight_decay"]:
+            group["weight_decay"] = number(0.1)
+        enqueued(muon)
+        second = enqueued(muon)
+        group["lr"].fill_(0.05)
+        third = enqueued(muon)
+    assert len(second) > 50
+    assert second == third
+
+
+def test_a_number_of_the_host_would_be_captured() -> None:
+    """The negative control: a float is part of the operation."""
+    with on_fake_gpu() as muon:
+        enqueued(muon)
+        second = enqueued(muon)
+        muon.param_groups[0]["lr"] = 0.05
+        third = enqueued(muon)
+    assert len(second) == len(third)
+    assert second != third
