@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange, Normalize, Routing
+from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange, Routing
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
@@ -19,6 +19,7 @@ from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.portions import Team
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, NOWHERE, BlockKind, Route, blocks_of, make_route
+from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.teams import make_teams
 from megatron_muon.core.tuning import tune
 
@@ -34,7 +35,7 @@ def make_exchange(
     wire: str,
     team_size: str = AUTO,
     plan: Plan | None = None,
-    normalize: Normalize | None = None,
+    rules: Sequence[Rule] = (),
     beside: MomentBytes = MomentBytes(),  # noqa: B008  # a tuple
 ) -> Exchange:
     """The exchange of `layout` by one of the schemes OWNER, GATHERED, SHARED and LOCAL.
@@ -51,7 +52,7 @@ def make_exchange(
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
         plan: of OWNER and SHARED, where it has been made before; None makes it.
-        normalize: changes whole updates on their owner.
+        rules: of the Muon; those that change whole updates have no teams.
         beside: what applying an update takes.
 
     Where these ranks cannot have the `team_size`, they use 1, and the exchange's `unmet` says so: other matrices may
@@ -65,18 +66,20 @@ def make_exchange(
     if scheme in (LOCAL, GATHERED):
         _prepare_kernel(layout, group, orthogonalizer)
         if scheme == GATHERED:
-            return gathered_exchange(layout, group, orthogonalizer, buffers, normalize)
+            return gathered_exchange(layout, group, orthogonalizer, buffers, rules)
         memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
-        return local_exchange(layout, group, orthogonalizer, buffers, normalize, memory=memory, most=buffer_bytes)
-    asked = _team_rules(team_size, group, orthogonalizer, normalize) if scheme == OWNER else None
-    rules = None if asked is None else asked.possible()
+        return local_exchange(layout, group, orthogonalizer, buffers, rules, memory=memory, most=buffer_bytes)
+    asked = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
+    team_rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    plan = _plan(layout, group, orthogonalizer, buffer_bytes, wire_dtype, rules, plan, beside)
+    flops = next((rule.flops for rule in rules if rule.solve is not None), orthogonalizer.flops)
+    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
+    plan = _plan(layout, group, [flops(one) for one in layout.matrices], buffer_bytes, memory, team_rules, plan)
     connect([group], buffers.device)
     _prepare_kernel(layout, group, orthogonalizer, plan)
     if asked is None:
-        return shared_exchange(plan, group, orthogonalizer, buffers, normalize, wire_dtype=wire_dtype)
-    return owner_exchange(plan, group, orthogonalizer, buffers, normalize, wire_dtype=wire_dtype, unmet=asked.unmet())
+        return shared_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype)
+    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=asked.unmet())
 
 
 def owner_exchange(
@@ -84,7 +87,7 @@ def owner_exchange(
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
     buffers: Buffers,
-    normalize: Normalize | None = None,
+    rules: Sequence[Rule] = (),
     *,
     wire_dtype: torch.dtype,
     unmet: Mapping[str, Unmet] | None = None,
@@ -105,7 +108,7 @@ def owner_exchange(
     travelling = [route(number, wave, ALL_TO_ALL) for number, wave in enumerate(plan.waves)]
     local = [route(None, indices, NOWHERE) for indices in plan.fillers(rank)]
     routing = Routing(OWNER, plan.layout, travelling, local, wire_dtype, plan, teams, unmet or {})
-    return Exchange(routing, group, orthogonalizer, buffers, normalize=normalize)
+    return Exchange(routing, group, orthogonalizer, buffers, rules)
 
 
 def shared_exchange(
@@ -113,7 +116,7 @@ def shared_exchange(
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
     buffers: Buffers,
-    normalize: Normalize | None = None,
+    rules: Sequence[Rule] = (),
     *,
     wire_dtype: torch.dtype,
 ) -> Exchange:
@@ -132,7 +135,7 @@ def shared_exchange(
         for number, indices in enumerate(waves)
     ]  # fmt: skip
     routing = Routing(SHARED, plan.layout, routes, [], wire_dtype, plan)
-    return Exchange(routing, group, orthogonalizer, buffers, normalize=normalize)
+    return Exchange(routing, group, orthogonalizer, buffers, rules)
 
 
 def local_exchange(
@@ -140,7 +143,7 @@ def local_exchange(
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
     buffers: Buffers,
-    normalize: Normalize | None = None,
+    rules: Sequence[Rule] = (),
     *,
     memory: Memory,
     most: int | None = None,
@@ -161,7 +164,7 @@ def local_exchange(
         )
         for part in range(count)
     ]  # fmt: skip
-    return Exchange(Routing(LOCAL, layout, [], routes), group, orthogonalizer, buffers, normalize=normalize)
+    return Exchange(Routing(LOCAL, layout, [], routes), group, orthogonalizer, buffers, rules)
 
 
 def gathered_exchange(
@@ -169,7 +172,7 @@ def gathered_exchange(
     group: dist.ProcessGroup,
     orthogonalizer: Orthogonalizer,
     buffers: Buffers,
-    normalize: Normalize | None = None,
+    rules: Sequence[Rule] = (),
 ) -> Exchange:
     """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
     indices = range(len(layout.matrices))
@@ -180,37 +183,35 @@ def gathered_exchange(
         )
         for index in indices
     ]  # fmt: skip
-    return Exchange(Routing(GATHERED, layout, routes, []), group, orthogonalizer, buffers, normalize=normalize)
+    return Exchange(Routing(GATHERED, layout, routes, []), group, orthogonalizer, buffers, rules)
 
 
 def _team_rules(
-    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, normalize: Normalize | None
+    team_size: str, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, rules: Sequence[Rule]
 ) -> TeamRules:
     """Which teams may own a matrix."""
     size = 0 if team_size == AUTO else int(team_size)
-    if normalize is not None:
-        if size > 1:
-            raise UserError(
-                f"--muon-team-size {size}: NorMuon keeps the norm of a whole update, which no rank of a team has; use "
-                "--muon-team-size 1, or --adaptive-muon-moment2-method adamuon"
-            )
-        size = 1
+    for rule in rules:
+        if rule.normalize is not None or rule.solve is not None:
+            if size > 1:
+                raise UserError(
+                    f"--muon-team-size {size}: {type(rule).__name__} works on whole matrices, which no rank of a team "
+                    "has; use --muon-team-size 1"
+                )
+            size = 1
     return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
 
 
 def _plan(
     layout: Layout,
     group: dist.ProcessGroup,
-    orthogonalizer: Orthogonalizer,
+    costs: Sequence[float],
     buffer_bytes: int | None,
-    wire_dtype: torch.dtype,
+    memory: Memory,
     rules: TeamRules | None,
     made: Plan | None,
-    beside: MomentBytes,
 ) -> Plan:
     """Owners and waves, the same on every rank."""
-    costs = [orthogonalizer.flops(matrix) for matrix in layout.matrices]
-    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
     plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
     found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
     for other, digest in enumerate(found):

@@ -11,7 +11,7 @@ An update that is not finite is NaN in all of its elements, which tells its hold
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route
+from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.schedule import MOMENTS, moments_of, schedule
 from megatron_muon.core.teams import Teams
 from megatron_muon.core.wave import Agreement, Chunk, Wave
@@ -34,9 +35,6 @@ from megatron_muon.core.wave import Agreement, Chunk, Wave
 OWNER, SHARED, LOCAL, GATHERED = "owner", "shared", "local", "allgather"
 """Schemes: every matrix has an owner, or a team; replicas share the work, and owners broadcast; every rank has whole
 matrices and does all of the work; or does so after gathering them, the reference to compare with."""
-
-Normalize = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""Changes the whole update `(rows, cols)` of the matrix with this index in place; told whether it is finite, a bool."""
 
 
 class RowPhases(Protocol):
@@ -104,7 +102,7 @@ class Exchange:
         group: the process group whose rank r holds the shards of rank r in the layout.
         orthogonalizer: of the blocks.
         buffers: where they lie.
-        normalize: changes whole updates on their owner.
+        rules: some of which change whole blocks, or whole updates.
 
     Raises:
         ValueError: the layout is for another number of ranks.
@@ -116,8 +114,7 @@ class Exchange:
         group: dist.ProcessGroup,
         orthogonalizer: Orthogonalizer,
         buffers: Buffers,
-        *,
-        normalize: Normalize | None = None,
+        rules: Sequence[Rule] = (),
     ) -> None:
         layout, wire_dtype = routing.layout, routing.wire_dtype
         if group.size() != layout.world_size:
@@ -125,7 +122,9 @@ class Exchange:
         self.scheme, self.layout, self.group, self.plan = routing.scheme, layout, group, routing.plan
         self.unmet = routing.unmet
         self._rank = group.rank()
-        self._orthogonalizer, self._teams, self._normalize = orthogonalizer, routing.teams, normalize
+        self._orthogonalizer, self._teams = orthogonalizer, routing.teams
+        self._normalize = next((rule.normalize for rule in rules if rule.normalize is not None), None)
+        self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
         self._waves = [
             Wave(
@@ -229,12 +228,13 @@ class Exchange:
 
     def _orthogonalize(self, wave: Wave, probe: Probe) -> None:
         """Put the updates of a wave's blocks in their place."""
-        marks = [
-            self._orthogonalizer.orthogonalize_stack(
-                stack, of.kind, self._teams[of.kind.ranks] if of.kind.ranks else None, probe, wave.work
-            )
-            for stack, of in zip(wave.stacks, wave.route.stacks, strict=True)
-        ]
+        marks = []
+        for stack, of in zip(wave.stacks, wave.route.stacks, strict=True):
+            team = self._teams[of.kind.ranks] if of.kind.ranks else None
+            if self._solve is not None:
+                marks.append(self._solve(stack, of))
+            else:
+                marks.append(self._orthogonalizer.orthogonalize_stack(stack, of.kind, team, probe, wave.work))
         probe.orthogonalized(wave.route.slots)
         if wave.agreements:
             self._agree(wave, marks)

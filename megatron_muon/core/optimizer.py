@@ -171,23 +171,27 @@ class ShardedMuon(torch.optim.Optimizer):
                 f"{self._matrix_names[min(self._missing)]} has no gradient at the optimizer step; was "
                 "finish_grad_sync() called?"
             )
+        self._take_up_loaded()
+        self._enqueue()
+        self._momentum.end_step()
+        self._weights.end_step()
+        for group in self.param_groups:
+            if STEPS in group:
+                group[STEPS] += 1
+
+    def _enqueue(self) -> None:
+        """All that the device does in a step."""
         if self._skip_missing:
             self._agree_on_gradients()
-        self._take_up_loaded()
         step = Step(self._groups, self._slot, self.probe)
         for rule in self.rules:
             rule.begin(step)
         with nullcontext(self) if self.store is None else self.store.step(self) as phases:
             self.exchange.run(phases, self.probe)  # prepare, exchange, apply, wave by wave
-        self._momentum.end_step()
-        self._weights.end_step()
         self._skipped.index_add_(0, self._in_order, self._first_elements.isnan().int())
         with self.probe.phase("apply"):
             for rule in self.rules:
                 rule.end()
-        for group in self.param_groups:
-            if STEPS in group:
-                group[STEPS] += 1
 
     def _slot(self, name: str) -> list[torch.Tensor]:
         return [local_rows(self.state[parameter][name]) for parameter in self._matrices]

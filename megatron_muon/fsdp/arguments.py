@@ -88,11 +88,6 @@ def check(given: Mapping[str, Any]) -> None:
     }.items():
         if given[name] not in choices:
             raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, choices))}")
-    if given["moment2_method"] == "normuon" and given["team_size"] not in (AUTO, "1"):
-        raise UserError(
-            f"team_size={given['team_size']!r}: NorMuon keeps the norm of a whole update, which no rank of a team has; "
-            "use team_size='1', or moment2_method='adamuon'"
-        )
     check_variants(given)
     numbers = {
         "adamw_lr": "lr",
@@ -113,6 +108,10 @@ def check(given: Mapping[str, Any]) -> None:
         check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
     if (given["offload"] == "nvme") != (given["offload_dir"] is not None):
         raise UserError("offload='nvme' and offload_dir belong together; give both or neither")
+    plain = {"offload": "none", "momentum_dtype": "fp32", "free_buffers": False, "metrics_interval": 0}
+    for name, value in plain.items() if given["cuda_graph"] else ():
+        if given[name] != value:
+            raise UserError(f"{name}={given[name]!r} is not supported with cuda_graph=True; use {name}={value!r}")
     if given["process_group"] is not None and not given["share_replicated"]:
         raise UserError("process_group is for share_replicated=True; leave it out, or share")
     if given["share_replicated"] and not dist.is_initialized():

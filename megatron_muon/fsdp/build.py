@@ -90,7 +90,7 @@ def make_parts(
             scratch=scratch,
             free=settings.muon_free_buffers,
         ),
-        normalize=next((rule.normalize for rule in rules if rule.normalize is not None), None),
+        rules=rules,
         beside=moment_bytes(moment2, cautious=settings.muon_cautious_weight_decay),
         buffer_mb=settings.muon_exchange_buffer_mb,
         wire=settings.muon_exchange_dtype,

@@ -34,6 +34,7 @@ from megatron_muon.fsdp.arguments import (
     settings_of,
 )
 from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
+from megatron_muon.fsdp.capture import CapturedStep
 from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
@@ -96,6 +97,9 @@ class Muon(MuonState):
         momentum_dtype: how momentum is stored: "fp32", "bf16" or "int8".
         offload: where momentum is stored: "none" (the device), "cpu" or "nvme", there in files in `offload_dir`.
             `offload_fraction` and `offload_buffer_mb` as the flags `--muon-offload-*`.
+        cuda_graph: capture the step of the matrices in a CUDA graph at the third step, and replay it. `lr` and
+            `weight_decay` of groups are tensors then, to be filled, as torch's schedulers do. Gradients must stay where
+            they are: `zero_grad(set_to_none=False)`. It has never run on a GPU.
         metrics_interval: measure every so many steps; `metrics.latest` has what was found.
 
     Raises:
@@ -142,9 +146,11 @@ class Muon(MuonState):
         offload_dir: str | None = MuonSettings.muon_offload_dir,
         offload_fraction: float = MuonSettings.muon_offload_fraction,
         offload_buffer_mb: float = MuonSettings.muon_offload_buffer_mb,
+        cuda_graph: bool = False,
         metrics_interval: int = MuonSettings.muon_metrics_interval,
     ) -> None:
         self._run: OffloadRun | None = None
+        self._captured: CapturedStep | None = None
         self._warned = set[str]()
         self._settings = {
             name: value for name, value in locals().items() if name not in ("self", "params", "__class__")
@@ -216,6 +222,8 @@ class Muon(MuonState):
             groups, parts.exchange, parts.rules,
             defaults=defaults, names=names, store=parts.store, skip_missing=True,
         )  # fmt: skip
+        if given["cuda_graph"]:
+            self._capture(groups)
         lr, decay = given["adamw_lr"], given["adamw_weight_decay"]
         of_adamw = {
             "lr": self.defaults["lr"] if lr is None else lr,
@@ -238,6 +246,18 @@ class Muon(MuonState):
         vars(self).update(hooks)
         self.initialize_state()
         self.metrics = Sampler([self], interval=given["metrics_interval"], group=group)
+
+    def _capture(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Have the step of the matrices captured; numbers that change become tensors."""
+        device = self._matrices[0].device
+        if device.type != "cuda":
+            raise UserError(f"cuda_graph=True needs a GPU, and the parameters are on {device}; leave it out")
+        for members in groups:
+            for name in ("lr", "weight_decay"):
+                if members[name]:
+                    members[name] = torch.tensor(float(members[name]), device=device)
+        self._captured = CapturedStep(super()._enqueue, lambda: [p.grad for p in self._matrices])
+        self._enqueue = self._captured  # type: ignore[method-assign]
 
     def _ranks(self, mesh: DeviceMesh | None) -> list[int]:
         """The ranks that make this optimizer together."""
@@ -313,6 +333,8 @@ class Muon(MuonState):
         self._require_open()
         self._take_up_exchanged()
         super().load_state_dict(check_loaded(state_dict, self._settings))
+        if self._captured is not None:
+            self._captured.forget()  # other tensors have the numbers
 
     @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()

@@ -35,10 +35,9 @@ def adaptive(method: str) -> ShardedMuon:
     held = Held(layout, group, cpu, [1, 1], scales=[orthogonalizer.row_scales(one) for one in layout.matrices])
     options = {"nesterov": True, "beta2": 0.95, "eps": 1e-8}
     rules = make_rules(chosen_rules(moment2=method), replace(held, repeated=True), options)
-    normalize = next((rule.normalize for rule in rules if rule.normalize), None)
     return ShardedMuon(
         [{"params": parameters}],
-        local_exchange(layout, group, orthogonalizer, Buffers(cpu), normalize, memory=Memory(4)),
+        local_exchange(layout, group, orthogonalizer, Buffers(cpu), rules, memory=Memory(4)),
         rules,
         defaults={"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1},
         names={p: f"w{i}" for i, p in enumerate(parameters)},

@@ -175,10 +175,20 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         UserError,
         "team_size='2' has no effect here: every rank holds whole matrices, and orthogonalises them; leave it out",
     ),
-    "teams of NorMuon": (
-        wrong(team_size="2", moment2_method="normuon"),
+    "a graph on a CPU": (
+        wrong(cuda_graph=True),
         UserError,
-        "team_size='2': NorMuon keeps the norm of a whole update, .*; use team_size='1', or moment2_method='adamuon'",
+        "cuda_graph=True needs a GPU, and the parameters are on cpu; leave it out",
+    ),
+    "a graph of staged momentum": (
+        wrong(cuda_graph=True, offload="cpu"),
+        UserError,
+        "offload='cpu' is not supported with cuda_graph=True; use offload='none'",
+    ),
+    "a graph that is measured": (
+        wrong(cuda_graph=True, metrics_interval=5),
+        UserError,
+        "metrics_interval=5 is not supported with cuda_graph=True; use metrics_interval=0",
     ),
     "adjust_lr_fn": (wrong(adjust_lr_fn="max"), UserError, "adjust_lr_fn='max' does not exist"),
     "unproven": (wrong(ns_coefficients="cans"), UserError, "^ns_coefficients cans is not stable with fp32_matmul_prec"),

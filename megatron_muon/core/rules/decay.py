@@ -16,7 +16,6 @@ from megatron_muon.core.memory import TOGETHER
 from megatron_muon.core.rows import local_rows
 from megatron_muon.core.rules.rule import Part, Rule
 
-
 Number = float | torch.Tensor
 """Of a parameter group; a tensor of one number, fp32 on the device, where a step is to be captured in a CUDA graph."""
 

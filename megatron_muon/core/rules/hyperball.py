@@ -111,7 +111,7 @@ class Hyperball(Rule):
             weight.mul_(of_weight).addcmul_(update, of_update)
         self._pairs, self._found, self._order = [], [], []
 
-    def _numbers(self, sums: torch.Tensor, rates: Sequence[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _numbers(self, sums: torch.Tensor, rates: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
         """For each matrix `shrink` and `pace`, of w <- shrink * (w - pace * update); 1 and 0 without an update."""
         radius, (of_update, product) = sums[0].sqrt(), sums[1:]
         pace = radius / of_update.sqrt().clamp_min(EPS)
