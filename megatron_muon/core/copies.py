@@ -111,9 +111,5 @@ def _stepped(copies: Sequence[Copy]) -> list[Copy]:
     return found
 
 
-def _after(one: tuple[int, int], step: tuple[int, int]) -> tuple[int, int]:
-    return one[0] + step[0], one[1] + step[1]
-
-
 def _distance(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
     return other[0] - one[0], other[1] - one[1]
