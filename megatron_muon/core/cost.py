@@ -85,11 +85,12 @@ HALVES = Products(square=0.75, symmetric=0.75, from_rows=384, per_byte=100, per_
 
 Measured with torch 2.13 on an AVX-512 processor, one core: the whole iteration takes 0.85 to 0.93 of the time from 512
 rows on, in fp32 and bf16, and at 256 rows in bf16 it takes 1.1 times as long, because the parts become too small."""
-KERNEL = Products(square=0.5, from_rows=1024, multiple_of=8)
+KERNEL = Products(square=0.5, from_rows=2048, multiple_of=8)
 """emerging-optimizers' symmetric kernel on a GPU of compute capability 9 or higher, in bf16.
 
-It takes one block at a time, as A A^T; below 1,024 rows a batch of dense products is fewer launches than it saves
-operations (read from launch times, not measured on a GPU)."""
+It takes one block at a time, as A A^T. Below 2,048 rows the lower triangle has fewer tiles of 128 x 128 than an H100
+has multiprocessors, 132, so a block alone leaves some of them idle, and a launch takes the host longer than half of the
+product; a batch of dense products is one launch that fills the device. Arithmetic, not measured on a GPU."""
 
 
 SUM_BYTES = 4

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_muon.core.cost import GRAM, HALVES, KERNEL, Iteration
+from megatron_muon.core.cost import GRAM, HALVES, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix
 from megatron_muon.core.portions import Cuts, Portion
@@ -222,10 +222,8 @@ class Memory:
 
     def made_for(self, kind: Stack, count: int) -> int:
         """Of these what is made within the step."""
-        products, size = self.iteration.products, 2 if self.iteration.half else 4
+        products = self.iteration.products
         small, taken = self._together(kind, count) * kind.rows**2, 0
-        if products is KERNEL and products.shares(kind.rows, kind.rows)[0] < 1.0:
-            taken = small * size  # the symmetric kernel makes its results one by one
         if kind.team > 1:  # the sum in fp32
             taken = max(taken, 4 * small)
         if products is HALVES and self.iteration.half:  # a processor sums up bf16 in an fp32 copy
@@ -262,6 +260,6 @@ def work_bytes(iteration: Iteration, kind: Stack, count: int, element_bytes: int
     each = 2 if iteration.half else 4
     wide, small = count * kind.rows * kind.cols * each, count * kind.rows * kind.rows * each
     names = {"wide": wide, "r": small, "z": small}
-    if iteration.method_for(kind.rows, kind.longer, kind.team) == GRAM:
-        names |= {"q": small} | ({"t": small} if max(iteration.runs) > 1 else {})
+    if iteration.method_for(kind.rows, kind.longer, kind.team) == GRAM and max(iteration.runs) > 1:
+        names |= {"q": small, "t": small}
     return names | ({"x": wide} if each != element_bytes else {})

@@ -15,9 +15,11 @@ only scales it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
@@ -72,6 +74,8 @@ class Work:
         self.memory: torch.Tensor | None = None
         self.nbytes = 0
         self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._blocks: dict[int, Sequence[torch.Tensor]] = {}
+        self._numbers: dict[float, torch.Tensor] = {}
         self._places: dict[str, int] = {}
 
     def place(self, sizes: Mapping[str, int]) -> None:
@@ -86,8 +90,19 @@ class Work:
         key = name, tuple(shape)
         if key not in self._views:
             start, size = self._places[name], math.prod(shape) * like.dtype.itemsize
-            self._views[key] = self.memory[start : start + size].view(like.dtype).view(shape)
+            view = self._views[key] = self.memory[start : start + size].view(like.dtype).view(shape)
+            self._blocks[id(view)] = view.unbind()
         return self._views[key]
+
+    def blocks(self, stack: torch.Tensor) -> Sequence[torch.Tensor]:
+        """The blocks of a stack; those of a buffer exist."""
+        return self._blocks.get(id(stack)) or stack.unbind()
+
+    def number(self, value: float, device: torch.device) -> torch.Tensor:
+        """`(1,)` fp32."""
+        if value not in self._numbers:
+            self._numbers[value] = torch.full((1,), value, dtype=torch.float32, device=device)
+        return self._numbers[value]
 
 
 def standard(
@@ -112,16 +127,16 @@ def standard(
         is not finite becomes NaN.
     """
     work = work or Work()
+    product = functools.partial(_product, work=work)
     first, *others = steps
-    small = (*x.shape[:2], x.shape[1])
-    r, z = work.take("r", x, small), work.take("z", x, small)
-    square, inverse_norm = _normalized(_gram_matrix(x, total, r), least_norm)
-    factor = _with_diagonal(_product(square, square, z, square, beta=first[1], alpha=first[2]), first[0], inverse_norm)
-    wide = torch.bmm(factor, x, out=work.take("wide", x, x.shape))
+    square, inverse_norm = _normalized(_gram_matrix(x, total, work), least_norm)
+    factor = product("z", square, square, square, beta=first[1], alpha=first[2])
+    wide = torch.bmm(_with_diagonal(factor, first[0], inverse_norm, work), x, out=work.take("wide", x, x.shape))
     x, spare = wide, x if work.overwrites else torch.empty_like(x)
     for a, b, c in others:
-        square = _gram_matrix(x, total, r)
-        factor = _product(square, square, z, square, beta=b, alpha=c)
+        del square, factor  # before the next
+        square = _gram_matrix(x, total, work)
+        factor = product("z", square, square, square, beta=b, alpha=c)
         x, spare = torch.baddbmm(x, factor, x, beta=a, out=spare), x
     return x
 
@@ -141,28 +156,30 @@ def gram(
     https://github.com/Dao-AILab/gram-newton-schulz.
     """
     work = work or Work()
+    product = functools.partial(_product, work=work)
     remaining = list(steps)
-    inverse_norm: torch.Tensor | None = None
-    small = (*x.shape[:2], x.shape[1])
     runs = runs or gram_runs(len(remaining), half=x.dtype.itemsize < 4)
-    r, z, q = (work.take(name, x, small) for name in ("r", "z", "q"))
-    t = work.take("t", x, small) if max(runs) > 1 else z
     spare: torch.Tensor | None = None
     for number, length in enumerate(runs):
         run, remaining = remaining[:length], remaining[length:]
-        square = _gram_matrix(x, total, r)
+        square, inverse_norm = _gram_matrix(x, total, work), None
         if number == 0:
             square, inverse_norm = _normalized(square, least_norm)
+        name, other = "q", "t"  # of the buffer that has q, and of the one beside it
         for step, (a, b, c) in enumerate(run):
-            factor = _product(square, square, z, square, beta=b, alpha=c)  # Z without its a I
+            factor = product("z", square, square, square, beta=b, alpha=c)  # Z without its a I
             if step == 0:
-                _with_diagonal(q.copy_(factor), a, inverse_norm if number == 0 else None)
+                q = factor if len(run) == 1 else work.take(name, factor, factor.shape).copy_(factor)
+                _with_diagonal(q, a, inverse_norm, work)
             else:
-                made = _product(factor, q, t, q, beta=a)
-                q, t = made, q
+                q = product(other, factor, q, q, beta=a)
+                name, other = other, name
             if step + 1 < len(run):
-                between = _product(factor, square, t, square, beta=a)
-                square = _product(between, factor, r, between, beta=a)
+                between = product(other, factor, square, square, beta=a)
+                del square  # before the next
+                square = product("r", between, factor, between, beta=a)
+                del between
+        del square, factor
         if spare is None:
             wide, spare = work.take("wide", x, x.shape), x if work.overwrites else torch.empty_like(x)
             x = torch.bmm(q, x, out=wide)
@@ -187,9 +204,9 @@ def products_on(device: torch.device, dtype: torch.dtype) -> Products:
     return KERNEL if kernel else DENSE
 
 
-def _gram_matrix(x: torch.Tensor, total: Total | None, out: torch.Tensor) -> torch.Tensor:
-    """X X^T of each block, `(batch, m, m)`, or a team's sum of them; `out` is as for `_product`."""
-    made = _product(x, x, out)
+def _gram_matrix(x: torch.Tensor, total: Total | None, work: Work) -> torch.Tensor:
+    """X X^T of each block, `(batch, m, m)`, or a team's sum of them."""
+    made = _product("r", x, x, work=work)
     return made if total is None else total(made)
 
 
@@ -209,45 +226,75 @@ def _normalized(r: torch.Tensor, least_norm: torch.Tensor | None) -> tuple[torch
 _LEAST_SQUARE = 2.0**-100
 
 
-def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None) -> torch.Tensor:
+def _with_diagonal(z: torch.Tensor, a: float, factor: torch.Tensor | None, work: Work) -> torch.Tensor:
     """factor * (z + a I), rounded once, `(batch, m, m)`, in the memory of `z`."""
-    diagonal = z.diagonal(dim1=-2, dim2=-1).float() + a
-    if factor is not None:
-        diagonal *= factor[:, 0]
-        torch.mul(z, factor, out=z)
-    z.diagonal(dim1=-2, dim2=-1).copy_(diagonal)
+    diagonal, added = z.diagonal(dim1=-2, dim2=-1), work.number(a, z.device)
+    if factor is None:
+        torch.add(diagonal, added, out=diagonal)
+        return z
+    sums = torch.add(diagonal, added).mul_(factor[:, 0])
+    torch.mul(z, factor, out=z)
+    diagonal.copy_(sums)
     return z
 
 
 def _product(
+    name: str,
     left: torch.Tensor,
     right: torch.Tensor,
-    out: torch.Tensor,
     base: torch.Tensor | None = None,
     *,
+    work: Work,
     beta: float = 0.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
     """beta * base + alpha * left @ right^T of each block, `(batch, m, m)`, where all of it is symmetric.
 
-    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute. It is `out`.
-    The symmetric kernel takes one block and makes its result; to keep those would take more memory than to copy them.
+    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute. It is the
+    buffer with this name.
     """
     batch, m, n = left.shape
     products = products_on(left.device, left.dtype)
+    out = work.take(name, left, (batch, m, m))
     if products.shares(m, n)[0 if left is right else 1] == 1.0:
         if base is None:
             return torch.bmm(left, right.mT, out=out)
         return torch.baddbmm(base, left, right, beta=beta, alpha=alpha, out=out)
     if products is KERNEL:
-        tsyrk = muon_utils.triton_kernels.tsyrk_ex
-        bases = [None] * batch if base is None else base
-        formed = [tsyrk(a, c, alpha=alpha, beta=beta) for a, c in zip(left, bases, strict=True)]
-        return torch.stack(formed, out=out)
+        bases = [None] * batch if base is None else work.blocks(base)
+        for a, c, result in zip(work.blocks(left), bases, work.blocks(out), strict=True):
+            symmetric_kernel(a, c, result, alpha=alpha, beta=beta)
+        return out
     half = m // 2
-    for c, a, b, result in zip(out if base is None else base, left, right, out, strict=True):
+    blocks = [work.blocks(stack) for stack in (out if base is None else base, left, right, out)]
+    for c, a, b, result in zip(*blocks, strict=True):
         # Rows of a symmetric matrix are its columns, and lie together.
         torch.addmm(c[:, :half], a, b[:half].mT, beta=beta, alpha=alpha, out=result[:, :half])
         torch.addmm(c[half:, half:], a[half:], b[half:].mT, beta=beta, alpha=alpha, out=result[half:, half:])
     out[:, :half, half:].copy_(out[:, half:, :half].mT)
     return out
+
+
+def symmetric_kernel(
+    a: torch.Tensor, c: torch.Tensor | None, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0
+) -> None:
+    """alpha * a @ a^T + beta * c by emerging-optimizers' kernel, whose own function makes a tensor for the result.
+
+    Args:
+        a: `(m, n)` bf16, contiguous, as are the others.
+        c: `(m, m)`, symmetric.
+        out: `(m, m)`.
+        alpha, beta: constants of a compilation.
+    """
+    syrk, (m, n) = muon_utils.triton_kernels.syrk, a.shape
+
+    def described(tensor: torch.Tensor) -> Any:  # the kernel's hook sets the shape of blocks on each
+        return syrk.TensorDescriptor(tensor, tensor.shape, tensor.stride(), [1, 1])
+
+    def tiles(meta: Mapping[str, int]) -> tuple[int]:
+        return (-(-m // meta["TILE_M"]) * -(-m // meta["TILE_N"]),)
+
+    syrk.syrk_kernel_bf16[tiles](
+        described(out), described(out), described(a), described(a), None if c is None else described(c),
+        alpha, beta, False, False, m, n, WARP_SPECIALIZE=False,
+    )  # fmt: skip

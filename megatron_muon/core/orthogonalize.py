@@ -35,8 +35,10 @@ def largest_magnitude(blocks: torch.Tensor, scratch: torch.Tensor | None = None)
         out = torch.empty_like(blocks) if scratch is None else scratch
         magnitudes = torch.bitwise_and(blocks.view(dtype), mask, out=out.view(dtype))
         return magnitudes.amax(dim=(-2, -1), keepdim=True).view(blocks.dtype).float()
-    norms: torch.Tensor = torch.linalg.vector_norm(blocks, ord=math.inf, dim=(-2, -1), keepdim=True)
-    return norms.float()
+    norms: torch.Tensor = torch.linalg.vector_norm(
+        blocks, ord=math.inf, dim=(-2, -1), keepdim=True, dtype=torch.float32
+    )
+    return norms
 
 
 _MAGNITUDE_BITS = {torch.bfloat16: (torch.int16, 0x7FFF), torch.float32: (torch.int32, 0x7FFFFFFF)}
@@ -51,7 +53,7 @@ def unit_factor(largest: torch.Tensor) -> torch.Tensor:
     clipping by a tiny factor. A power of two changes no bit of the mantissa.
     """
     within = largest.clamp(2.0**-126, 2.0**125)
-    return torch.frexp(within).mantissa / within
+    return torch.frexp(within).mantissa.div_(within)
 
 
 def to_unit_magnitude(

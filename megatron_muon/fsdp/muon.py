@@ -255,7 +255,7 @@ class Muon(MuonState):
         for members in groups:
             for name in ("lr", "weight_decay"):
                 if members[name]:
-                    members[name] = torch.tensor(float(members[name]), device=device)
+                    members[name] = torch.tensor(float(members[name]), dtype=torch.float32, device=device)
         self._captured = CapturedStep(super()._enqueue, lambda: [p.grad for p in self._matrices])
         self._enqueue = self._captured  # type: ignore[method-assign]
 

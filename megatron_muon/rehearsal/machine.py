@@ -17,6 +17,7 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from torch._subclasses.fake_tensor import FakeTensor
 
 from megatron_muon import cpu
+from megatron_muon.core import newton_schulz
 from megatron_muon.patching import Patches
 from megatron_muon.planning.estimate import Hardware
 from megatron_muon.rehearsal.recorder import Recorder
@@ -102,15 +103,13 @@ def on(hardware: Hardware, recorder: Recorder) -> Iterator[None]:
         patches.replace(ThreadPoolExecutor, "submit", _at_once(recorder), takes=("fn",))  # the mode is of one thread
         patches.replace(FakeTensor, "data_ptr", lambda tensor: 0)  # of memory that begins at a page
 
-        def tsyrk_ex(a: torch.Tensor, c: Any = None, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
-            assert a.dtype == torch.bfloat16
-            assert all(one is None or one.is_contiguous() or one.T.is_contiguous() for one in (a, c))
-            rows, cols = a.shape
-            result = a.new_empty(rows, rows)
-            recorder.kernel(rows * rows * cols, result)
-            return result
+        def kernel(a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
+            assert a.dtype == out.dtype == torch.bfloat16
+            assert all(one is None or one.is_contiguous() for one in (a, c, out))
+            recorder.kernel(len(a) ** 2 * a.shape[1], out)
 
-        patches.replace(muon_utils.triton_kernels, "tsyrk_ex", tsyrk_ex, takes=("a", "c", "alpha", "beta"))
+        patches.replace(newton_schulz, "symmetric_kernel", kernel)
+        patches.replace(muon_utils.triton_kernels, "tsyrk_ex", lambda a: a)  # which is tuned before the first step
         before = os.environ.get(_NODE)
         os.environ[_NODE] = str(hardware.node_ranks)
         try:

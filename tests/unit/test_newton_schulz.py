@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -247,18 +251,19 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, ...]]:
     calls: list[tuple[float, ...]] = []
     small = replace(KERNEL, from_rows=16)
 
-    def tsyrk_ex(a: torch.Tensor, c: torch.Tensor | None = None, alpha: float = 1.0, beta: float = 0.0) -> torch.Tensor:
+    def symmetric_kernel(a: torch.Tensor, c: Any, out: torch.Tensor, *, alpha: float = 1.0, beta: float = 0.0) -> None:
         assert a.dtype == torch.bfloat16
         assert a.ndim == 2
         assert a.is_contiguous()
+        assert out.is_contiguous()
         calls.append((*a.shape, alpha, beta))
         product = alpha * (a.float() @ a.float().mT)
-        return (product if c is None else product + beta * c.float()).bfloat16()
+        out.copy_(product if c is None else product + beta * c.float())
 
     for module in (ns, orthogonalize):
         monkeypatch.setattr(module, "KERNEL", small)
     monkeypatch.setattr(ns, "products_on", lambda device, dtype: small if dtype == torch.bfloat16 else DENSE)
-    monkeypatch.setattr(ns.muon_utils.triton_kernels, "tsyrk_ex", tsyrk_ex)
+    monkeypatch.setattr(ns, "symmetric_kernel", symmetric_kernel)
     return calls
 
 
@@ -314,3 +319,27 @@ def test_the_symmetric_kernel_is_compiled_for_parts_of_blocks(kernel, block: tup
     orthogonalizer.orthogonalize_stack(torch.randn(of.shape).bfloat16(), of.kind, alone)
     assert kernel
     assert set(kernel) == compiled
+
+
+def test_the_kernel_is_launched_as_its_own_function_launches_it() -> None:
+    """By Triton's interpreter, which rounds bf16 in its own way: the same bits, and other ones for other constants."""
+    code = """
+import torch
+from emerging_optimizers.orthogonalized_optimizers import muon_utils
+from megatron_muon.core.newton_schulz import symmetric_kernel
+kernels = muon_utils.triton_kernels
+kernels.syrk.syrk_kernel_bf16.configs[:] = kernels.syrk.syrk_kernel_bf16.configs[:1]
+a = torch.randn(136, 72, generator=torch.Generator().manual_seed(0)).bfloat16()
+c, seen = kernels.tsyrk_ex(a), []
+for base, alpha, beta in ((None, 1.0, 0.0), (c, 0.5, 0.25), (c, 0.5, 2.0)):
+    out = torch.empty(136, 136, dtype=torch.bfloat16)
+    symmetric_kernel(a, base, out, alpha=alpha, beta=beta)
+    assert torch.equal(out, kernels.tsyrk_ex(a, base, alpha=alpha, beta=beta))
+    assert not any(torch.equal(out, other) for other in seen)
+    seen.append(out)
+"""
+    run = [sys.executable, "-c", code]
+    found = subprocess.run(
+        run, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300
+    )
+    assert found.returncode == 0, found.stderr

@@ -162,10 +162,10 @@ def test_what_a_step_enqueues_is_counted(sound: Recorded) -> None:
 
 
 COUNTS = {
-    0: {"allocations": 45, "collectives": 4, "kernels": 183, "views": 37},
-    1: {"allocations": 45, "collectives": 4, "kernels": 194, "views": 37},
-    2: {"allocations": 49, "collectives": 4, "kernels": 194, "views": 39},
-    3: {"allocations": 32, "collectives": 4, "kernels": 135, "views": 26},
+    0: {"allocations": 32, "collectives": 4, "kernels": 172, "views": 32},
+    1: {"allocations": 32, "collectives": 4, "kernels": 183, "views": 32},
+    2: {"allocations": 32, "collectives": 4, "kernels": 178, "views": 32},
+    3: {"allocations": 22, "collectives": 4, "kernels": 126, "views": 22},
 }
 
 
