@@ -240,13 +240,14 @@ class Layout:
             content.update(of_shards[id(matrix.shards)])
         return int.from_bytes(content.digest()[:8]) >> 1
 
-    def held(self, rank: int) -> list[Shard]:
-        """What `rank` holds of each matrix; a shard without rows where it holds nothing."""
+    def held(self, rank: int, indices: Sequence[int] | None = None) -> list[Shard]:
+        """What `rank` holds of each matrix, or of some; a shard without rows where it holds nothing."""
+        matrices = self.matrices if indices is None else [self.matrices[index] for index in indices]
         found: dict[int, Shard | None] = {}
-        for matrix in self.matrices:
+        for matrix in matrices:
             if id(matrix.shards) not in found:
                 found[id(matrix.shards)] = matrix.shard_of(rank)
-        return [found[id(matrix.shards)] or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in self.matrices]
+        return [found[id(matrix.shards)] or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in matrices]
 
 
 def _numbers(shards: Sequence[Shard]) -> Iterator[int]:

@@ -213,7 +213,8 @@ def make_route(
         rows_by: how rows travel.
         updates_by: how updates travel.
     """
-    world, matrices, held = layout.world_size, layout.matrices, layout.held(rank)
+    world, matrices = layout.world_size, layout.matrices
+    held = dict(zip(indices, layout.held(rank, indices), strict=True))
     owned = [
         slot
         for index in indices
@@ -352,3 +353,32 @@ def _units(
         )
         for piece in portion.pieces(shard)
     ]  # fmt: skip
+
+
+def parts_of_rows(route: Route, most: int) -> list[tuple[list[HeldShard], int]]:
+    """The rows of a wave in parts of at most so many elements, or of one shard, and how many elements each has."""
+    found: list[tuple[list[HeldShard], int]] = []
+    for held in route.rows:
+        if found and found[-1][1] + held.shard.numel <= most:
+            found[-1] = [*found[-1][0], held], found[-1][1] + held.shard.numel
+        else:
+            found.append(([held], held.shard.numel))
+    return found
+
+
+def from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
+    """Those copies that begin in a chunk of the rows, with offsets in the chunk."""
+    return [
+        Copy(copy.shape, Strided(copy.source.offset - chunk.start, copy.source.strides), copy.target)
+        for copy in copies
+        if copy.source.offset in chunk
+    ]
+
+
+def to_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
+    """Those copies that end in a chunk of the rows, likewise."""
+    return [
+        Copy(copy.shape, copy.source, Strided(copy.target.offset - chunk.start, copy.target.strides))
+        for copy in copies
+        if copy.target.offset in chunk
+    ]

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 
 from megatron_muon.core.arena import Arena, Buffer, Copies
-from megatron_muon.core.copies import Copy, Strided
 from megatron_muon.core.newton_schulz import Work
-from megatron_muon.core.route import HeldShard, Route
+from megatron_muon.core.route import HeldShard, Route, from_chunk, parts_of_rows, to_chunk
 from megatron_muon.core.schedule import LIFETIMES
 from megatron_muon.core.teams import TeamGroup
 
@@ -83,7 +82,7 @@ class Wave:
         rows_apart: bool,
     ) -> None:
         self.route = route
-        self._parts = _parts_of_rows(route, route.numel if rows_apart else chunk_numel)
+        self._parts = parts_of_rows(route, route.numel if rows_apart else chunk_numel)
         self.work = Work(overwrites=True)
         self.work.place(work_bytes)
         chunk = max((numel for _, numel in self._parts), default=0)
@@ -126,12 +125,12 @@ class Wave:
             within = range(start, start + numel)
             self.pack.append(
                 [
-                    Copies(_from_chunk(way.copies, within), prepared, tensors[name])
+                    Copies(from_chunk(way.copies, within), prepared, tensors[name])
                     for name, way in (("send", route.send), ("own", route.own))
                     if way.numel
                 ]
             )
-            self.assemble.append(Copies(_to_chunk(route.returned.copies, within), tensors["returned"], updates))
+            self.assemble.append(Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates))
         stacks = tensors["stacks"]
         self.unpack = [
             Copies(copies, tensors[name], stacks)
@@ -156,32 +155,3 @@ class Wave:
         for stack, of in zip(self.stacks, self.route.stacks, strict=True):
             views += [wide.mT if slot.is_tall else wide for wide, slot in zip(stack.unbind(), of.slots, strict=True)]
         return views
-
-
-def _parts_of_rows(route: Route, most: int) -> list[tuple[list[HeldShard], int]]:
-    """The rows of a wave in parts of at most so many elements, or of one shard, and how many elements each has."""
-    found: list[tuple[list[HeldShard], int]] = []
-    for held in route.rows:
-        if found and found[-1][1] + held.shard.numel <= most:
-            found[-1] = [*found[-1][0], held], found[-1][1] + held.shard.numel
-        else:
-            found.append(([held], held.shard.numel))
-    return found
-
-
-def _from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
-    """Those copies that begin in a chunk of the rows, with offsets in the chunk."""
-    return [
-        Copy(copy.shape, Strided(copy.source.offset - chunk.start, copy.source.strides), copy.target)
-        for copy in copies
-        if copy.source.offset in chunk
-    ]
-
-
-def _to_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
-    """Those copies that end in a chunk of the rows, likewise."""
-    return [
-        Copy(copy.shape, copy.source, Strided(copy.target.offset - chunk.start, copy.target.strides))
-        for copy in copies
-        if copy.target.offset in chunk
-    ]

@@ -47,10 +47,10 @@ examples:
 DESCRIPTION = """\
 Plan a Muon step on paper: who orthogonalises what, how even that is, what travels, how long it may take.
 
-Times are arithmetic on the hardware profile: Newton-Schulz and exchange, overlapped, with 2 microseconds for each
-peer of an all-to-all, without launches and elementwise work. With --config, a whole training step of the config's
-batch (or --tokens) on GPUs follows, with Adam and with Muon, and what that assumes. They rank configurations;
-measure with megatron-muon bench.
+Times are arithmetic on the hardware profile: Newton-Schulz, exchange and what the host enqueues, overlapped, with 2
+microseconds for each peer of an all-to-all and 5 for a kernel, without elementwise work. With --config, a whole
+training step of the config's batch (or --tokens) on GPUs follows, with Adam and with Muon, and what that assumes. They
+rank configurations; measure with megatron-muon bench.
 """
 
 
@@ -327,6 +327,7 @@ _ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
     "extra memory, at most": lambda c: size(c["extra_bytes_max"]),
     "Newton-Schulz": lambda c: duration(c["estimated_ms"]["ns"]),
     "exchange": lambda c: duration(c["estimated_ms"]["exchange"]),
+    "host, enqueuing": lambda c: duration(c["estimated_ms"]["host"]),
     "step, overlapped": lambda c: duration(c["estimated_ms"]["step"]),
     "planned in": lambda c: f"{c['plan_seconds']:.2f} s",
 }

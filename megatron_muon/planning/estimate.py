@@ -1,8 +1,8 @@
 """What a plan costs on a named machine: bytes, memory and the time of a step, by arithmetic.
 
 The step is played through wave by wave in the order of `core.schedule`: one collective at a time, each rank's
-products beside them. Left out: latency of collectives, kernel launches, elementwise work, other traffic. An estimate
-ranks configurations; `megatron-muon bench` measures.
+products beside them; it takes no less than the busiest host does for what it enqueues. Left out: elementwise work,
+other traffic. An estimate ranks configurations; `megatron-muon bench` measures.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_muon.core.memory import Memory, MomentBytes
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.traffic import MESSAGE_US, Ints, Links
 from megatron_muon.gpu import BF16_TFLOPS
+from megatron_muon.planning.host import busy_hosts, counts_of
 from megatron_muon.planning.memory import extra_bytes
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
@@ -29,6 +30,25 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 PRODUCT_SHARE, LINK_SHARE, MEMORY_SHARE = 0.65, 0.75, 0.8
 """Parts of the data sheet's rates that large bf16 products, an all-to-all and an elementwise pass reach; assumed on the
 careful side."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """Microseconds that a rank's host takes. Read, not measured: a launch and a view with Python around them.
+
+    Memory comes from torch's cache; the call of a collective goes through torch.distributed to a queue.
+    """
+
+    launch_us: float = 5.0
+    view_us: float = 2.0
+    allocation_us: float = 1.0
+    call_us: float = 30.0
+
+    def seconds(self, counts: Mapping[str, int]) -> float:
+        """Of so many kernels, views, allocations and collectives."""
+        of_one = (self.launch_us, self.view_us, self.allocation_us, self.call_us)
+        names = ("kernels", "views", "allocations", "collectives")
+        return sum(counts.get(name, 0) * each for name, each in zip(names, of_one, strict=True)) * 1e-6
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,7 @@ class Hardware:
     processor: bool = False
     symmetric_kernel: bool = True  # as `core.newton_schulz.products_on` finds it
     rack_ranks: int = 0  # that the fast link joins, where these are more than a node's
+    host: Host = Host()
 
     @property
     def joined_ranks(self) -> int:
@@ -106,7 +127,7 @@ _MACHINES = (
     Hardware(
         "cpu-2core", 0.2, 0.1, 64, 1.0, 1.0, 10.0,
         "round figures for one core a rank with gloo on loopback; megatron-muon bench measures yours",
-        processor=True,
+        processor=True, host=Host(0.0, 0.0, 0.0, 0.0),
     ),
 )  # fmt: skip
 HARDWARE = {machine.name: machine for machine in _MACHINES}
@@ -186,7 +207,8 @@ class GroupPlan:
     extra: Ints  # the most that each rank's step takes beyond weights, gradients and state, in bytes
     ns_ms: float  # on the rank with most operations
     exchange_ms: float  # of all collectives, one after the other
-    step_ms: float  # with both overlapped
+    host_ms: float  # what the busiest host takes to enqueue a step
+    step_ms: float  # with all overlapped
     unmet: Mapping[str, Unmet]  # settings that its ranks cannot have
 
     @property
@@ -282,6 +304,7 @@ def plan_group(
     seconds_of = functools.partial(hardware.links.seconds, nodes=joined, element_bytes=plan.memory.element_bytes)
     each = [(seconds_of(rows), seconds_of(updates)) for rows, updates in plan.all_to_alls()]
     arrive_s, leave_s = [rows for rows, _ in each], [updates for _, updates in each]
+    host_s = max((hardware.host.seconds(counts_of(plan, rank)) for rank in busy_hosts(plan)), default=0.0)
     return GroupPlan(
         group=group,
         plan=plan,
@@ -290,7 +313,8 @@ def plan_group(
         extra=extra_bytes(plan),
         ns_ms=max(plan.loads) / rate * 1e3,
         exchange_ms=sum(arrive_s + leave_s) * 1e3,
-        step_ms=_play(plan, products_s, arrive_s, leave_s) * 1e3,
+        host_ms=host_s * 1e3,
+        step_ms=max(_play(plan, products_s, arrive_s, leave_s, host_s), host_s) * 1e3,
         unmet=asked.unmet(),
     )
 
@@ -300,15 +324,17 @@ def _play(
     products_s: Callable[[Sequence[int]], Floats],
     arrive_s: Sequence[float],
     leave_s: Sequence[float],
+    host_s: float,
 ) -> float:
     """Seconds of a step: wave k+1 arrives and wave k-1 leaves beside the products of wave k and of a filler.
 
-    Updates of wave k leave after those of wave k-1 have arrived.
+    Updates of wave k leave after those of wave k-1 have arrived. A wave takes no less than its share of the host's.
     """
     filler = products_s([index for indices in plan.whole for index in indices])
     if not plan.waves:
         return float(filler.max())
     filler /= len(plan.waves)
+    host_s /= len(plan.waves)
     clock = np.zeros_like(filler)  # when each rank's products are done
     link = arrived = arrive_s[0]  # when the link is free, and when the current wave has arrived
     left = 0.0  # when the updates of the wave before have
@@ -319,6 +345,6 @@ def _play(
         work = products_s(wave)
         busy = work > 0
         clock += filler
-        clock[busy] = np.maximum(np.maximum(clock[busy], here) + work[busy], left)
+        clock[busy] = np.maximum(np.maximum(clock[busy], here) + np.maximum(work[busy], host_s - filler[busy]), left)
         left = link = max(link, float(clock[busy].max(initial=here))) + leave_s[k]
     return max(left, float(clock.max()))

@@ -97,6 +97,6 @@ def _figures(
         "buffer_bytes": max(item.plan.buffer_bytes for item in plans),
         "plan_seconds": sum(item.seconds for item in plans),
         "estimated_ms": {
-            name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange")
+            name: sum(getattr(item, f"{name}_ms") for item in plans) for name in ("step", "ns", "exchange", "host")
         },
     }

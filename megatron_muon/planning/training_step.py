@@ -239,8 +239,8 @@ def assumptions(figures: dict[str, Any]) -> list[str]:
         f"{a['muon_owner_bytes']} where it is owned; {a['parameters_per_rank'] / 1e6:,.2f} M parameters a rank, "
         f"{a['muon_parameters_per_rank'] / 1e6:,.2f} M of them Muon's, {a['muon_parameters_owned'] / 1e6:,.2f} M owned "
         "(the plan's imbalance)",
-        "not counted, with either optimizer: launches, latency of collectives, data and logs; experts' all-to-alls are "
-        "part of the share of the peak",
+        "not counted, with either optimizer: launches but Muon's, latency of collectives, data and logs; experts' "
+        "all-to-alls are part of the share of the peak",
     ]
     if a["vocabulary"] is None:
         lines.append("the size of the vocabulary is not known and counts as none; add --vocab-size to the config")

@@ -147,7 +147,7 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
             "collectives": len(step.calls),
             **{name: step.counts[name] for name in _COUNTS},
             "momentum_bytes": recorded.traces[rank].state_bytes,
-            **({"products_ms": played[rank].products_s * 1e3, "step_ms": played[rank].end_s * 1e3} if played else {}),
+            **{name: getattr(played[rank], of) * 1e3 for name, of in _TIMES.items() if played},
         }
         for rank, step in last.items()
     ]
@@ -155,7 +155,7 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
     for where in ("device", "host"):
         states = [trace.state_bytes.get(where, 0) for trace in recorded.traces.values()]
         most[f"{where}_bytes"] = max(states, default=0)
-    times = {name: max((rank.get(name, 0.0) for rank in ranks), default=0.0) for name in ("products_ms", "step_ms")}
+    times = {name: max((rank.get(name, 0.0) for rank in ranks), default=0.0) for name in _TIMES}
     slowest = max(played, key=lambda rank: played[rank].end_s, default=None)
     waits = [] if slowest is None else sorted(played[slowest].waits.items(), key=lambda item: -item[1])
     return {
@@ -166,6 +166,7 @@ def report(recorded: Recorded, findings: Sequence[Finding], played: dict[int, Pl
             "received_bytes": int(planned_bytes(recorded)[list(recorded.traces)].max()),
             "extra_bytes": max(kind.worst.extra_bytes for kind in recorded.plans),
             "products_ms": sum(kind.worst.ns_ms for kind in recorded.plans),
+            "host_ms": sum(kind.worst.host_ms for kind in recorded.plans),
             "step_ms": sum(kind.worst.step_ms for kind in recorded.plans),
             "buffer_bytes": max(kind.worst.plan.buffer_bytes for kind in recorded.plans),
         },
@@ -203,7 +204,7 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
     )
     console.print(table)
     lines = [f"a step may take {size(figures['planned']['buffer_bytes'])}"]
-    lines += [f"{hardware.name}: {hardware.source}; without launches and elementwise work"]
+    lines += [f"{hardware.name}: {hardware.source}; without elementwise work"]
     if figures["slowest"]["rank"] is not None:
         waits = [f"{duration(wait['ms'])} in {wait['phase']} for {wait['for']}" for wait in figures["slowest"]["waits"]]
         more = f" and {len(waits) - SHOWN} more" if len(waits) > SHOWN else ""
@@ -227,6 +228,9 @@ def show(figures: dict[str, Any], source: str, hardware: Hardware) -> None:
         console.print(Text("ranks, layout and plan agree", style="green"))
 
 
+_TIMES = {"products_ms": "products_s", "host_ms": "host_s", "step_ms": "end_s"}
+"""Figures of a played rank."""
+
 _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("most received by a rank", "received_bytes", size),
     ("extra memory, at most", "extra_bytes", size),
@@ -237,6 +241,7 @@ _ROWS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("  views that it makes", "views", "{:,}".format),
     ("  tensors that it allocates", "allocations", "{:,}".format),
     ("Newton-Schulz", "products_ms", duration),
+    ("host, enqueuing", "host_ms", duration),
     ("step, overlapped", "step_ms", duration),
 )
 """The rows of the table: label, figure, how it is written."""

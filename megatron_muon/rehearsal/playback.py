@@ -1,9 +1,10 @@
 """Plays a recorded step over a machine's rates: when each rank computes, what it waits for, and for whom.
 
-A rank has a stream of products and a stream for each process group's collectives. A collective starts when all of its
-recorded members have issued it and the one before it on the group is over. The host is taken to be far enough ahead
-that no stream waits for it. Left out, as in the plan's estimate: launches, elementwise work, and that collectives of
-several groups share links.
+A rank has a host, which enqueues in order and takes the profile's time for each launch, view, allocation and call of a
+collective; a stream of products, and a stream for each process group's collectives. Nothing starts before the host has
+enqueued it, nor a collective before all of its recorded members have issued it and the one before it on the group is
+over. At the start of a step the streams are idle: Megatron reads the gradient norm on the host before it. Left out, as
+in the plan's estimate: elementwise work, and that collectives of several groups share links.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_muon.planning.estimate import Hardware
-from megatron_muon.rehearsal.trace import Call, Event, Members, Products, RankTrace, Split, Wait
+from megatron_muon.rehearsal.trace import COUNTED, Call, Event, Members, Products, RankTrace, Split, Wait
 
 
 class Span(NamedTuple):
@@ -37,12 +38,14 @@ class Played:
     Attributes:
         end_s: when the rank is done, in seconds from the step's start.
         products_s: what it has computed.
+        host_s: when its host is.
         waits: seconds that its products have waited, by phase and reason, the reason naming a rank or the link.
         spans: of the timeline.
     """
 
     end_s: float = 0.0
     products_s: float = 0.0
+    host_s: float = 0.0
     waits: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
     spans: list[Span] = field(default_factory=list)
 
@@ -119,11 +122,7 @@ class _Player:
         while self._next[rank] < len(events):
             event = events[self._next[rank]]
             if isinstance(event, Products):
-                tflops = self._hardware.bf16_tflops if event.half else self._hardware.fp32_tflops
-                seconds = event.flops / (tflops * 1e12)
-                played.spans.append(Span(event.phase, played.end_s, played.end_s + seconds, 0))
-                played.products_s += seconds
-                played.end_s += seconds
+                self._multiply(played, event)
             elif isinstance(event, Call):
                 freed += self._issue(rank, event)
             elif not self._wait(rank, event):
@@ -131,13 +130,30 @@ class _Player:
             self._next[rank] += 1
         return freed
 
+    def _multiply(self, played: Played, event: Products) -> None:
+        """Enqueue and run: products begin behind the first launch, and end no earlier than the last."""
+        host, tflops = self._hardware.host, self._hardware.bf16_tflops if event.half else self._hardware.fp32_tflops
+        seconds = event.flops / (tflops * 1e12)
+        begun = max(played.end_s, played.host_s + host.seconds({"kernels": min(event.kernels, 1)}))
+        played.host_s += host.seconds({name: getattr(event, name) for name in COUNTED})
+        if event.kernels or event.flops:
+            end = max(begun + seconds, played.host_s)
+            if end - played.end_s > seconds:
+                played.waits[event.phase, "the host"] += end - played.end_s - seconds
+            played.end_s = end
+        if event.flops:
+            played.spans.append(Span(event.phase, begun, played.end_s, 0))
+            played.products_s += seconds
+
     def _issue(self, rank: int, call: Call) -> list[int]:
         members = self._traces[rank].groups[call.group]
         number = self._numbers[rank, call.group]
         self._numbers[rank, call.group] += 1
         self._calls[rank].append((members, number))
         collective = self._collectives[members, number]
-        collective.issued[rank] = self._played[rank].end_s, call
+        played = self._played[rank]
+        played.host_s += self._hardware.host.seconds({"collectives": 1})
+        collective.issued[rank] = max(played.end_s, played.host_s), call
         if len(collective.issued) < len(self._of(members)):
             return []
         late, (issued_s, _) = max(collective.issued.items(), key=lambda item: item[1][0])

@@ -96,10 +96,9 @@ class Recorder(FakeTensorMode):
         else:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if self._step is not None:
-            self._step.counts["views"] += func.is_view
-            self._step.counts["kernels"] += launches(func, args, kwargs)
+            self._enqueued(kernels=launches(func, args, kwargs), views=int(func.is_view))
         if kind.is_product:
-            self.product(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result), result)
+            self._enqueued(flop_registry[func.overloadpacket](*args, **kwargs, out_val=result), result)
         if kind.makes_memory:
             for tensor in (result,) if isinstance(result, FakeTensor) else tree_leaves(result):
                 if isinstance(tensor, FakeTensor) and tensor.fake_device == self._device:
@@ -131,25 +130,38 @@ class Recorder(FakeTensorMode):
 
     def kernel(self, flops: int, result: torch.Tensor) -> None:
         """A product of so many operations has been launched that torch knows nothing of."""
-        if self._step is not None:
-            self._step.counts["kernels"] += 1
-        self.product(flops, result)
+        self._enqueued(flops, result, kernels=1)
 
-    def product(self, flops: int, result: torch.Tensor) -> None:
-        """A product of so many operations has been enqueued."""
-        if self._step is None:
+    def _enqueued(
+        self, flops: int = 0, result: torch.Tensor | None = None, *, kernels: int = 0, views: int = 0, made: int = 0
+    ) -> None:
+        """The host has enqueued, or made, so much; with `result` a product of so many operations."""
+        if self._step is None or not (flops or kernels or views or made):
             return
-        events, new = self._step.events, Products(self._phases[-1], flops, result.dtype.itemsize < 4)
-        if events and isinstance(events[-1], Products) and (events[-1].phase, events[-1].half) == (new.phase, new.half):
-            new = new._replace(flops=new.flops + events.pop().flops)  # type: ignore[union-attr]
-        events.append(new)
+        events, half = self._step.events, result is not None and result.dtype.itemsize < 4
+        last = events[-1] if events else None
+        if (
+            isinstance(last, Products)
+            and last.phase == self._phases[-1]
+            and (not last.flops or result is None or last.half == half)
+        ):
+            half = last.half if result is None else half
+            events[-1] = Products(
+                last.phase,
+                last.flops + flops,
+                half,
+                last.kernels + kernels,
+                last.views + views,
+                last.allocations + made,
+            )
+        else:
+            events.append(Products(self._phases[-1], flops, half, kernels, views, made))
 
     def call(self, group: int, op: str, dtype: torch.dtype, nbytes: int = 0, **details: Any) -> int | None:
         """A collective has been started; its number in the step."""
         if self._step is None:
             return None
         name = str(dtype).removeprefix("torch.")
-        self._step.counts["collectives"] += 1
         self._step.events.append(Call(group, op, name, nbytes, **{"root": -1, **details}, phase=self._phases[-1]))
         self._calls += 1
         return self._calls - 1
@@ -223,8 +235,7 @@ class Recorder(FakeTensorMode):
         size = storage.nbytes()
         self._live[key] = weakref.ref(storage, lambda _: self._forget(key)), size
         self._live_bytes += size
-        if self._step is not None:
-            self._step.counts["allocations"] += 1
+        self._enqueued(made=1)
         if self._step is not None and self._live_bytes > self._step.peak_bytes:
             self._step.peak_bytes, self._step.peak_phase = self._live_bytes, self._phases[-1]
         if self._step is not None and self._live_bytes > self._step.peaks.get(self._matrices, -1):

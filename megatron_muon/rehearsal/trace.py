@@ -29,12 +29,18 @@ class Split(NamedTuple):
 
 
 class Products(NamedTuple):
-    """Products that the host has enqueued one after the other in one phase of the step."""
+    """What the host has enqueued in one phase of the step, one after the other, and what it made meanwhile.
+
+    Kernels are counted as CUDA launches them; of those that are no products only the launch is known.
+    """
 
     phase: str
     flops: int
     half: bool
     """Of bf16 operands, not of fp32."""
+    kernels: int = 0
+    views: int = 0
+    allocations: int = 0
 
 
 class Call(NamedTuple):
@@ -71,6 +77,9 @@ class Wait(NamedTuple):
 
 Event = Products | Call | Wait
 
+COUNTED = ("kernels", "views", "allocations")
+"""What `Products` counts."""
+
 
 class Part(NamedTuple):
     """A part of a block of a matrix, counted from 0; a block that is not cut is one part."""
@@ -91,7 +100,6 @@ class StepTrace:
         begin_bytes: memory that tensors take on the device before the step, and so for `end_bytes`.
         peak_bytes: the most in the step.
         peak_phase: where that was.
-        counts: what the host has enqueued: "kernels", "collectives", and the "views" and "allocations" that it made.
         peaks: the most while each group of matrices steps, by the group's name.
         kept: bytes of its buffers, which lie in memory between steps and are in none of these figures, likewise.
     """
@@ -102,7 +110,6 @@ class StepTrace:
     end_bytes: int = 0
     peak_bytes: int = 0
     peak_phase: str = ""
-    counts: Counter[str] = field(default_factory=Counter)
     peaks: dict[str, int] = field(default_factory=dict)
     kept: dict[str, int] = field(default_factory=dict)
 
@@ -110,6 +117,12 @@ class StepTrace:
     def calls(self) -> list[Call]:
         """The collectives."""
         return [event for event in self.events if isinstance(event, Call)]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the host has enqueued: "kernels", "collectives", and the "views" and "allocations" that it made."""
+        found = {name: sum(getattr(event, name, 0) for event in self.events) for name in COUNTED}
+        return found | {"collectives": len(self.calls)}
 
     @property
     def flops(self) -> int:

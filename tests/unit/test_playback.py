@@ -8,14 +8,20 @@ import numpy as np
 import pytest
 
 from megatron_muon.core.traffic import MESSAGE_US
-from megatron_muon.planning.estimate import HARDWARE
+from megatron_muon.planning.estimate import HARDWARE, Host
 from megatron_muon.rehearsal import playback
 from megatron_muon.rehearsal.trace import Call, Event, Members, Products, RankTrace, Split, StepTrace, Wait
 
 ROUND = dataclasses.replace(
-    HARDWARE["h100-sxm"], bf16_tflops=1.0, fp32_tflops=0.5, node_ranks=2, node_gb_per_s=10.0, network_gb_per_s=1.0
+    HARDWARE["h100-sxm"],
+    bf16_tflops=1.0,
+    fp32_tflops=0.5,
+    node_ranks=2,
+    node_gb_per_s=10.0,
+    network_gb_per_s=1.0,
+    host=Host(0.0, 0.0, 0.0, 0.0),
 )
-"""A second for 1e12 bf16 operations or 1e9 bytes between nodes; a tenth within a node of two ranks."""
+"""A second for 1e12 bf16 operations or 1e9 bytes between nodes; a tenth within a node of two ranks; none for a host."""
 GB = 10**9
 
 
@@ -77,6 +83,30 @@ def test_collectives_of_a_group_come_one_after_the_other_beside_products() -> No
     assert played[0].products_s == pytest.approx(1.0)
     assert played[0].end_s == pytest.approx(2.0)
     assert [span.note for span in played[1].spans if span.stream] == ["rank 0", "the collective before it"]
+
+
+def test_a_device_waits_for_its_host() -> None:
+    """Launches take a second each: products begin behind the first and end with the last, or later."""
+    slow = dataclasses.replace(ROUND, host=Host(launch_us=1e6, view_us=1e5, allocation_us=0.0, call_us=2e6))
+    reduce = Call(0, "all_reduce", "float32", 5 * GB, -1, "gather")
+    events = (
+        Products("momentum", 0, half=False, kernels=2, views=10),
+        reduce,
+        Products("orthogonalize", 10**13, half=True, kernels=3),
+        Products("apply", 0, half=False, kernels=1),
+        Wait(0, "gather_wait"),
+    )
+    played = playback.play({rank: trace(rank, (0, 1), *events) for rank in (0, 1)}, 0, slow)[0]
+    # Three seconds of momentum, two for the call; ten of products behind the sixth; the rest is enqueued meanwhile.
+    assert played.host_s == pytest.approx(3 + 2 + 3 + 1)
+    assert played.end_s == pytest.approx(6 + 10)
+    assert dict(played.waits) == {
+        ("momentum", "the host"): pytest.approx(3.0),
+        ("orthogonalize", "the host"): pytest.approx(3.0),
+    }
+    limited = [Products("orthogonalize", 10**12, half=True, kernels=5)]
+    played = playback.play({0: trace(0, (0,), *limited)}, 0, slow)[0]
+    assert (played.end_s, played.waits["orthogonalize", "the host"]) == pytest.approx((5.0, 4.0))
 
 
 def test_a_member_that_issues_nothing_is_named() -> None:

@@ -94,10 +94,10 @@ def test_products_are_counted_by_dtype(recorder: Recorder) -> None:
         x @ x.mT
         torch.baddbmm(x, torch.zeros(3, 4, 4, device="cuda"), x)
         x.bfloat16() @ x.bfloat16().mT
-    assert recorder.steps[0].events == [
-        Products("other", 2 * 3 * 4 * 4 * 5 * 2, half=False),
-        Products("other", 2 * 3 * 4 * 4 * 5, half=True),
-    ]
+    first, second = recorder.steps[0].events
+    assert first == Products("other", 2 * 3 * 4 * 4 * 5 * 2, half=False, kernels=8, views=11, allocations=5)
+    assert isinstance(second, Products)
+    assert (second.flops, second.half, second.kernels) == (2 * 3 * 4 * 4 * 5, True, 1)
 
 
 def test_a_world_leaves_nothing_behind() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +25,7 @@ from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 from megatron_muon.planning.command import settings_of
 from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
+from megatron_muon.planning.host import counts_of
 from megatron_muon.rehearsal import all_ranks, playback
 from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
 from megatron_muon.rehearsal.process_groups import RecordingGroup
@@ -159,6 +164,29 @@ def test_what_a_step_enqueues_is_counted(sound: Recorded) -> None:
     """Exactly: a change that makes a step launch more has to be seen, and said."""
     counts = {rank: dict(trace.steps[1].counts) for rank, trace in sound.traces.items()}
     assert counts == COUNTS
+
+
+def test_the_plan_counts_what_the_host_enqueues(sound: Recorded) -> None:
+    """Within 10 %, as time."""
+    (kind,) = sound.plans
+    for rank, trace in sound.traces.items():
+        planned, counted = counts_of(kind.of(0).plan, rank), trace.steps[1].counts
+        assert planned.keys() == counted.keys()
+        assert planned["collectives"] == counted["collectives"]
+        assert planned["kernels"] == pytest.approx(counted["kernels"], rel=0.1)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("llama3-8b", 64), ("llama3-8b", 1024), ("llama3-70b", 256), ("moe-large", 64)]
+)
+def test_the_plan_counts_the_shipped_models(config: str, ranks: int, tmp_path: Path) -> None:
+    command = (
+        f"rehearse --config configs/{config}.yaml --world-size {ranks} --ranks 0 --processes 1 --json {tmp_path}/out"
+    )
+    subprocess.run([sys.executable, "-m", "megatron_muon.cli", *command.split()], check=True, capture_output=True)
+    found = json.loads((tmp_path / "out").read_text())
+    assert found["planned"]["host_ms"] == pytest.approx(found["rehearsed"]["host_ms"], rel=0.1)
 
 
 COUNTS = {

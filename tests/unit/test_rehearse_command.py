@@ -60,7 +60,8 @@ def test_the_timeline_shows_products_and_collectives(tmp_path: Path, capsys: pyt
     shown = [event for event in events if event["ph"] == "X"]
     assert {event["cat"] for event in shown} == {"products", "collective"}
     end = max(event["ts"] + event["dur"] for event in shown)
-    assert end == pytest.approx(figures["rehearsed"]["step_ms"] * 1e3)
+    step = figures["rehearsed"]["step_ms"] * 1e3
+    assert 0.95 * step < end <= step * (1 + 1e-9)  # the host enqueues further, without products
     out = capsys.readouterr().out
     assert "2 of 4 ranks" in out
     assert "what the other ranks send" in out
