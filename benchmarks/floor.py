@@ -22,8 +22,8 @@ import torch.distributed as dist
 from megatron_muon.core.cost import KERNEL, SUM_BYTES, Iteration
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
-from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import synchronize
+from megatron_muon.core.slices import BlockSlice
 
 WINDOW_S = 0.04
 """How long each product is repeated in a probe. Every rank goes on until the last has finished: with more ranks than
@@ -154,11 +154,11 @@ class Floor:
         return time.perf_counter() - start
 
 
-def sum_bytes(portion: Portion, iteration: Iteration) -> int:
-    """Bytes that a rank receives in the sums that its team forms of a portion's block, each in a ring."""
-    team = len(portion.ranks)
-    sums = iteration.counts(iteration.method_for(*portion.of, team)).gram if team > 1 else 0
-    return sums * 2 * (team - 1) * SUM_BYTES * min(portion.of) ** 2 // team
+def sum_bytes(block_slice: BlockSlice, iteration: Iteration) -> int:
+    """Bytes that a rank receives in the sums that its team forms of a block_slice's block, each in a ring."""
+    team = len(block_slice.ranks)
+    sums = iteration.counts(iteration.method_for(*block_slice.of, team)).gram if team > 1 else 0
+    return sums * 2 * (team - 1) * SUM_BYTES * min(block_slice.of) ** 2 // team
 
 
 def _work(plan: Plan, orthogonalizer: Orthogonalizer) -> dict[Product, float]:
@@ -169,10 +169,10 @@ def _work(plan: Plan, orthogonalizer: Orthogonalizer) -> dict[Product, float]:
     for part in parts:
         owned: dict[int, Counter[tuple[Block, int]]] = {}
         for index in part:
-            for portion in plan.portions(index):
-                shapes = plan.layout.matrices[index].blocks if portion.block is None else [portion.of]
-                kinds = [((min(shape), max(shape)), len(portion.ranks)) for shape in shapes]
-                owned.setdefault(portion.rank, Counter()).update(kinds)
+            for block_slice in plan.slices(index):
+                shapes = plan.layout.matrices[index].blocks if block_slice.block is None else [block_slice.of]
+                kinds = [((min(shape), max(shape)), len(block_slice.ranks)) for shape in shapes]
+                owned.setdefault(block_slice.rank, Counter()).update(kinds)
         for counts in owned.values():
             blocks.update(counts)
             for kind, count in counts.items():
@@ -235,10 +235,10 @@ def _travels(plan: Plan, orthogonalizer: Orthogonalizer) -> list[list[int]]:
     size, itemsize = plan.layout.world_size, orthogonalizer.dtype.itemsize
     travels = [[0] * size for _ in range(size)]
     for index in itertools.chain(*plan.waves):
-        for portion in plan.portions(index):
-            if len(portion.ranks) > 1:
-                before = portion.ranks[portion.place - 1]
-                travels[before][portion.rank] += sum_bytes(portion, orthogonalizer.iteration)
+        for block_slice in plan.slices(index):
+            if len(block_slice.ranks) > 1:
+                before = block_slice.ranks[block_slice.place - 1]
+                travels[before][block_slice.rank] += sum_bytes(block_slice, orthogonalizer.iteration)
     for transfers in itertools.chain(*plan.all_to_alls()):
         columns = (column.tolist() for column in transfers)
         for source, target, elements in zip(*columns, strict=True):

@@ -189,8 +189,10 @@ def _received_bytes(method: str, optimizer: torch.optim.Optimizer, problem: Prob
     rank, ranks, orthogonalizer = problem.group.rank(), problem.group.size(), problem.orthogonalizer
     if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
         plan = optimizer.exchange.plan
-        portions = (portion for index in range(len(plan.teams)) for portion in plan.portions(index))
-        sums = sum(sum_bytes(portion, orthogonalizer.iteration) for portion in portions if portion.rank == rank)
+        slices = (block_slice for index in range(len(plan.teams)) for block_slice in plan.slices(index))
+        sums = sum(
+            sum_bytes(block_slice, orthogonalizer.iteration) for block_slice in slices if block_slice.rank == rank
+        )
         return plan.exchanged_bytes()[rank] + sums
     if method.startswith("allgather"):
         padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)

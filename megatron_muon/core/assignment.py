@@ -20,7 +20,7 @@ import numpy as np
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.memory import AUTO_BYTES, Memory
-from megatron_muon.core.portions import TEAM_SIZES, Cuts, Team, chunks
+from megatron_muon.core.slices import TEAM_SIZES, Cuts, Team, chunks
 
 _GAIN = 0.9
 """Teams are taken where they bring the largest load to this part of what it is without them."""

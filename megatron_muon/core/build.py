@@ -16,10 +16,10 @@ from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
-from megatron_muon.core.portions import Team
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, NOWHERE, BlockKind, Route, blocks_of, make_route
 from megatron_muon.core.rules.rule import Rule
+from megatron_muon.core.slices import Team
 from megatron_muon.core.teams import make_teams
 from megatron_muon.core.tuning import tune
 
@@ -238,7 +238,7 @@ def _prepare_kernel(
             for slot in (
                 blocks_of(index, matrix, 0)
                 if plan is None or (plan.teams[index].cuts is None and plan.owners[index] in ranks)
-                else [one for one in plan.portions(index) if plan.teams[index].cuts and one.rank in ranks]
+                else [one for one in plan.slices(index) if plan.teams[index].cuts and one.rank in ranks]
             )
         ]
         return orthogonalizer.kernel_kinds(slots)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from megatron_muon.core.cost import GRAM, HALVES, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.core.portions import Cuts, Portion
+from megatron_muon.core.slices import BlockSlice, Cuts
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
@@ -119,7 +119,7 @@ class Memory:
     def held_bytes(self, *, is_team: bool) -> int:
         """What an element fills of a wave on a rank that holds it: its rows leave, or its update rows arrive.
 
-        Rows are packed from what was prepared, and second moments applied, in the room of two waves. The updates of a
+        Rows are packed from what was prepared, and second moments applied, in the bytes of two waves. The updates of a
         team are put together.
         """
         updates = (2 if is_team else 1) * self.element_bytes
@@ -134,9 +134,9 @@ class Memory:
         """Bytes of normalising a whole update."""
         return self.moment.whole * numel
 
-    def owned_bytes(self, portion: Portion) -> int:
-        """What a portion fills of a wave on its rank: it arrives, it is in its stack, its updates leave."""
-        return portion.numel * self.element_bytes
+    def owned_bytes(self, block_slice: BlockSlice) -> int:
+        """What a slice fills of a wave on its rank: it arrives, it is in its stack, its updates leave."""
+        return block_slice.numel * self.element_bytes
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
     def of_owners(self, blocks: tuple[tuple[int, int], ...], divided: Cuts | None, ranks: int, steps: int = 0) -> Taken:
@@ -190,21 +190,23 @@ class Memory:
             f"{largest.shape[1]} needs {needed:.3f}; give at least that, or leave the flag out"
         )
 
-    def parts(self, matrices: Sequence[Matrix], room: int, at_least: int = 1) -> int:
-        """In how many parts, each every so many-th of the matrices, they fit `room` bytes; one a part where none do."""
+    def parts(self, matrices: Sequence[Matrix], limit: int, at_least: int = 1) -> int:
+        """In how many parts, each every so many-th matrix, they fit `limit` bytes; one a part where none do."""
         parts = min(at_least, len(matrices))
-        while parts < len(matrices) and max(self.whole(matrices[k::parts]) for k in range(parts)) > room:
+        while parts < len(matrices) and max(self.whole(matrices[k::parts]) for k in range(parts)) > limit:
             parts = min(parts + 1 + parts // 8, len(matrices))
         return parts
 
-    def of_batch(self, matrices: Sequence[Matrix], portions: Sequence[Portion] = ()) -> tuple[int, int, int]:
+    def of_batch(self, matrices: Sequence[Matrix], slices: Sequence[BlockSlice] = ()) -> tuple[int, int, int]:
         """Bytes of matrices that are orthogonalised together: stacks, buffers of the iteration, other temporaries."""
         blocks: Counter[Stack] = Counter()
         for matrix in matrices:
             blocks += stacks(matrix.blocks, None, matrix.steps)
-        for portion in portions:
-            cols = portion.numel // min(portion.of)
-            blocks[Stack(min(portion.of), cols, max(portion.of), len(portion.ranks), portion.steps)] += 1
+        for block_slice in slices:
+            cols = block_slice.numel // min(block_slice.of)
+            blocks[
+                Stack(min(block_slice.of), cols, max(block_slice.of), len(block_slice.ranks), block_slice.steps)
+            ] += 1
         stacked = sum(kind.rows * kind.cols * count for kind, count in blocks.items())
         largest = max((matrix.numel for matrix in matrices), default=0)
         work = max((self.work_of(kind, count) for kind, count in blocks.items()), default=0)

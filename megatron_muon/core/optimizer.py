@@ -262,8 +262,8 @@ class ShardedMuon(torch.optim.Optimizer):
         rows: Rows,
         places: range,
         flat: torch.Tensor,
-        views: Sequence[torch.Tensor],
-        state: Sequence[torch.Tensor],
+        views: list[torch.Tensor],
+        state: list[torch.Tensor],
         flat_state: torch.Tensor | None = None,
         failed: torch.Tensor | None = None,
     ) -> Part:
@@ -279,7 +279,9 @@ class ShardedMuon(torch.optim.Optimizer):
             ]
         indices = rows.indices[chosen]
         parameters, groups = [self._matrices[index] for index in indices], [self._groups[index] for index in indices]
-        return Part(indices, parameters, groups, flat, views, state, flat_state, failed)
+        first = self._group_of[indices[0]]
+        group = groups[0] if all(self._group_of[index] == first for index in indices) else None
+        return Part(indices, parameters, groups, group, flat, views, state, flat_state, failed)
 
     def _collect_gradients(self, rows: Rows) -> None:
         """Copy this rank's rows of the gradients to where they are prepared.

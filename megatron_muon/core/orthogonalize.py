@@ -21,9 +21,9 @@ from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.numbers import check_number
-from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.route import BlockKind, Stack, make_stacks
+from megatron_muon.core.slices import BlockSlice
 from megatron_muon.core.teams import TeamGroup
 
 
@@ -202,7 +202,7 @@ class Orthogonalizer:
             all_marks.append(marks)
         return torch.cat(all_marks) if len(all_marks) > 1 else all_marks[0]
 
-    def kernel_kinds(self, slots: Sequence[Portion]) -> list[BlockKind]:
+    def kernel_kinds(self, slots: Sequence[BlockSlice]) -> list[BlockKind]:
         """The kinds of these blocks whose products the symmetric kernel forms; none where it is not used."""
         if self.iteration.products is not KERNEL:
             return []

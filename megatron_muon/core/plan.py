@@ -22,7 +22,7 @@ import numpy as np
 from megatron_muon.core.assignment import TeamRules, assign
 from megatron_muon.core.layout import Layout
 from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
-from megatron_muon.core.portions import Portion, Team
+from megatron_muon.core.slices import BlockSlice, Team
 from megatron_muon.core.traffic import Holders, Ints, Traffic, Transfers
 
 DIGEST_LENGTH = 12
@@ -67,9 +67,9 @@ class Plan:
         """The first owner of each matrix: the only one where there are no teams."""
         return tuple(team.ranks[0] for team in self.teams)
 
-    def portions(self, index: int) -> list[Portion]:
+    def slices(self, index: int) -> list[BlockSlice]:
         """What ranks orthogonalise of a matrix."""
-        return self.teams[index].portions(index, self.layout.matrices[index])
+        return self.teams[index].slices(index, self.layout.matrices[index])
 
     def figures(self) -> dict[str, Any]:
         """What there is to know of it, under the names that `megatron-muon plan` has in its JSON file."""
@@ -107,8 +107,8 @@ class Plan:
 
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The whole matrices of `rank` in parts: one beside each wave, or more where they would overfill the buffer."""
-        whole, room = self.whole[rank], self.memory.beside_waves(self.buffer_bytes, self.wave_bytes)
-        parts = self.memory.parts([self.layout.matrices[index] for index in whole], room, max(len(self.waves), 1))
+        whole, left = self.whole[rank], self.memory.beside_waves(self.buffer_bytes, self.wave_bytes)
+        parts = self.memory.parts([self.layout.matrices[index] for index in whole], left, max(len(self.waves), 1))
         return tuple(whole[k::parts] for k in range(parts))
 
     def all_to_alls(self) -> Iterator[tuple[Transfers, Transfers]]:
@@ -327,8 +327,8 @@ class _Footprints:
             self._held[id(matrix.shards)] = held.ranks[order], held.elements[held.numbers][order]
         holders, elements = self._held[id(matrix.shards)]
         owned: dict[int, int] = {}
-        for portion in team.portions(index, matrix):
-            owned[portion.rank] = owned.get(portion.rank, 0) + memory.owned_bytes(portion)
+        for block_slice in team.slices(index, matrix):
+            owned[block_slice.rank] = owned.get(block_slice.rank, 0) + memory.owned_bytes(block_slice)
         sizes = memory.held_bytes(is_team=team.cuts is not None) * elements
         places = np.searchsorted(holders, list(owned))
         more: dict[int, int] = {}

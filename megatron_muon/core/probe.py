@@ -14,7 +14,7 @@ from typing import Protocol, override
 
 import torch
 
-from megatron_muon.core.portions import Portion
+from megatron_muon.core.slices import BlockSlice
 
 PHASES = ("momentum", "gather", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply", "other")
 """In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
@@ -72,7 +72,7 @@ class Probe:
         With `team`, n are this rank's columns of it, and each rank of the team is shown its own at the same time.
         """
 
-    def orthogonalized(self, slots: Sequence[Portion]) -> None:
+    def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
         """This rank has orthogonalised these blocks, or its parts of them."""
 
     def received(self, size: int) -> None:

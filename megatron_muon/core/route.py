@@ -1,4 +1,4 @@
-"""What one rank sends, receives and orthogonalises in a wave: numbers alone, settled before the first step.
+"""What one rank sends, receives and orthogonalises in a wave: numbers alone, made before the first step.
 
 A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by owner, this rank's own
 last. From there rows go to a buffer that is sent, or to one that stays here (`own`), and from what arrived and what
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from megatron_muon.core.copies import Copy, Strided
 from megatron_muon.core.layout import Layout, Matrix, Shard
-from megatron_muon.core.portions import Piece, Portion, Team
+from megatron_muon.core.slices import BlockSlice, Piece, Team
 
 NOWHERE, ALL_TO_ALL, ALL_GATHER, BROADCAST = "nowhere", "all_to_all", "all_gather", "broadcast"
 """How rows, or updates, of a wave travel; rows are not broadcast, updates are not gathered."""
@@ -45,7 +45,7 @@ class Stack(NamedTuple):
 
     kind: BlockKind
     start: int
-    slots: tuple[Portion, ...]
+    slots: tuple[BlockSlice, ...]
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ class Route:
         own_to_stacks: `own` -> stacks.
         back: stacks -> updates for other ranks.
         returned: updates from other ranks, then this rank's own -> rows; `counts` are of other ranks.
-        home: stacks -> this rank's own updates, behind those of other ranks.
+        own_updates: stacks -> this rank's own updates, behind those of other ranks.
         owners: with broadcasts, the owners of the wave and how many elements each has, in the order of `returned`.
         rows_by, updates_by: how they travel.
         padding: with an all-gather of rows, elements of the largest shard.
@@ -107,7 +107,7 @@ class Route:
     own_to_stacks: list[Copy]
     back: Way
     returned: Way
-    home: Way
+    own_updates: Way
     owners: list[tuple[int, int]]
     rows_by: str
     updates_by: str
@@ -124,7 +124,7 @@ class Route:
         return self.stacks[-1].start + self.stacks[-1].numel if self.stacks else 0
 
     @property
-    def slots(self) -> list[Portion]:
+    def slots(self) -> list[BlockSlice]:
         """What this rank orthogonalises, in the order of the stacks."""
         return [slot for stack in self.stacks for slot in stack.slots]
 
@@ -158,7 +158,7 @@ class _Unit(NamedTuple):
             (
                 (piece.rows, piece.cols),
                 Strided(start + (piece.row - self.row) * self.cols + piece.col - self.col, (self.cols, 1)),
-                stack.place(number, piece.room_row, piece.room_col),
+                stack.place(number, piece.slice_row, piece.slice_col),
             )
             for stack, number, piece in self.parts
         ]
@@ -168,9 +168,9 @@ _ALIGNED = 256
 """Elements: each stack begins at an aligned place, as products of a CPU's library may round otherwise."""
 
 
-def make_stacks(slots: Sequence[Portion], scale: Callable[[tuple[int, int]], float]) -> list[Stack]:
+def make_stacks(slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], float]) -> list[Stack]:
     """Stacks of equal blocks; `scale` is of the update of a block of this shape."""
-    by_kind: dict[BlockKind, list[Portion]] = defaultdict(list)
+    by_kind: dict[BlockKind, list[BlockSlice]] = defaultdict(list)
     for slot in slots:
         ranks = slot.ranks if len(slot.ranks) > 1 else ()
         length = slot.shape[0 if slot.is_tall else 1]
@@ -182,10 +182,10 @@ def make_stacks(slots: Sequence[Portion], scale: Callable[[tuple[int, int]], flo
     return stacks
 
 
-def blocks_of(index: int, matrix: Matrix, rank: int) -> list[Portion]:
+def blocks_of(index: int, matrix: Matrix, rank: int) -> list[BlockSlice]:
     """The blocks of a matrix that one rank owns alone."""
     return [
-        Portion(index, block, shape, matrix.split, (rank,), 0, matrix.steps)
+        BlockSlice(index, block, shape, matrix.split, (rank,), 0, matrix.steps)
         for block, shape in enumerate(matrix.blocks)
     ]
 
@@ -222,25 +222,25 @@ def make_route(
         for slot in (
             blocks_of(index, matrices[index], rank)
             if team is None or team.cuts is None
-            else [portion for portion in team.portions(index, matrices[index]) if portion.rank == rank]
+            else [block_slice for block_slice in team.slices(index, matrices[index]) if block_slice.rank == rank]
         )
     ]
     stacks = make_stacks(owned, scale)
-    slots: dict[int, list[tuple[Stack, int, Portion]]] = defaultdict(list)
+    slots: dict[int, list[tuple[Stack, int, BlockSlice]]] = defaultdict(list)
     for stack in stacks:
         for place, slot in enumerate(stack.slots):
             slots[slot.index].append((stack, place, slot))
     units: dict[str, dict[int, list[_Unit]]] = {
-        name: defaultdict(list) for name in ("send", "own", "receive", "back", "returned", "home")
+        name: defaultdict(list) for name in ("send", "own", "receive", "back", "returned", "own_updates")
     }
     for index in indices:
         matrix, team = matrices[index], teams[index]
         here = [held[index]] if held[index].numel else []
-        portions = [None] if team is None or team.cuts is None else team.portions(index, matrix)
-        for portion in portions:
-            owner = rank if team is None else team.ranks[0] if portion is None else portion.rank
+        slices = [None] if team is None or team.cuts is None else team.slices(index, matrix)
+        for block_slice in slices:
+            owner = rank if team is None else team.ranks[0] if block_slice is None else block_slice.rank
             for shard in matrix.shards if owner == rank else here:
-                for unit in _units(index, shard, portion, slots[index] if owner == rank else []):
+                for unit in _units(index, shard, block_slice, slots[index] if owner == rank else []):
                     source = shard.rank if rows_by == ALL_GATHER else shard.source(owner, world)
                     if owner == rank:
                         units["own" if source == rank else "receive"][source].append(unit)
@@ -248,15 +248,15 @@ def make_route(
                             if holder != rank and updates_by == ALL_TO_ALL:
                                 units["back"][holder].append(unit)
                         if rank in shard.holders:
-                            units["home"][rank].append(unit)
+                            units["own_updates"][rank].append(unit)
                     else:
                         units["returned"][owner].append(unit)
                         if source == rank and rows_by == ALL_TO_ALL:
                             units["send"][owner].append(unit)
     by_owner = [units["returned"][owner] for owner in range(world)]
-    order = [unit.of for of_owner in by_owner for unit in of_owner] + [unit.of for unit in units["home"][rank]]
+    order = [unit.of for of_owner in by_owner for unit in of_owner] + [unit.of for unit in units["own_updates"][rank]]
     if updates_by == BROADCAST:  # an owner broadcasts from the place that its updates have on all ranks
-        by_owner[rank] = units["home"][rank]
+        by_owner[rank] = units["own_updates"][rank]
         order = [unit.of for of_owner in by_owner for unit in of_owner]
     rows, starts, start = [], {}, 0
     for index in dict.fromkeys(order):
@@ -301,22 +301,22 @@ def make_route(
     receive.copies = to_stacks(received)
     back, leaving = way("back")
     back.copies = from_stacks(leaving)
-    home, home_placed = way("home")
+    own_updates, own_updates_placed = way("own_updates")
     returned, coming = way("returned")
     owners: list[tuple[int, int]] = []
     if updates_by == BROADCAST:
-        at, coming, home_placed = 0, [], []
+        at, coming, own_updates_placed = 0, [], []
         for owner, of_owner in enumerate(by_owner):
             if of_owner:
                 owners.append((owner, sum(unit.numel for unit in of_owner)))
             for unit in of_owner:
-                (home_placed if owner == rank else coming).append((at, unit))
+                (own_updates_placed if owner == rank else coming).append((at, unit))
                 at += unit.numel
-        coming += home_placed
+        coming += own_updates_placed
     else:
-        home_placed = [(returned.numel + at, unit) for at, unit in home_placed]
-        coming += home_placed
-    home.copies = from_stacks(home_placed)
+        own_updates_placed = [(returned.numel + at, unit) for at, unit in own_updates_placed]
+        coming += own_updates_placed
+    own_updates.copies = from_stacks(own_updates_placed)
     returned.copies = [
         Copy((unit.rows, unit.cols), Strided(at, (unit.cols, 1)), unit.in_rows(starts[unit.of])) for at, unit in coming
     ]
@@ -330,7 +330,7 @@ def make_route(
         to_stacks(own_placed),
         back,
         returned,
-        home,
+        own_updates,
         owners,
         rows_by,
         updates_by,
@@ -339,19 +339,19 @@ def make_route(
 
 
 def _units(
-    index: int, shard: Shard, portion: Portion | None, slots: Sequence[tuple[Stack, int, Portion]]
+    index: int, shard: Shard, block_slice: BlockSlice | None, slots: Sequence[tuple[Stack, int, BlockSlice]]
 ) -> list[_Unit]:
-    """What travels of a shard for an owner: all of it where one rank owns the matrix, else what a portion has of it."""
-    if portion is None:
+    """What travels of a shard for an owner: all of it where one rank owns the matrix, else what a slice has of it."""
+    if block_slice is None:
         parts = [(stack, place, piece) for stack, place, slot in slots for piece in slot.pieces(shard)]
         return [_Unit(index, shard, shard.row_start, shard.rows, shard.col_start, shard.cols, parts)]
-    where = [(stack, place) for stack, place, slot in slots if slot == portion]
+    where = [(stack, place) for stack, place, slot in slots if slot == block_slice]
     return [
         _Unit(
             index, shard, piece.row, piece.rows, piece.col, piece.cols,
             [(stack, place, piece) for stack, place in where],
         )
-        for piece in portion.pieces(shard)
+        for piece in block_slice.pieces(shard)
     ]  # fmt: skip
 
 

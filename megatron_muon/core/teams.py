@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.portions import Team
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.ranks import group_among
+from megatron_muon.core.slices import Team
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_muon.core.layout import Layout, Shard
-from megatron_muon.core.portions import Team, rectangles
+from megatron_muon.core.slices import Team, rectangles
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -121,7 +121,7 @@ class Traffic:
         return self._holders[id(shards)]
 
     def common(self, index: int) -> list[tuple[int, Ints]]:
-        """For each portion of a matrix its rank, and how many elements each shard has of it."""
+        """For each slice of a matrix its rank, and how many elements each shard has of it."""
         matrix, team = self._layout.matrices[index], self._teams[index]
         if team.cuts is None:
             return [(team.ranks[0], self.holders(index).elements)]
@@ -130,7 +130,8 @@ class Traffic:
             places = {rank: place for place, rank in enumerate(team.ranks)}
             of_shards = rectangles(matrix.shards)
             self._common[key] = [
-                (places[portion.rank], portion.overlaps(of_shards)) for portion in team.portions(index, matrix)
+                (places[block_slice.rank], block_slice.overlaps(of_shards))
+                for block_slice in team.slices(index, matrix)
             ]
         return [(team.ranks[place], elements) for place, elements in self._common[key]]
 

@@ -139,7 +139,7 @@ class Wave:
         ]
         self.pack_back = [
             Copies(copies, stacks, tensors[name])
-            for name, copies in (("back", route.back.copies), ("returned", route.home.copies))
+            for name, copies in (("back", route.back.copies), ("returned", route.own_updates.copies))
             if copies
         ]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]

@@ -361,8 +361,12 @@ class Muon(MuonState):
             with in_arguments():
                 self.check_weights()
         for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
-            if isinstance(p.grad, DTensor) and isinstance(p, DTensor) and p.grad.placements != p.placements:
-                p.grad = p.grad.redistribute(placements=p.placements)
+            if (
+                isinstance(gradient := p.grad, DTensor)
+                and isinstance(p, DTensor)
+                and (gradient._spec is not p._spec and gradient.placements != p.placements)
+            ):
+                p.grad = gradient.redistribute(placements=p.placements)
         if isinstance(self.store, RecordStore):
             self.store.verify()
         self.refuse_lost_state()
@@ -412,9 +416,9 @@ class Muon(MuonState):
                     "after the model is sharded, of its dtype and on its device"
                 )
         for p in self._names:
-            if p.grad is not None and p.grad.layout != torch.strided:
+            if (gradient := p.grad) is not None and gradient.layout != torch.strided:
                 raise UserError(
-                    f"the gradient of {self._names[p]} is sparse ({p.grad.layout}); Muon and AdamW here take dense "
+                    f"the gradient of {self._names[p]} is sparse ({gradient.layout}); Muon and AdamW here take dense "
                     "ones: make its module with sparse=False"
                 )
         for p in self.selection.frozen:

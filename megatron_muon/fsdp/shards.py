@@ -98,7 +98,7 @@ def _shown(placements: Sequence[Placement]) -> str:
 def placement_of(parameter: torch.Tensor) -> tuple[Any, ...]:
     """Where a parameter lies and what it holds: this rank's shape, dtype, device and placements."""
     if isinstance(parameter, DTensor):
-        return parameter._local_tensor.shape, parameter.dtype, parameter.device, parameter.placements
+        return parameter._local_tensor.shape, parameter.dtype, parameter.device, parameter._spec.placements
     return parameter.shape, parameter.dtype, parameter.device, ()
 
 

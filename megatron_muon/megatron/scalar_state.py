@@ -107,8 +107,8 @@ class ScalarState:
     def state(self, *, empty: bool = False) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """Copies of each parameter's slots as a checkpoint holds them; `empty` leaves out the values."""
         sizes = [self._weights.shard(parameter).numel() for parameter in self.parameters for _ in self._slots]
-        rooms = iter(self.store.scratch(sizes))
-        shards = [{slot: next(rooms) for slot in self._slots} for _ in self.parameters]
+        memory = iter(self.store.scratch(sizes))
+        shards = [{slot: next(memory) for slot in self._slots} for _ in self.parameters]
         for number, piece in enumerate(self._pieces) if not empty else ():
             for slot, values in zip(self._slots, self.store.read(number)[1:], strict=True):
                 shards[piece.index][slot][piece.start : piece.stop].copy_(values)
@@ -161,7 +161,7 @@ class ScalarState:
 
     def _step_pieces(
         self,
-        lent: Sequence[tuple[_Piece, torch.Tensor]],
+        borrowed: Sequence[tuple[_Piece, torch.Tensor]],
         of_parameters: dict[int, dict[str, Any]],
         of_groups: dict[int, Any],
     ) -> None:
@@ -169,7 +169,7 @@ class ScalarState:
         inner, params = self._inner, defaultdict[int, list[torch.Tensor]](list)
         groups, state = inner.param_groups, inner.state
         states: defaultdict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-        for piece, (weights, *slots) in lent:
+        for piece, (weights, *slots) in borrowed:
             parameter = self.parameters[piece.index]
             alone = _shown(weights, parameter)
             if parameter.grad is not None:
@@ -185,7 +185,7 @@ class ScalarState:
             inner.step()
         finally:
             inner.param_groups, inner.state = groups, state
-        for (piece, (_, *slots)), after in zip(lent, states.values(), strict=True):
+        for (piece, (_, *slots)), after in zip(borrowed, states.values(), strict=True):
             for slot, row in zip(self._slots, slots, strict=True):
                 values = local_rows(after.pop(slot))
                 if values.data_ptr() != row.data_ptr():

@@ -320,7 +320,7 @@ class RecordStore(MomentumStore):
         return staged
 
     def _make_room(self) -> None:
-        """Wait for a write, or where none is under way drop all that was read, as nothing is lent.
+        """Wait for a write, or where none is under way drop all that was read, as nothing is borrowed.
 
         What was read too early goes, and with it what was read of this part, which may lie across the room.
         """

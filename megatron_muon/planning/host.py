@@ -79,7 +79,7 @@ def _of_route(route: Route, plan: Plan) -> Counts:
         copies = [from_chunk(way.copies, within) for way in (route.send, route.own)]
         found += _CHUNK
         found["kernels"] += 3 * lists + sum(map(_copies, [*copies, to_chunk(route.returned.copies, within)]))
-    ways = (route.receive.copies, route.own_to_stacks, route.back.copies, route.home.copies)
+    ways = (route.receive.copies, route.own_to_stacks, route.back.copies, route.own_updates.copies)
     found["kernels"] += sum(map(_copies, ways))
     for stack in route.stacks:
         kind, left = stack.kind, len(stack.slots)

@@ -15,8 +15,8 @@ import numpy as np
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER
 from megatron_muon.core.plan import Plan
-from megatron_muon.core.portions import Portion
 from megatron_muon.core.schedule import LIFETIMES, MOMENTS, moments_of, schedule
+from megatron_muon.core.slices import BlockSlice
 from megatron_muon.core.traffic import Ints
 
 
@@ -50,7 +50,7 @@ def _wave(plan: Plan, indices: Sequence[int]) -> dict[str, Ints]:
     gathered, updates = traffic.gathered(indices), traffic.returned(indices).between_ranks()
     rows = gathered.between_ranks()
     held, largest = (np.zeros(ranks, dtype=np.int64) for _ in range(2))
-    owned: dict[int, tuple[list[Matrix], list[Portion]]] = defaultdict(lambda: ([], []))
+    owned: dict[int, tuple[list[Matrix], list[BlockSlice]]] = defaultdict(lambda: ([], []))
     for index in indices:
         holders = traffic.holders(index)
         elements = holders.elements[holders.numbers]
@@ -59,11 +59,11 @@ def _wave(plan: Plan, indices: Sequence[int]) -> dict[str, Ints]:
         if plan.teams[index].cuts is None:
             owned[plan.owners[index]][0].append(plan.layout.matrices[index])
         else:
-            for portion in plan.portions(index):
-                owned[portion.rank][1].append(portion)
+            for block_slice in plan.slices(index):
+                owned[block_slice.rank][1].append(block_slice)
     stacks, work, made = (np.zeros(ranks, dtype=np.int64) for _ in range(3))
-    for owner, (matrices, portions) in owned.items():
-        stacks[owner], work[owner], made[owner] = plan.memory.of_batch(matrices, portions)
+    for owner, (matrices, slices) in owned.items():
+        stacks[owner], work[owner], made[owner] = plan.memory.of_batch(matrices, slices)
     chunk = np.maximum(np.minimum(held, CHUNK["cuda"]), largest)
     return {
         "prepared": ROW_BYTES * chunk,

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import Probe
+from megatron_muon.core.slices import BlockSlice
 from megatron_muon.rehearsal.launches import launches
 from megatron_muon.rehearsal.trace import Call, Members, Part, Products, StepTrace, Wait
 
@@ -267,7 +267,7 @@ class _Phases(Probe):
         self._names = names
 
     @override
-    def orthogonalized(self, slots: Sequence[Portion]) -> None:
+    def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
         for slot in slots:
             part = Part(self._names[slot.index], slot.block or 0, slot.place, len(slot.ranks))
             self._recorder.orthogonalized(part)

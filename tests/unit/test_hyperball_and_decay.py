@@ -173,7 +173,7 @@ def test_an_update_along_the_matrix_does_not_throw_it_far(seed: int) -> None:
     weight.grad = torch.empty_like(weight)
     hyperball.begin(Step([{"lr": 0.99999}], lambda slot: [], SILENT))
     with torch.no_grad():
-        hyperball.after(Part([0], [weight], [{}], update, [update.view(64, 64)], [weight.data]))
+        hyperball.after(Part([0], [weight], [{}], {}, update, [update.view(64, 64)], [weight.data]))
         hyperball.end()
     assert float(weight.detach().norm()) < 1.1 * norm
 

@@ -21,8 +21,8 @@ from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
-from megatron_muon.core.portions import Team
 from megatron_muon.core.route import blocks_of, make_stacks
+from megatron_muon.core.slices import Team
 
 QUINTIC = ns.coefficients("quintic", 5)
 
@@ -307,15 +307,15 @@ def test_the_symmetric_kernel_is_compiled_before_the_first_step(kernel, steps: i
 def test_the_symmetric_kernel_is_compiled_for_parts_of_blocks(kernel, block: tuple[int, int]) -> None:
     """Of a block that a team owns, the sizes were met first within a step."""
     team = Team((0, 1), (0.0, 0.0), ((0, 2),))
-    portion = team.portions(0, Matrix("w", block, steps=3))[1]
+    block_slice = team.slices(0, Matrix("w", block, steps=3))[1]
     orthogonalizer = orthogonalize.Orthogonalizer()
-    kinds = orthogonalizer.kernel_kinds([portion])
+    kinds = orthogonalizer.kernel_kinds([block_slice])
     assert len(kinds) == 1
     orthogonalizer.warm_up(kinds)
     compiled = set(kernel)
     kernel.clear()
     alone = SimpleNamespace(ranks=(0, 1), total=lambda part, probe: part, largest=lambda values: values)
-    (of,) = make_stacks([portion], orthogonalizer.scale)
+    (of,) = make_stacks([block_slice], orthogonalizer.scale)
     orthogonalizer.orthogonalize_stack(torch.randn(of.shape).bfloat16(), of.kind, alone)
     assert kernel
     assert set(kernel) == compiled

@@ -1,4 +1,4 @@
-"""Routes of all ranks, carried out by hand in one process: rows make whole blocks, and updates come home."""
+"""Routes of all ranks, carried out by hand in one process: rows make whole blocks, and updates come back."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, from_rectangles
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import make_plan
-from megatron_muon.core.portions import Portion
 from megatron_muon.core.route import ALL_TO_ALL, Route, make_route
+from megatron_muon.core.slices import BlockSlice
 
 RANKS = 4
 
@@ -46,13 +46,13 @@ def whole(number: int, matrix: Matrix) -> torch.Tensor:
     return 1.0 + 1000 * number + torch.arange(matrix.numel, dtype=torch.float32).view(matrix.shape)
 
 
-def slot_of(slot: Portion, layout: Layout) -> torch.Tensor:
+def slot_of(slot: BlockSlice, layout: Layout) -> torch.Tensor:
     """What a slot is to have, by the split's own views."""
     matrix = layout.matrices[slot.index]
     block = matrix.split.views(whole(slot.index, matrix))[slot.block or 0].reshape(slot.of)
     long = block if slot.is_tall else block.mT
     starts = [
-        Portion(slot.index, slot.block, slot.of, slot.split, slot.ranks, place).shape for place in range(slot.place)
+        BlockSlice(slot.index, slot.block, slot.of, slot.split, slot.ranks, place).shape for place in range(slot.place)
     ]
     first = sum(shape[0 if slot.is_tall else 1] for shape in starts)
     part = long[first : first + slot.shape[0 if slot.is_tall else 1]]
@@ -109,10 +109,10 @@ def check_wave(layout: Layout, routes: list[Route]) -> None:
     counts = [route.back.counts for route in routes], [route.returned.counts for route in routes]
     for route, arrived, stacks, before in zip(routes, exchanged(back, *counts), stacked, rows, strict=True):
         returned = torch.cat([arrived, torch.full((route.numel - len(arrived),), torch.nan)])
-        Copies(route.home.copies, stacks, returned)()
-        home = torch.full((route.numel,), torch.nan)
-        Copies(route.returned.copies, returned, home)()
-        assert torch.equal(home, before), "the update of rows is not theirs"
+        Copies(route.own_updates.copies, stacks, returned)()
+        own_updates = torch.full((route.numel,), torch.nan)
+        Copies(route.returned.copies, returned, own_updates)()
+        assert torch.equal(own_updates, before), "the update of rows is not theirs"
 
 
 def test_a_copy_to_the_wrong_slot_would_be_seen() -> None:

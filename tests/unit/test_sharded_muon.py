@@ -15,11 +15,11 @@ from megatron_muon.core.exchange import LOCAL, Buffers, Exchange, Routing, RowPh
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
-from megatron_muon.core.portions import Team
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.route import NOWHERE, make_route
 from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
+from megatron_muon.core.slices import Team
 
 CPU = torch.device("cpu")
 SHAPES = [(9, 4), (4, 9), (5, 5)]

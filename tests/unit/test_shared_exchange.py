@@ -20,8 +20,8 @@ from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.portions import Portion
 from megatron_muon.core.probe import Probe
+from megatron_muon.core.slices import BlockSlice
 from tests.unit.buffers import smallest_bytes
 from tests.unit.rows import ByMatrix
 
@@ -56,7 +56,7 @@ def step(plan: Plan, shapes: Shapes, rank: int, make: Any = shared_exchange) -> 
     posted: list[tuple[int, int]] = []
 
     class Noting(Probe):
-        def orthogonalized(self, slots: Sequence[Portion]) -> None:
+        def orthogonalized(self, slots: Sequence[BlockSlice]) -> None:
             owned.update(slot.index for slot in slots)
 
     def broadcast(updates: torch.Tensor, *, group_src: int, **_: Any) -> Any:

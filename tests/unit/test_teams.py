@@ -17,13 +17,13 @@ from megatron_muon.core.cost import DENSE, KERNEL, Iteration
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.portions import TEAM_SIZES, Team, chunks, rectangles
+from megatron_muon.core.slices import TEAM_SIZES, Team, chunks, rectangles
 
 # What each rank has
 
 
 @given(data=st.data())
-def test_portions_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
+def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject) -> None:
     groups, parts = data.draw(st.tuples(st.integers(1, 4), st.lists(st.integers(1, 40), min_size=1, max_size=3)))
     split, cols = RowSplit(groups, tuple(parts)), data.draw(st.integers(1, 40))
     bounds = sorted(data.draw(st.lists(st.integers(0, split.rows), min_size=2, max_size=2)))
@@ -40,22 +40,22 @@ def test_portions_and_shards_have_every_element_in_common_once(data: st.DataObje
     blocks = [view.reshape(shape) for view, shape in zip(split.views(numbers), matrix.blocks, strict=True)]
     seen = torch.zeros_like(numbers)
     rooms: list[list[torch.Tensor]] = [[] for _ in blocks]
-    for portion in team.portions(0, matrix):
-        room = torch.zeros(portion.shape, dtype=numbers.dtype)
-        common = portion.overlaps(rectangles(matrix.shards))
+    for block_slice in team.slices(0, matrix):
+        room = torch.zeros(block_slice.shape, dtype=numbers.dtype)
+        common = block_slice.overlaps(rectangles(matrix.shards))
         for shard, elements in zip(matrix.shards, common, strict=True):
-            pieces = portion.pieces(shard)
+            pieces = block_slice.pieces(shard)
             assert sum(piece.numel for piece in pieces) == elements
             for piece in pieces:
                 there = slice(piece.row, piece.row + piece.rows), slice(piece.col, piece.col + piece.cols)
                 assert shard.row_start <= piece.row
                 assert piece.row + piece.rows <= shard.row_start + shard.rows
                 seen[there] += 1
-                room[piece.room_row : piece.room_row + piece.rows, piece.room_col : piece.room_col + piece.cols] = (
+                room[piece.slice_row : piece.slice_row + piece.rows, piece.slice_col : piece.slice_col + piece.cols] = (
                     numbers[there]
                 )
-        assert portion.block is not None
-        rooms[portion.block].append(room)
+        assert block_slice.block is not None
+        rooms[block_slice.block].append(room)
     assert seen.eq(1).all()
     for block, of_block in zip(blocks, rooms, strict=True):
         assert torch.equal(torch.cat(of_block, dim=0 if len(block) > block.shape[1] else 1), block)
@@ -63,8 +63,8 @@ def test_portions_and_shards_have_every_element_in_common_once(data: st.DataObje
 
 def test_parts_of_long_sides_are_multiples_of_eight() -> None:
     team = Team((0, 1, 2, 3), (0.0,) * 4, ((0, 4),))
-    assert [p.shape for p in team.portions(0, Matrix("w", (64, 201)))] == [(64, 48), (64, 56), (64, 48), (64, 49)]
-    assert [p.shape for p in team.portions(0, Matrix("w", (63, 5)))] == [(15, 5), (16, 5), (16, 5), (16, 5)]
+    assert [p.shape for p in team.slices(0, Matrix("w", (64, 201)))] == [(64, 48), (64, 56), (64, 48), (64, 49)]
+    assert [p.shape for p in team.slices(0, Matrix("w", (63, 5)))] == [(15, 5), (16, 5), (16, 5), (16, 5)]
 
 
 def test_teams_lie_in_one_node() -> None:

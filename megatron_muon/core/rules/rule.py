@@ -73,6 +73,7 @@ class Part:
         indices: of the matrices.
         parameters: theirs.
         groups: their parameter groups.
+        group: the only one of them, where there is one.
         flat: their rows, one after the other, fp32: gradients before the exchange, updates after it, NaN where one is
             not finite.
         rows: views of it, `(rows, cols)` each.
@@ -84,16 +85,18 @@ class Part:
     indices: Sequence[int]
     parameters: Sequence[torch.Tensor]
     groups: Sequence[dict[str, Any]]
+    group: dict[str, Any] | None
     flat: torch.Tensor
-    rows: Sequence[torch.Tensor]
-    state: Sequence[torch.Tensor]
+    rows: list[torch.Tensor]
+    state: list[torch.Tensor]
     flat_state: torch.Tensor | None = None
     failed: torch.Tensor | None = None
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
-        if self.flat_state is not None and all(group is self.groups[0] for group in self.groups):
-            yield self.groups[0], [self.flat], [self.flat_state]
+        if self.group is not None:
+            flat = self.flat_state
+            yield (self.group, self.rows, self.state) if flat is None else (self.group, [self.flat], [flat])
             return
         chosen: dict[int, list[int]] = {}
         for place, group in enumerate(self.groups):
@@ -125,11 +128,11 @@ class Rule:
 
     normalize: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
     """Changes the whole update `(rows, cols)` fp32 of the matrix with this index in place, on the rank that
-    orthogonalises it; told whether it is finite, a bool. None where whole updates are not needed: teams have none."""
+    orthogonalises it; its last argument is whether it is finite, a bool. None where whole updates are not needed: teams have none."""
 
     solve: Callable[[torch.Tensor, Stack], torch.Tensor] | None = None
     """Takes the place of the iteration: changes a stack of whole blocks, `(count, smaller, length)`, to their updates
-    in place; told whose they are. Returns `(count, 1, 1)` fp32, 0 for a finite update and NaN for another. State that
+    in place. Returns `(count, 1, 1)` fp32, 0 for a finite update and NaN for another. State that
     it keeps for a block lies with the owner; see `owned_state`."""
 
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:

@@ -54,12 +54,12 @@ class Team:
     loads: tuple[float, ...]
     cuts: Cuts | None = None
 
-    def portions(self, index: int, matrix: Matrix) -> list[Portion]:
+    def slices(self, index: int, matrix: Matrix) -> list[BlockSlice]:
         """What the ranks have of a matrix with this index: by block, and within a block by rank."""
         if self.cuts is None:
-            return [Portion(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)]
+            return [BlockSlice(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)]
         return [
-            Portion(index, block, shape, matrix.split, self.ranks[first : first + count], place, matrix.steps)
+            BlockSlice(index, block, shape, matrix.split, self.ranks[first : first + count], place, matrix.steps)
             for block, (shape, (first, count)) in enumerate(zip(matrix.blocks, self.cuts, strict=True))
             for place in range(count)
         ]
@@ -67,20 +67,20 @@ class Team:
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle that a shard and a portion have in common.
+    """A rectangle that a shard and a slice have in common.
 
     Attributes:
         row, col: its first element in the matrix.
         rows, cols: its size.
-        room_row, room_col: its first element in the portion.
+        slice_row, slice_col: its first element in the slice.
     """
 
     row: int
     rows: int
     col: int
     cols: int
-    room_row: int
-    room_col: int
+    slice_row: int
+    slice_col: int
 
     @property
     def numel(self) -> int:
@@ -89,8 +89,8 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Portion:
-    """What one rank orthogonalises of a matrix, a *room* of `shape`: the whole matrix, a block, or a part of a block.
+class BlockSlice:
+    """What one rank orthogonalises of a matrix, a rectangle: the whole matrix, a block, or a part of one.
 
     Attributes:
         index: of the matrix.
@@ -98,7 +98,7 @@ class Portion:
         of: shape of the block, or of the matrix.
         split: of the matrix.
         ranks: those that cut the block.
-        place: of this portion's rank among them.
+        place: of this block_slice's rank among them.
         steps: of the matrix.
     """
 
@@ -117,7 +117,7 @@ class Portion:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the room."""
+        """Of the slice."""
         (_, rows), (_, cols) = self._rows, self._cols
         return rows, cols
 
@@ -142,7 +142,7 @@ class Portion:
         return (0, self.of[1]) if self.is_tall else _part(self.of[1], self.place, len(self.ranks))
 
     def _spans(self) -> Iterator[tuple[int, int, int]]:
-        """Rows that lie together in the matrix: the first there, how many, and the first in the room."""
+        """Rows that lie together in the matrix: the first there, how many, and the first in the slice."""
         start, count = self._rows
         if self.block is None or self.split.groups == 1:
             before = 0 if self.block is None else sum(self.split.parts[: self.block])
@@ -159,10 +159,10 @@ class Portion:
         first_col, cols = self._cols
         left, right = max(first_col, shard.col_start), min(first_col + cols, shard.col_start + shard.cols)
         found = []
-        for row, rows, room_row in self._spans() if left < right else ():
+        for row, rows, slice_row in self._spans() if left < right else ():
             top, bottom = max(row, shard.row_start), min(row + rows, shard.row_start + shard.rows)
             if top < bottom:
-                found.append(Piece(top, bottom - top, left, right - left, room_row + top - row, left - first_col))
+                found.append(Piece(top, bottom - top, left, right - left, slice_row + top - row, left - first_col))
         return found
 
     def overlaps(self, shards: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -175,7 +175,7 @@ class Portion:
 
 
 def rectangles(shards: Sequence[Shard]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Shards as `Portion.overlaps` takes them."""
+    """Shards as `BlockSlice.overlaps` takes them."""
     numbers = itertools.chain.from_iterable((s.row_start, s.rows, s.col_start, s.cols) for s in shards)
     return np.fromiter(numbers, np.int64, 4 * len(shards)).reshape(-1, 4)
 
