@@ -128,7 +128,8 @@ class Rule:
 
     normalize: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None
     """Changes the whole update `(rows, cols)` fp32 of the matrix with this index in place, on the rank that
-    orthogonalises it; its last argument is whether it is finite, a bool. None where whole updates are not needed: teams have none."""
+    orthogonalises it; the last argument is whether it is finite, a bool. None where whole updates are not needed: teams
+    have none."""
 
     solve: Callable[[torch.Tensor, Stack], torch.Tensor] | None = None
     """Takes the place of the iteration: changes a stack of whole blocks, `(count, smaller, length)`, to their updates
