@@ -85,7 +85,7 @@ def _of_route(route: Route, plan: Plan) -> Counts:
         kind, left = stack.kind, len(stack.slots)
         together = blocks_together(kind.smaller, kind.longer, len(kind.ranks) or 1, "cuda")
         for count in (min(together, left - done) for done in range(0, left, together)):
-            found += _STACK + _of_iteration(plan.memory.iteration.with_steps(kind.steps), kind, count)
+            found += _STACK + of_iteration(plan.memory.iteration.with_steps(kind.steps), kind, count)
     if any(slot.block is not None and len(plan.layout.matrices[slot.index].blocks) > 1 for slot in route.slots):
         found += _AGREEMENT
     if any(stack.kind.ranks for stack in route.stacks):
@@ -97,8 +97,8 @@ def _copies(copies: Sequence[Copy]) -> int:
     return len(merged(copies))
 
 
-def _of_iteration(iteration: Iteration, kind: BlockKind, count: int) -> Counts:
-    """An iteration on so many blocks: its products, and what goes with them."""
+def of_iteration(iteration: Iteration, kind: BlockKind, count: int) -> Counts:
+    """What an iteration on so many blocks enqueues: its products, and what goes with them."""
     team = len(kind.ranks) or 1
     by_kernel = [
         iteration.products is KERNEL and KERNEL.shares(kind.smaller, cols)[0] < 1.0

@@ -35,8 +35,10 @@ def test_the_page_has_what_the_script_prints(
 
 
 def test_errors_are_stated_as_they_are() -> None:
-    assert Line("a", "b", "ms", 200.0, 150.0).cells() == ["a", "b", "200 ms", "150 ms", "-25%"]
-    assert Line("a", "b", "%", 2.1, 0.2).cells() == ["a", "b", "+2.1 %", "+0.2 %", "-1.9 points"]
+    cells = Line("a", "b", "ms", 200.0, 150.0, 220.0).cells()
+    assert cells == ["a", "b", "200 ms", "150 ms", "-25%", "220 ms", "+10%"]
+    cells = Line("a", "b", "%", 2.1, 0.2, 2.2).cells()
+    assert cells == ["a", "b", "+2.1 %", "+0.2 %", "-1.9 points", "+2.2 %", "+0.1 points"]
     printed = [re.split(r" *\| *", line)[3:6] for line in table()[2:]]
     assert all(published != simulated for published, simulated, _ in printed)  # nothing is fitted
 
