@@ -15,7 +15,6 @@ OffloadState = Literal["momentum", "all"]
 MomentumDtype = Literal["fp32", "bf16", "int8"]
 TeamSize = Literal["auto", "1", "2", "4", "8"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
-OFFLOAD_STATES = get_args(OffloadState)
 
 TP_MODE = "duplicated"
 """Default of --muon-tp-mode under Megatron-FSDP, as on megatron-core's main branch: updates do not depend on the tensor
