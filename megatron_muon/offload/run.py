@@ -134,9 +134,9 @@ class OffloadRun:
             device=device,
             staging_bytes=int(self.buffer_mb * 2**20),
             files=files,
-            on_disk=self._claimed is not None,
             content=content,
         )
+        store.on_disk = self._claimed is not None
         self.stores.append(store)
         return store
 

@@ -66,8 +66,10 @@ class RecordStore(MomentumStore):
         device: where the arithmetic is.
         staging_bytes: of each ring; it takes three times the largest record in any case.
         files: for each shard on disk its file and the offset in it.
-        on_disk: momentum is in files, on this rank or on another one.
         content: what the records hold, if not momentum.
+
+    Attributes:
+        on_disk: momentum is in files, on this rank or on another one.
     """
 
     def __init__(
@@ -80,10 +82,9 @@ class RecordStore(MomentumStore):
         device: torch.device,
         staging_bytes: int,
         files: Mapping[int, tuple[MomentumFile, int]],
-        on_disk: bool = False,
         content: Content = MOMENTUM,
     ) -> None:
-        self.on_disk = on_disk
+        self.on_disk = False
         self.content = content
         self.names = names
         self.shards = shards
