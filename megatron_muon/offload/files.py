@@ -151,7 +151,12 @@ class MomentumFile:
         self._move(os.preadv, offset, buffer, "the file ends before this record")
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
-        """Write `buffer`, as `read` takes it, at `offset`."""
+        """Write `buffer`, as `read` takes it, at `offset`.
+
+        A file that has been cut short is not made longer: what is missing between would read as zeros.
+        """
+        if os.fstat(self._data).st_size < offset + buffer.numel():
+            raise OSError(errno.EIO, "the file has been cut short")
         self._move(os.pwritev, offset, buffer, "the file takes no more of this record")
 
     def _move(self, move: Callable[..., int], offset: int, buffer: torch.Tensor, stopped: str) -> None:
