@@ -58,6 +58,17 @@ def test_a_file_that_was_cut_short(file: MomentumFile) -> None:
         file.read(2 * PAGE, transfer_memory(PAGE))
 
 
+def test_a_file_that_was_cut_short_is_not_made_longer(file: MomentumFile) -> None:
+    """A record behind the cut made a hole of those in front of it, which read as zeros."""
+    front, size = file.header.front, file.header.size
+    os.truncate(file.path, front)
+    with pytest.raises(OSError, match="the file has been cut short"):
+        file.write(front + size - PAGE, transfer_memory(PAGE))
+    assert file.path.stat().st_size == front
+    with pytest.raises(OSError):
+        file.read(front, transfer_memory(PAGE))
+
+
 def test_closed_it_is_gone_or_kept_under_its_last_iteration(file: MomentumFile, tmp_path: Path) -> None:
     file.close(keep_as=replace(HEADER, iteration=12, kept=True))
     (kept,) = tmp_path.iterdir()
