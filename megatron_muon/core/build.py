@@ -72,7 +72,7 @@ def make_exchange(
     asked = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
     team_rules = None if asked is None else asked.possible()
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    flops = next((rule.flops for rule in rules if rule.solve is not None), orthogonalizer.flops)
+    flops = next((rule.flops for rule in rules if rule.flops is not None), orthogonalizer.flops)
     memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
     plan = _plan(layout, group, [flops(one) for one in layout.matrices], buffer_bytes, memory, team_rules, plan)
     connect([group], buffers.device)

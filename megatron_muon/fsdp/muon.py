@@ -222,8 +222,6 @@ class Muon(MuonState):
             groups, parts.exchange, parts.rules,
             defaults=defaults, names=names, store=parts.store, skip_missing=True,
         )  # fmt: skip
-        if given["cuda_graph"]:
-            self._capture(groups)
         lr, decay = given["adamw_lr"], given["adamw_weight_decay"]
         of_adamw = {
             "lr": self.defaults["lr"] if lr is None else lr,
@@ -246,18 +244,20 @@ class Muon(MuonState):
         vars(self).update(hooks)
         self.initialize_state()
         self.metrics = Sampler([self], interval=given["metrics_interval"], group=group)
+        if given["cuda_graph"]:
+            self._capture()
 
-    def _capture(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Have the step of the matrices captured; numbers that change become tensors."""
+    @override
+    def _enqueue(self) -> None:
+        (self._captured or super()._enqueue)()
+
+    def _capture(self) -> None:
+        """From now on have the step of the matrices captured."""
         device = self._matrices[0].device
         if device.type != "cuda":
             raise UserError(f"cuda_graph=True needs a GPU, and the parameters are on {device}; leave it out")
-        for members in groups:
-            for name in ("lr", "weight_decay"):
-                if members[name]:
-                    members[name] = torch.tensor(float(members[name]), dtype=torch.float32, device=device)
-        self._captured = CapturedStep(super()._enqueue, lambda: [p.grad for p in self._matrices])
-        self._enqueue = self._captured  # type: ignore[method-assign]
+        groups = [group for group in self.param_groups if group[OPTIMIZER] == MUON]
+        self._captured = CapturedStep(super()._enqueue, self._matrices, groups)
 
     def _ranks(self, mesh: DeviceMesh | None) -> list[int]:
         """The ranks that make this optimizer together."""
@@ -334,7 +334,7 @@ class Muon(MuonState):
         self._take_up_exchanged()
         super().load_state_dict(check_loaded(state_dict, self._settings))
         if self._captured is not None:
-            self._captured.forget()  # other tensors have the numbers
+            self._capture()  # other tensors have state and numbers
 
     @_disable_dynamo  # compiled, the foreach calls of AdamW's step fail
     @torch.no_grad()

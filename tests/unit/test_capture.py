@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_muon.core.build import owner_exchange
 from megatron_muon.core.cost import Iteration
+from megatron_muon.core.errors import UserError
 from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.memory import Memory
@@ -22,6 +26,8 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
+from megatron_muon.fsdp.capture import CapturedStep
+from megatron_muon.fsdp.muon import Muon
 from megatron_muon.planning.estimate import HARDWARE
 from megatron_muon.rehearsal import machine, process_groups
 from megatron_muon.rehearsal.recorder import Recorder
@@ -123,3 +129,132 @@ def test_a_number_of_the_host_would_be_captured() -> None:
         third = enqueued(muon)
     assert len(second) == len(third)
     assert second != third
+
+
+class RecordedGraph(TorchDispatchMode):
+    """Stands for a CUDA graph: has the operations of a step, on the tensors that they had, to be run again.
+
+    Capturing changes no weight. An operation that makes a tensor gives its values to the tensor that it made at first.
+    """
+
+    def __init__(self, values: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._values, self._before = values, [value.detach().clone() for value in values]
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, result))
+        return result
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for value, before in zip(self._values, self._before, strict=True):
+            value.copy_(before)
+
+    def replay(self) -> None:
+        for func, args, kwargs, made in self._operations:
+            again = func(*args, **kwargs)
+            for one, other in zip(tree_leaves(again), tree_leaves(made), strict=True):
+                if torch.is_tensor(one) and not func.is_view and one.data_ptr() != other.data_ptr():
+                    other.copy_(one)
+
+
+class Captured:
+    """A Muon of one process whose step of matrices is captured by a `RecordedGraph`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+        torch.manual_seed(0)
+        self.weights = {name: torch.nn.Parameter(torch.randn(8, 4)) for name in ("a", "b")}
+        self.muon = Muon([{"params": list(self.weights.items()), "optimizer": "muon"}], **arguments)
+        self.graphs: list[RecordedGraph] = []
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", self._graph)
+        monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+        self.step(0)
+
+    def capture(self) -> None:
+        muon = self.muon
+        muon._captured = CapturedStep(super(Muon, muon)._enqueue, muon._matrices, muon.param_groups)
+
+    def _graph(self) -> RecordedGraph:
+        state = [self.muon.state[p]["momentum_buffer"] for p in self.muon._matrices]
+        self.graphs.append(RecordedGraph([*self.weights.values(), *state]))
+        return self.graphs[-1]
+
+    def step(self, number: int) -> None:
+        torch.manual_seed(number)
+        for weight in self.weights.values():
+            gradient = torch.randn_like(weight)
+            if weight.grad is None:
+                weight.grad = gradient
+            else:
+                weight.grad.copy_(gradient)
+        self.muon.step()
+
+
+@pytest.mark.parametrize(("lr", "weight_decay"), [(0.1, 0.1), (0.1, 0.0), (0.0, 0.1)])
+def test_replayed_steps_are_those_that_run(monkeypatch: pytest.MonkeyPatch, lr: float, weight_decay: float) -> None:
+    """Captured once, at the third step, also where a rate begins at zero; with rates that a scheduler changes."""
+    plain, captured = (Captured(monkeypatch, lr=lr, weight_decay=weight_decay) for _ in range(2))
+    captured.capture()
+    for number in range(1, 6):
+        plain.muon.param_groups[0]["lr"] = 0.1 / number
+        captured.muon.param_groups[0]["lr"].fill_(0.1 / number)
+        plain.step(number)
+        captured.step(number)
+        assert len(captured.graphs) == (number >= 3)
+        torch.testing.assert_close(captured.weights, plain.weights, rtol=1e-6, atol=1e-7)
+
+
+def test_a_load_has_the_step_captured_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its state and its rates are in other tensors."""
+    captured = Captured(monkeypatch)
+    captured.capture()
+    monkeypatch.setattr(Muon, "_capture", lambda muon: captured.capture())
+    for number in range(1, 4):
+        captured.step(number)
+    captured.muon.load_state_dict(captured.muon.state_dict())
+    for number in range(4, 7):
+        captured.step(number)
+        assert len(captured.graphs) == 1 + (number == 6)
+
+
+@pytest.mark.parametrize("moved", ["gradient", "missing", "lr", "weight_decay"])
+def test_what_a_captured_step_reads_may_not_move(monkeypatch: pytest.MonkeyPatch, moved: str) -> None:
+    captured = Captured(monkeypatch)
+    captured.capture()
+    for number in range(1, 4):
+        captured.step(number)
+    weight, group = captured.weights["a"], captured.muon.param_groups[0]
+    if moved == "gradient":
+        weight.grad = torch.zeros_like(weight)
+    elif moved == "missing":
+        weight.grad = None
+    else:
+        group[moved] = 0.5
+    before = weight.detach().clone()
+    with pytest.raises(UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"):
+        captured.muon.step()
+    assert torch.equal(weight, before)
+
+
+def test_shards_have_addresses_and_empty_ones_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the last of four ranks, which has a row of one matrix and none of the other."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: RecordedGraph([]))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
+    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (4,))
+        shards = [distribute_tensor(torch.ones(rows, 4), mesh, [Shard(0)]) for rows in (4, 3)]
+        for shard in shards:
+            shard.grad = shard.detach().clone()
+        steps: list[int] = []
+        step = CapturedStep(lambda: steps.append(0), shards, [{"lr": 0.1, "weight_decay": 0.0}])
+        for _ in range(4):
+            step()
+        assert len(steps) == 3  # the fourth is replayed
+        shards[0].grad = shards[0].grad.clone()
+        with pytest.raises(UserError):
+            step()
+    finally:
+        dist.destroy_process_group()

@@ -136,6 +136,9 @@ class Rule:
     in place. Returns `(count, 1, 1)` fp32, 0 for a finite update and NaN for another. State that
     it keeps for a block lies with the owner; see `owned_state`."""
 
+    flops: Callable[[Matrix], float] | None = None
+    """With `solve`: the operations that it takes for a matrix, by which the plan shares the work out."""
+
     def __init__(self, held: Held, options: Mapping[str, Any]) -> None:
         self.held = held
         self.settings: dict[str, float] = {}
@@ -144,10 +147,6 @@ class Rule:
     def zeros(self, slot: str, index: int, parameter: torch.Tensor) -> torch.Tensor:
         """A slot of a matrix's state at the start, fp32, a DTensor as `parameter` is."""
         return torch.zeros_like(parameter.detach(), dtype=torch.float32)
-
-    def flops(self, matrix: Matrix) -> float:
-        """With `solve`: the operations that it takes for a matrix, by which the plan shares the work out."""
-        raise NotImplementedError
 
     def owned_state(self) -> dict[str, torch.Tensor]:
         """With `solve`: the state of the blocks that this rank owns, by names that do not depend on the layout."""
