@@ -89,8 +89,8 @@ KERNEL = Products(square=0.5, from_rows=2048, multiple_of=8)
 """emerging-optimizers' symmetric kernel on a GPU of compute capability 9 or higher, in bf16.
 
 It takes one block at a time, as A A^T. Below 2,048 rows the lower triangle has fewer tiles of 128 x 128 than an H100
-has multiprocessors, 132, so a block alone leaves some of them idle, and a launch takes the host longer than half of the
-product; a batch of dense products is one launch that fills the device. Arithmetic, not measured on a GPU."""
+has multiprocessors, 132, so a block alone leaves some of them idle; a batch of dense products is one launch that fills
+the device. Arithmetic, not measured on a GPU."""
 
 
 SUM_BYTES = 4

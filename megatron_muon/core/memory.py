@@ -191,7 +191,7 @@ class Memory:
         )
 
     def parts(self, matrices: Sequence[Matrix], limit: int, at_least: int = 1) -> int:
-        """In how many parts, each every so many-th matrix, they fit `limit` bytes; one a part where none do."""
+        """The fewest parts `matrices[k::parts]` of which each fits `limit` bytes; as many as matrices where one does not fit."""
         parts = min(at_least, len(matrices))
         while parts < len(matrices) and max(self.whole(matrices[k::parts]) for k in range(parts)) > limit:
             parts = min(parts + 1 + parts // 8, len(matrices))

@@ -1,4 +1,7 @@
-"""A step of matrices as a CUDA graph. It has never run on a GPU: none was at hand. Tests run it with recorded operations."""
+"""A step of matrices as a CUDA graph.
+
+It has never run on a GPU: none was at hand. Tests replay recorded operations on a processor.
+"""
 
 from __future__ import annotations
 
