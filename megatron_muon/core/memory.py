@@ -191,7 +191,7 @@ class Memory:
         )
 
     def parts(self, matrices: Sequence[Matrix], limit: int, at_least: int = 1) -> int:
-        """The fewest parts `matrices[k::parts]` of which each fits `limit` bytes; as many as matrices where one does not fit."""
+        """The fewest parts `matrices[k::parts]` that each fit `limit` bytes; as many as matrices where one does not."""
         parts = min(at_least, len(matrices))
         while parts < len(matrices) and max(self.whole(matrices[k::parts]) for k in range(parts)) > limit:
             parts = min(parts + 1 + parts // 8, len(matrices))
