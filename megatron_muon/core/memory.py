@@ -77,7 +77,7 @@ class MomentBytes(NamedTuple):
     """Bytes an element that applying an update takes beside it: `core.rules` make such tensors.
 
     `held` are of an update row, on the ranks that hold it, of one shard at a time, or of several with `together`;
-    `whole` of the largest matrix, on its owner: an fp32 copy and squares.
+    `whole` of the largest matrix, on its owner, beside the update in fp32: squares.
     """
 
     held: int = 0
@@ -85,7 +85,7 @@ class MomentBytes(NamedTuple):
     together: bool = False
 
 
-MOMENT_BYTES = {"adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=8)}
+MOMENT_BYTES = {"adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=4)}
 """By the names of --adaptive-muon-moment2-method."""
 
 
@@ -130,9 +130,10 @@ class Memory:
         """What a matrix that fills `size` fills on its sole owner, which holds so many elements of it."""
         return max(size, self.moment.held * elements)
 
-    def normalizing(self, numel: int) -> int:
-        """Bytes of normalising a whole update."""
-        return self.moment.whole * numel
+    def normalizing(self, numel: int, blocks: int) -> int:
+        """Bytes of normalising a whole update, which is copied to fp32 unless it is one block of that."""
+        copied = self.element_bytes < ROW_BYTES or blocks > 1
+        return (self.moment.whole + ROW_BYTES * copied) * numel if self.moment.whole else 0
 
     def owned_bytes(self, block_slice: BlockSlice) -> int:
         """What a slice fills of a wave on its rank: it arrives, it is in its stack, its updates leave."""
@@ -152,7 +153,7 @@ class Memory:
                 owned[place] += part
         wave = max(owned) * (self.element_bytes + self.held_bytes(is_team=divided is not None))
         numel = sum(rows * cols for rows, cols in blocks)
-        return Taken(wave, max(self.of_stacks(stacks(blocks, divided, steps)), self.normalizing(numel)))
+        return Taken(wave, max(self.of_stacks(stacks(blocks, divided, steps)), self.normalizing(numel, len(blocks))))
 
     def of_stacks(self, counts: Mapping[Stack, int]) -> int:
         """Bytes of the temporaries of so many blocks of each kind."""
@@ -208,10 +209,10 @@ class Memory:
                 Stack(min(block_slice.of), cols, max(block_slice.of), len(block_slice.ranks), block_slice.steps)
             ] += 1
         stacked = sum(kind.rows * kind.cols * count for kind, count in blocks.items())
-        largest = max((matrix.numel for matrix in matrices), default=0)
+        normalized = [self.normalizing(matrix.numel, len(matrix.blocks)) for matrix in matrices]
         work = max((self.work_of(kind, count) for kind, count in blocks.items()), default=0)
         made = [self.made_for(kind, count) for kind, count in blocks.items()]
-        return stacked * self.element_bytes, work, max([self.normalizing(largest), *made])
+        return stacked * self.element_bytes, work, max([*normalized, *made], default=0)
 
     def of_stack(self, kind: Stack, count: int) -> int:
         """Bytes that iterating over `count` wide blocks takes beside them."""
