@@ -133,7 +133,6 @@ class Exchange:
             )
             for route in (*routing.routes, *routing.local)
         ]  # fmt: skip
-        self._travelling = len(routing.routes)
         self._order = schedule(len(routing.routes), len(routing.local))
         self.arena = Arena(buffers.device, buffers.scratch)
         self._rows_apart, self._free_buffers = buffers.rows_apart, buffers.free
@@ -281,11 +280,8 @@ class Exchange:
         """Give every wave its buffers, by when it needs which."""
         arena, moments = self.arena, moments_of(self._order)
         made = [wave.make_buffers(when) for wave, when in zip(self._waves, moments, strict=True)]
-        for buffer in itertools.chain(*made[: self._travelling]):
+        for buffer in itertools.chain(*made):
             arena.add(buffer)
-        for travels, numbers in itertools.groupby(self._order, lambda number: number < self._travelling):
-            if not travels:
-                arena.add_in_turn([made[number] for number in dict.fromkeys(numbers)])
         if self._rows_apart:  # two buffers, in the order in which waves are prepared
             end = max(itertools.chain(*moments), default=0) + MOMENTS
             largest = max((wave.route.numel for wave in self._waves), default=0)
