@@ -153,16 +153,14 @@ def local_exchange(
     Raises:
         UserError: the buffer is too small for a matrix.
     """
-    indices = range(len(layout.matrices))
     memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
-    count = memory.parts(layout.matrices, most or AUTO_BYTES)
     alone = [replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices]
     routes = [
         make_route(
-            Layout(1, tuple(alone)), indices[part::count], [Team((0,), (0.0,))] * len(alone), 0, orthogonalizer.scale,
+            Layout(1, tuple(alone)), part, [Team((0,), (0.0,))] * len(alone), 0, orthogonalizer.scale,
             number=None, rows_by=NOWHERE, updates_by=NOWHERE,
         )
-        for part in range(count)
+        for part in memory.parts(layout, range(len(alone)), most or AUTO_BYTES)
     ]  # fmt: skip
     return Exchange(Routing(LOCAL, layout, [], routes), group, orthogonalizer, buffers, rules)
 

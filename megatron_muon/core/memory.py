@@ -8,9 +8,10 @@ and a test holds the two within 10 %. Plain arithmetic, without torch.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -191,12 +192,21 @@ class Memory:
             f"{largest.shape[1]} needs {needed:.3f}; give at least that, or leave the flag out"
         )
 
-    def parts(self, matrices: Sequence[Matrix], limit: int, at_least: int = 1) -> int:
-        """The fewest parts `matrices[k::parts]` that each fit `limit` bytes; as many as matrices where one does not."""
-        parts = min(at_least, len(matrices))
-        while parts < len(matrices) and max(self.whole(matrices[k::parts]) for k in range(parts)) > limit:
-            parts = min(parts + 1 + parts // 8, len(matrices))
-        return parts
+    def parts(
+        self, layout: Layout, indices: Iterable[int], limit: int, at_least: int = 1
+    ) -> tuple[tuple[int, ...], ...]:
+        """Whole matrices in at least so many parts of as many elements, equal shapes together.
+
+        In as many more as it takes for each part to fit `limit` bytes; a matrix that does not fit is alone.
+        """
+        order = sorted(indices, key=lambda index: (layout.matrices[index].shape, index))
+        count = min(at_least, len(order))
+        while count < len(order):
+            parts = _even_parts(order, [layout.matrices[index].numel for index in order], count)
+            if max(self.whole([layout.matrices[index] for index in part]) for part in parts) <= limit:
+                return parts
+            count = min(count + 1 + count // 8, len(order))
+        return tuple((index,) for index in order)
 
     def of_batch(self, matrices: Sequence[Matrix], slices: Sequence[BlockSlice] = ()) -> tuple[int, int, int]:
         """Bytes of matrices that are orthogonalised together: stacks, buffers of the iteration, other temporaries."""
@@ -236,6 +246,14 @@ class Memory:
     def _together(self, kind: Stack, count: int) -> int:
         device = "cpu" if self.iteration.products is HALVES else "cuda"
         return min(blocks_together(kind.rows, kind.longer, kind.team, device), count)
+
+
+def _even_parts(order: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
+    """What follows one another, in at most so many parts of as near the same size as there are."""
+    middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    numbers = [int(middle * count / sum(sizes)) for middle in middles]
+    pairs = itertools.groupby(zip(numbers, order, strict=True), lambda pair: pair[0])
+    return tuple(tuple(index for _, index in part) for _, part in pairs)
 
 
 def blocks_together(rows: int, longer: int, team: int, device: str) -> int:

@@ -107,9 +107,18 @@ class Plan:
 
     def fillers(self, rank: int) -> tuple[tuple[int, ...], ...]:
         """The whole matrices of `rank` in parts: one beside each wave, or more where they would overfill the buffer."""
-        whole, left = self.whole[rank], self.memory.beside_waves(self.buffer_bytes, self.wave_bytes)
-        parts = self.memory.parts([self.layout.matrices[index] for index in whole], left, max(len(self.waves), 1))
-        return tuple(whole[k::parts] for k in range(parts))
+        if not self.whole[rank]:
+            return ()
+        left = self.memory.beside_waves(self.buffer_bytes, int(self._under_way[rank]))
+        return self.memory.parts(self.layout, self.whole[rank], left, max(len(self.waves), 1))
+
+    @cached_property
+    def _under_way(self) -> Ints:
+        """The most bytes that each rank sends, keeps and receives of one wave."""
+        ranks = self.layout.world_size
+        gathered = [self.traffic.gathered(wave) for wave in self.waves]
+        elements = [rows.sent(ranks) + rows.between_ranks().received(ranks) for rows in gathered]
+        return self.memory.element_bytes * np.max([np.zeros(ranks, dtype=np.int64), *elements], axis=0)
 
     def all_to_alls(self) -> Iterator[tuple[Transfers, Transfers]]:
         """What those of each wave carry: its rows, and its updates."""

@@ -266,3 +266,21 @@ def test_whole_matrices_are_cut_to_the_buffer() -> None:
     assert make_plan(Layout(1, matrices), [1.0] * 10, buffer_bytes=2**20, memory=Memory(4)).fillers(0) == (
         tuple(range(10)),
     )
+
+
+@given(st.lists(st.sampled_from([(8, 8), (8, 16), (4, 64)]), max_size=30), st.integers(1, 40), st.integers(1, 40_000))
+def test_whole_matrices_go_in_parts_of_equal_shapes(shapes: list[tuple[int, int]], at_least: int, limit: int) -> None:
+    matrices = tuple(Matrix(f"m{i}", shape, (Shard(0, 0, shape[0], 0, shape[1]),)) for i, shape in enumerate(shapes))
+    memory, layout = Memory(4), Layout(1, matrices)
+    parts = memory.parts(layout, range(len(shapes)), limit, at_least)
+    assert sorted(index for part in parts for index in part) == list(range(len(shapes)))
+    for part in parts:
+        assert len(part) == 1 or memory.whole([matrices[index] for index in part]) <= limit
+    kinds = [len({shapes[index] for index in part}) for part in parts]
+    assert sum(kinds) <= len(parts) + max(len(set(shapes)) - 1, 0)
+    alike = range(shapes.count((8, 8)))
+    ample = memory.parts(
+        Layout(1, tuple(sorted(matrices, key=lambda one: one.shape != (8, 8)))), alike, 2**40, at_least
+    )
+    assert len(ample) == min(at_least, len(alike))
+    assert max(map(len, ample), default=0) <= min(map(len, ample), default=0) + 1
