@@ -35,6 +35,7 @@ from megatron_muon.fsdp.arguments import (
 )
 from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
 from megatron_muon.fsdp.capture import CapturedStep
+from megatron_muon.fsdp.checks import are_zero, check_parameters, refuse_orphans
 from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
@@ -353,20 +354,14 @@ class Muon(MuonState):
             with torch.enable_grad():
                 loss = closure()
         self._take_up_exchanged()
-        self._check_placements()
-        if self._is_pre_initialising():
-            return loss
+        self._require_open()
+        check_parameters(self._placed, self._names, self.selection.frozen)
         if not self._has_stepped:
-            self._refuse_orphans()
+            if self._from_megatron_fsdp and are_zero(self._members, self.group):
+                return loss  # the step that Megatron-FSDP's fully_shard_optimizer takes to make state, which is there
+            refuse_orphans(self._members, self._names, is_sharded=isinstance(self._matrices[0], DTensor))
             with in_arguments():
                 self.check_weights()
-        for p in self._names:  # of replicated parameters under tensor parallelism gradients may be partial sums
-            if (
-                isinstance(gradient := p.grad, DTensor)
-                and isinstance(p, DTensor)
-                and (gradient._spec is not p._spec and gradient.placements != p.placements)
-            ):
-                p.grad = gradient.redistribute(placements=p.placements)
         if isinstance(self.store, RecordStore):
             self.store.verify()
         self.refuse_lost_state()
@@ -381,21 +376,6 @@ class Muon(MuonState):
     def _adamw_groups(self) -> Iterator[dict[str, Any]]:
         return (group for group in self.param_groups if group[OPTIMIZER] == "adamw")
 
-    def _is_pre_initialising(self) -> bool:
-        """Whether this is the step that Megatron-FSDP's `fully_shard_optimizer` takes to make state.
-
-        Its gradients are there, and zeros on all ranks. State is there already, and decay would move weights.
-        """
-        if self._has_stepped or not self._from_megatron_fsdp:
-            return False
-        largest = -torch.ones((), device=self._matrices[0].device)
-        for gradient in local_parts([p.grad for p in self.selection.names if p.grad is not None]):
-            if gradient.numel():
-                largest = torch.maximum(largest, gradient.abs().max().float())
-        if self.group.size() > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        return bool(largest == 0)
-
     def _require_open(self) -> None:
         if self.store is not None and self._run is None:
             raise UserError("this optimizer was closed, and its momentum with it; make another one")
@@ -404,43 +384,6 @@ class Muon(MuonState):
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         self._require_open()
         return super().momentum_state(empty=empty)
-
-    def _check_placements(self) -> None:
-        """Refuse parameters that were sharded, cast or moved after the optimizer was made, and sparse gradients."""
-        self._require_open()
-        for p, placement in self._placed:
-            if (now := shards.placement_of(p)) != placement:
-                was, is_now = shards.shown_placement(placement), shards.shown_placement(now)
-                raise UserError(
-                    f"{self._names[p]} was {was} when the optimizer was made and is {is_now} now; make the optimizer "
-                    "after the model is sharded, of its dtype and on its device"
-                )
-        for p in self._names:
-            if (gradient := p.grad) is not None and gradient.layout != torch.strided:
-                raise UserError(
-                    f"the gradient of {self._names[p]} is sparse ({gradient.layout}); Muon and AdamW here take dense "
-                    "ones: make its module with sparse=False"
-                )
-        for p in self.selection.frozen:
-            if p.requires_grad:
-                raise UserError(
-                    f"{self._names[p]} was frozen when the optimizer was made, so it has no state and would not train; "
-                    "make the optimizer while all that will train needs a gradient, and freeze after that"
-                )
-
-    def _refuse_orphans(self) -> None:
-        """Refuse to step where the model, sharded after the optimizer was made, has other parameters than it."""
-        trained = [p for p in self._members if p.requires_grad and local_parts([p])[0].numel()]
-        orphans = [p for p in trained if p.grad is None]
-        if len(orphans) < len(trained):
-            sharded = isinstance(self._matrices[0], DTensor)
-            orphans = [p for p in orphans if sharded and not isinstance(p, DTensor)]
-        if orphans:
-            alone = "" if len(orphans) < len(trained) else ", and no other parameter has one"
-            raise UserError(
-                f"{self._names[orphans[0]]} has no gradient at the first step{alone}; if the model was sharded "
-                "(fully_shard) after the optimizer was made, make the optimizer after that, else call backward() first"
-            )
 
     def _take_up_exchanged(self) -> None:
         """Make it anew where `param_groups` have got other parameters since, as accelerate gives them. Collective then.

@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.selection import matching, nearest
+from megatron_muon.fsdp.patterns import matching, nearest
 from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.model.selection import parameter_table
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.selection import TABLES, matching, shares, steps_of
+from megatron_muon.fsdp.patterns import matching
+from megatron_muon.fsdp.selection import TABLES, shares, steps_of
 from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
