@@ -31,8 +31,9 @@ WORK_OF_LAUNCHES = 400_000_000_000
 """Operations that an H100 does in bf16 at 65 % of its rate in twice the time of 60 launches, 5 microseconds each. Read,
 not measured on a GPU."""
 
-CHUNK = {"cpu": 2**20, "cuda": 2**25}
-"""Elements of rows that are prepared, or whose updates are applied, together: in fp32, beside what travels."""
+CHUNK = {"cpu": 2**20, "cuda": 2 * 320 * 65_536}
+"""Elements of rows that are prepared, or whose updates are applied, together: in fp32, beside what travels. On a GPU as
+many as two launches of a call on lists take."""
 
 _ALIGNMENT = 512
 """Bytes; torch's allocator of GPU memory gives no less."""
