@@ -27,12 +27,14 @@ pytestmark = pytest.mark.timeout(300)
 _COLOURS, _MOVES = re.compile(r"\x1b\[[0-9;]*m"), re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
-def write_run(folder: Path, corpus: tuple[str, ...], *flags: str, log_interval: int = 1) -> None:
+def write_run(folder: Path, corpus: tuple[str, ...], *flags: str, log_interval: int = 1, batch: int = 4) -> None:
     model = [*cli.TINY]
     for flag in ("--eval-iters", "--log-interval"):
         del model[(place := model.index(flag)) : place + 2]
-    steps = f"--global-batch-size 4 --train-iters 6 --eval-iters 1 --eval-interval 3 --log-interval {log_interval}"
-    write_config(folder / "tiny.yaml", *model, *corpus, *cli.MUON, *steps.split(), *flags)
+    write_config(
+        folder / "tiny.yaml", *model, *corpus, *cli.MUON, "--global-batch-size", str(batch), "--train-iters", "6",
+        "--eval-iters", "1", "--eval-interval", "3", "--log-interval", str(log_interval), *flags,
+    )  # fmt: skip
 
 
 def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus):
@@ -60,8 +62,11 @@ def test_in_a_pipe_there_are_plain_lines_of_what_the_ranks_tell(tmp_path, corpus
 
 @pytest.mark.parametrize("columns", [80, pytest.param(120, marks=pytest.mark.wide)])
 def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
-    """It goes when the run has ended, the cursor comes back, and no line was wider than the terminal."""
-    write_run(tmp_path, corpus)
+    """It goes when the run has ended, the cursor comes back, and no line was wider than the terminal.
+
+    It is drawn eight times in a second, so steps take longer than that.
+    """
+    write_run(tmp_path, corpus, batch=64)
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
     environ = cli.environment() | {"TERM": "xterm-256color"}
