@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, SUM_BYTES, Iteration, ProductCounts
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.route import BlockKind
-from megatron_muon.planning.estimate import HARDWARE, LINK_SHARE, Group, GroupPlan, Hardware, Settings, plan_group
-from megatron_muon.planning.host import of_iteration
-from megatron_muon.planning.training_step import holder_bytes, owner_bytes
+from megatron_muon.tools.plan.estimate import HARDWARE, LINK_SHARE, Group, GroupPlan, Hardware, Settings, plan_group
+from megatron_muon.tools.plan.host import of_iteration
+from megatron_muon.tools.plan.training_step import holder_bytes, owner_bytes
 
 ASSUMED = (
     'Megatron-LM: neither thread names its model ("production matrix shapes") or says how many matrices are '

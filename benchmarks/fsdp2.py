@@ -1,4 +1,4 @@
-"""muon-fsdp2 as a method of `megatron-muon bench step`: another implementation, on FSDP2's shards of the same matrices.
+"""muon-fsdp2 as a method of `python -m benchmarks.step`: another implementation, on FSDP2's shards of these matrices.
 
 `fully_shard` cuts the benchmark's matrices, and muon-fsdp2's optimizer steps on the shards. As of 0.3.0 the i-th matrix
 belongs to rank i modulo the ranks: momentum's rows are gathered there, up to 8 matrices ahead, and after Newton-Schulz

@@ -23,14 +23,14 @@ import torch
 
 from megatron_muon import cpu
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, plan_kind
-from megatron_muon.planning.host import counts_of
-from megatron_muon.planning.matrices import read_model
-from megatron_muon.rehearsal import machine, process_groups
-from megatron_muon.rehearsal import rank as of_rank
-from megatron_muon.rehearsal.recorder import Recorder
-from megatron_muon.rehearsal.trace import RankTrace
+from megatron_muon.tools.plan.command import settings_of
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, plan_kind
+from megatron_muon.tools.plan.host import counts_of
+from megatron_muon.tools.plan.matrices import read_model
+from megatron_muon.tools.rehearse import machine, process_groups
+from megatron_muon.tools.rehearse import rank as of_rank
+from megatron_muon.tools.rehearse.recorder import Recorder
+from megatron_muon.tools.rehearse.trace import RankTrace
 
 STEPS, COLUMNS = 8, 8
 

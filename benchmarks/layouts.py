@@ -41,7 +41,7 @@ def gpt_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
 def fsdp_layout(ranks: int, hidden_size: int, num_layers: int) -> Layout:
     """The matrices of `gpt_layout`, each layer in a bucket of Megatron-FSDP, which its own functions cut."""
     from megatron_muon.fsdp.cuts import Places, bucket_shards
-    from megatron_muon.planning.matrices import in_buckets
+    from megatron_muon.tools.plan.matrices import in_buckets
 
     even = gpt_layout(ranks, hidden_size, num_layers)
     layer = even.matrices[: len(even.matrices) // num_layers]

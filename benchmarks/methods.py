@@ -1,4 +1,4 @@
-"""What `megatron-muon bench step` steps: the same shards and gradients for every method, and the optimizers."""
+"""What `python -m benchmarks.step` steps: the same shards and gradients for every method, and the optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.fsdp2 import Fsdp2Muon
 from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.peers import NS_METHODS, DeepSpeedMuon, UpstreamOrthogonalizer
-from megatron_muon.bench.command import StepSpec
+from benchmarks.step import StepSpec
 from megatron_muon.core.build import gathered_exchange, make_exchange
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.exchange import GATHERED, OWNER, Buffers, Exchange

@@ -1,4 +1,4 @@
-"""What `bench step --offload` adds: the owner scheme with momentum elsewhere, and the rate of the disk beside it."""
+"""`benchmarks.step --offload`: the owner scheme with momentum elsewhere, and the rate of the disk beside it."""
 
 from __future__ import annotations
 

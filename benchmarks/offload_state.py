@@ -27,9 +27,9 @@ import megatron_muon
 from benchmarks.memory import peak_extra_bytes
 from benchmarks.offload import DiskProbe
 from megatron_muon import cpu
+from megatron_muon.errors import quiet_imports
 from megatron_muon.offload.run import close_runs
 from megatron_muon.offload.store import DEVICE, DISK, HOST
-from megatron_muon.quiet import quiet_imports
 
 WAYS = (("none", "momentum"), ("cpu", "momentum"), ("cpu", "all"), ("nvme", "momentum"), ("nvme", "all"))
 

@@ -1,6 +1,6 @@
 """Other implementations on the same matrices: DeepSpeed's, and below it the iteration of megatron-core's Muon.
 
-DeepSpeed's ZeRO-3 Muon is a method of `megatron-muon bench step`.
+DeepSpeed's ZeRO-3 Muon is a method of `python -m benchmarks.step`.
 
 A real engine holds the benchmark's weights, its backward delivers the benchmark's gradients, and its `step()` is timed.
 As of DeepSpeed 0.19.8 that call has all of Muon's work and nothing of forward or backward: backward averages gradients

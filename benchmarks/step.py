@@ -1,259 +1,284 @@
-"""The ranks of `megatron-muon bench step`: times optimizer steps on the same shards and gradients.
+"""`python -m benchmarks.step`: times Muon's two exchanges and Adam on the shards of a GPT or of given matrices.
 
-Run under torchrun as `python -m benchmarks.step SPEC OUTPUT`, SPEC being a `StepSpec` as JSON; the
-first rank writes the figures to OUTPUT. Works on CPU over gloo and on CUDA over NCCL. Within a repeat the methods run
-one after the other, so that a machine that slows down slows all of them; a step's time is that of the slowest rank.
+This module has arguments and tables; `step_ranks.py` measures, on ranks that this starts.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import importlib.util
 import json
-import os
-import statistics
+import re
 import sys
-import time
-from collections import Counter
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
+from benchmarks.command import buffer_mb, main, table
+from megatron_muon.errors import UserError, install
+from megatron_muon.settings import DTYPES, OFFLOADS, TEAM_SIZES
+from megatron_muon.tools.parser import CommandParser, positive
+from megatron_muon.tools.train.processes import environment, run_logged, torchrun
 
-from benchmarks.floor import Floor, sum_bytes
-from benchmarks.memory import peak_extra_bytes
-from benchmarks.methods import Peer, Problem, exchange_of, make_optimizer, make_peer, make_problem
-from benchmarks.offload import DiskProbe, momentum_figures
-from megatron_muon.bench.command import StepSpec
-from megatron_muon.core.optimizer import ShardedMuon
-from megatron_muon.core.plan import Plan
-from megatron_muon.core.probe import PHASES, PhaseTimer, synchronize
-from megatron_muon.cpu import keep_freed_memory
-from megatron_muon.errors import UserError
-from megatron_muon.exit_codes import end_alone
-from megatron_muon.gpu import refuse_unusable_gpu
-from megatron_muon.offload.run import OffloadRun
-from megatron_muon.offload.store import RecordStore
-from megatron_muon.patching import Patches
+if TYPE_CHECKING:
+    from rich.table import Table
 
-type Steps = torch.optim.Optimizer | Peer
-"""What has a step to be timed."""
+METHODS = ("owner", "allgather", "allgather-tuned", "adam")
+VARIANTS = ("cautious", "hyperball")
+PEERS = {"deepspeed": "deepspeed", "deepspeed-gram": "deepspeed", "muon-fsdp2": "muon_fsdp2"}
+"""The module that each imports; what they are stands in `benchmarks/peers.py` and `fsdp2.py`."""
 
-PROFILED_STEPS = 3
+CUDA_PEERS = {"muonium": "muonium 0.2.0", "dtensor-muon": "dtensor-muon 0.1.0"}
+"""Peers that cannot be measured, with the version in which this was found: `zeropower` and `foreach_zeropower` choose
+the Triton kernel unless told otherwise, no option of their optimizers tells them, and its `gram_` asserts `is_cuda`."""
 
 
-def measure(spec: StepSpec, group: dist.ProcessGroup, device: torch.device) -> dict[str, Any]:
-    """All figures of a run; the same on every rank. Collective."""
-    problem = make_problem(spec, group, device)
-    optimizers: dict[str, Steps] = {method: make_optimizer(method, problem) for method in spec.methods}
-    for size in spec.team_size:
-        optimizers[f"team-{size}"] = make_optimizer("owner", problem, team_size=size)
-    optimizers |= {variant: make_optimizer("owner", problem, variant=variant) for variant in spec.variants}
-    optimizers |= {peer: make_peer(peer, problem) for peer in spec.peers}
-    runs = {
-        f"owner+{offload}": OffloadRun(
-            offload,
-            spec.momentum_dtype,
-            directory=spec.offload_dir if offload == "nvme" else None,
-            buffer_mb=spec.offload_buffer_mb,
-        )
-        for offload in spec.offload
-    }
-    optimizers |= {method: make_optimizer(method, problem, run=run) for method, run in runs.items()}
-    disk = DiskProbe(Path(spec.offload_dir), group) if spec.offload_dir else None
-    owner = exchange_of("owner", problem)
-    assert owner.plan is not None
-    floor = Floor(owner.plan, problem.orthogonalizer, group, device)
-    for _ in range(max(spec.warmup, 1)):  # the first step allocates state and buffers
-        for optimizer in optimizers.values():
-            _timed(optimizer, problem)
-        floor.probe()
-    floor.forget()
+@dataclass(frozen=True)
+class StepSpec:
+    """What `benchmarks.step` measures: its flags by name. Travels to the ranks as JSON."""
 
-    seconds: dict[str, list[float]] = {method: [] for method in optimizers}
-    for repeat in range(spec.repeat):
-        for method, optimizer in optimizers.items():
-            seconds[method].append(_timed(optimizer, problem))
-        floor.probe()
-        if disk is not None:
-            disk.probe()
-        if group.rank() == 0:
-            latest = ", ".join(f"{method} {times[-1] * 1e3:,.0f} ms" for method, times in seconds.items())
-            print(f"repeat {repeat + 1} of {spec.repeat}: {latest}", flush=True)
-
-    floor_ms, rates = floor.result()
-    results = {}
-    for method, optimizer in optimizers.items():
-        slowest = _over_ranks(seconds[method], dist.ReduceOp.MAX, problem)
-        results[method] = {
-            "median_ms": statistics.median(slowest) * 1e3,
-            "min_ms": min(slowest) * 1e3,
-            "times_ms": [second * 1e3 for second in slowest],
-            **_profile(method, optimizer, problem, min(spec.repeat, PROFILED_STEPS)),
-        }
-        if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
-            results[method]["plan"] = _plan_figures(optimizer.exchange.plan, problem)
-        if isinstance(optimizer, ShardedMuon) and isinstance(optimizer.store, RecordStore):
-            results[method] |= momentum_figures(optimizer.store, group, device)
-    for run in runs.values():
-        run.close()
-    on_disk = results.get("owner+nvme", {}).get("momentum_bytes_all_ranks", {}).get("disk")
-    return {
-        "floor_ms": floor_ms,
-        "rates": rates,
-        "methods": results,
-        **({"disk": disk.result(on_disk)} if disk is not None else {}),
-        "plan": _plan_figures(owner.plan, problem),
-        "parameters": sum(matrix.numel for matrix in problem.layout.matrices),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads_per_rank": torch.get_num_threads(),
-    }
+    ranks: int
+    hidden_size: int | None
+    num_layers: int | None
+    matrices: Sequence[tuple[int, int, int]]  # (count, rows, cols), in place of a GPT's
+    ns_dtype: str
+    methods: Sequence[str]
+    team_size: Sequence[str]
+    variants: Sequence[str]
+    peers: Sequence[str]
+    repeat: int
+    warmup: int
+    buffer_mb: float | None
+    device: str
+    offload: Sequence[str]
+    offload_dir: str | None
+    offload_buffer_mb: float
+    momentum_dtype: str
 
 
-def _plan_figures(plan: Plan, problem: Problem) -> dict[str, Any]:
-    sizes = Counter(len(team.ranks) for team in plan.teams)
-    return {
-        "load_max_over_mean": plan.imbalance,
-        "matrices_of_teams": {size: count for size, count in sorted(sizes.items()) if size > 1},
-        "waves": len(plan.waves),
-        "buffer_mb": plan.buffer_bytes / 2**20,
-    }
+EXAMPLES = """\
+examples:
+  the optimizer step alone, on the shards of a GPT of 8 layers:
+    python -m benchmarks.step --ranks 4 --hidden-size 512 --num-layers 8 --json step.json
+  a matrix that is more than a rank's share, owned by a team and by one rank:
+    python -m benchmarks.step --ranks 2 --matrices 8192x1024 --methods owner --team-size 1
+  cautious decay and kept norms beside plain decay:
+    python -m benchmarks.step --ranks 2 --hidden-size 512 --num-layers 8 --methods owner --variants cautious hyperball
+  the optimizer step with momentum in host memory and on disk:
+    python -m benchmarks.step --ranks 2 --hidden-size 512 --num-layers 8 --offload cpu nvme --offload-dir /local/nvme
+"""
+
+DESCRIPTION = """\
+Times one optimizer step of each method, in one run on the same shards and gradients: GPT blocks with qkv 3H x H,
+proj H x H, fc1 4H x H and fc2 H x 4H, or the matrices of --matrices; rows cut evenly over the ranks.
+
+owner is what training does: where a matrix is more than a rank's share, a team of ranks may own it together.
+--team-size 1 adds team-1, the same with one owner for every matrix; 2, 4 and 8 add teams of that size for all.
+
+allgather is that scheme as upstream's draft has it: every rank receives every matrix and runs emerging-optimizers'
+iteration on one after the other. allgather-tuned is the same with this package's iteration, so that its distance from
+owner is the exchange's and the division of work alone.
+
+Peers, on CPU alone: deepspeed is DeepSpeed's ZeRO-3 Muon with its standard Newton-Schulz in bf16, deepspeed-gram the
+same with its own default. Only the engine's step is timed; a forward and a backward before it bring the gradients.
+muon-fsdp2 is that package's optimizer on the shards of torch's FSDP2, in bf16; only its step is timed, too.
+
+The floor is measured in the same run: Newton-Schulz FLOPs over the rate at which all ranks at once multiply matrices of
+these shapes, plus the exchange's bytes over the measured bandwidth. Times are those of the slowest rank.
+"""
 
 
-def _timed(optimizer: Steps, problem: Problem) -> float:
-    """Seconds of one step on this rank, from a barrier on."""
-    if isinstance(optimizer, Peer):
-        optimizer.prepare()
-    synchronize(problem.device)
-    dist.barrier(problem.group)
-    start = time.perf_counter()
-    optimizer.step()
-    synchronize(problem.device)
-    elapsed = time.perf_counter() - start
-    dist.barrier(problem.group)
-    return elapsed
+def configure(parser: CommandParser) -> None:
+    """Adds description, arguments and examples."""
+    parser.description, parser.epilog = DESCRIPTION, EXAMPLES
+    add = parser.add_argument
+    add("--ranks", type=positive, required=True, metavar="N", help="processes on this machine")
+    add("--hidden-size", type=positive, metavar="H", help="columns of qkv, proj and fc1")
+    add("--num-layers", type=positive, metavar="L", help="GPT blocks")
+    add("--matrices", type=_matrices, nargs="+", default=[], metavar="[COUNTx]ROWSxCOLS",
+        help="these in place of a GPT's, each one block: 8192x1024, or 8x1024x1024 for eight")  # fmt: skip
+    add("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="what Newton-Schulz's products run in (bf16)")
+    add("--repeat", type=positive, default=5, metavar="R", help="timed steps of each method (5)")
+    add("--warmup", type=positive, default=1, metavar="W", help="steps of each method before these (1)")
+    add("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="M",
+        help=f"of {', '.join(METHODS)} (all)")  # fmt: skip
+    add("--team-size", nargs="+", choices=TEAM_SIZES[1:], default=[], metavar="S",
+        help=f"owner again, as team-S, with teams of this size alone: {', '.join(TEAM_SIZES[1:])}")  # fmt: skip
+    add("--variants", nargs="+", choices=VARIANTS, default=[], metavar="V",
+        help=f"owner again with cautious decay or norms that are kept: {', '.join(VARIANTS)}")  # fmt: skip
+    add("--peers", nargs="+", choices=(*PEERS, *CUDA_PEERS), default=[], metavar="P",
+        help=f"other implementations: {', '.join(PEERS)}")  # fmt: skip
+    add("--buffer-mb", type=buffer_mb, metavar="MB", help="MiB that the owner's step may take (256, or more)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda where it is there")
+    add("--offload", nargs="+", choices=OFFLOADS, default=[], metavar="O",
+        help=f"owner again with momentum elsewhere: {', '.join(OFFLOADS)}, as --muon-offload")  # fmt: skip
+    add("--offload-dir", metavar="DIR", help="with --offload nvme: a directory on the disk to be measured")
+    add("--offload-buffer-mb", type=buffer_mb, default=24.0, metavar="MB",
+        help="MiB for momentum on its way (24)")  # fmt: skip
+    add("--momentum-dtype", choices=DTYPES, default="fp32", help="with --offload: how momentum is stored (fp32)")
 
 
-def _profile(method: str, optimizer: Steps, problem: Problem, steps: int) -> dict[str, Any]:
-    """Phases, bytes and memory of a method, from steps that are not timed otherwise. Collective.
-
-    Phases are means over ranks of each rank's mean, so that they add up to the profiled step.
+def step_spec(args: argparse.Namespace) -> StepSpec:
+    """What the arguments of `benchmarks.step` ask for.
 
     Raises:
-        RuntimeError: the bytes counted at the collectives are not those that the plan promises.
+        UserError: a peer that is not installed or needs CUDA, or a device or shards that peers are not measured on.
     """
-    timer = PhaseTimer(problem.device)
-    patches = optimizer.attach(timer) if isinstance(optimizer, Peer) else Patches()
-    if isinstance(optimizer, ShardedMuon):
-        patches.replace(optimizer, "probe", timer)
-    seconds = [_timed(optimizer, problem) for _ in range(steps)]
-    patches.undo()
-    total = sum(seconds) / steps
-    if method == "adam":
-        timer.seconds["apply"] = total * steps  # type: ignore[assignment]  # a Counter of floats
-    mine = [timer.seconds[phase] / steps for phase in PHASES[:-1]]
-    mine.append(total - sum(mine))
-    ranks = problem.group.size()
-    phases = [value / ranks * 1e3 for value in _over_ranks(mine, dist.ReduceOp.SUM, problem)]
-
-    counted = timer.bytes_received // steps
-    if isinstance(optimizer, Peer):
-        planned = counted
-        optimizer.prepare()
-    else:
-        planned = _received_bytes(method, optimizer, problem)
-    dist.barrier(problem.group)
-    peak = peak_extra_bytes(optimizer.step, problem.device)
-    wrong, planned_max, counted_max, peak_max = _over_ranks(
-        [float(counted != planned), planned, counted, peak], dist.ReduceOp.MAX, problem
-    )
-    if wrong:
-        raise RuntimeError(
-            f"{method}: the plan says that rank {problem.group.rank()} receives {planned:,} bytes in a step, "
-            f"its collectives carried {counted:,}"
-        )
-    return {
-        "phases_ms": {name: value for name, value in zip(PHASES, phases, strict=True) if value},
-        "exchange_bytes_per_rank": int(planned_max),
-        "exchange_bytes_counted_per_rank": int(counted_max),
-        "peak_extra_bytes": int(peak_max),
-        **({"ns_dtype": str(optimizer.ns_dtype).removeprefix("torch.")} if isinstance(optimizer, Peer) else {}),
-    }
-
-
-def _received_bytes(method: str, optimizer: torch.optim.Optimizer, problem: Problem) -> int:
-    """Bytes that this rank receives in a step, by arithmetic on the plan or the layout.
-
-    The all-gather scheme pads every shard to the largest, and gathers fp32.
-    """
-    rank, ranks, orthogonalizer = problem.group.rank(), problem.group.size(), problem.orthogonalizer
-    if isinstance(optimizer, ShardedMuon) and optimizer.exchange.plan is not None:
-        plan = optimizer.exchange.plan
-        slices = (block_slice for index in range(len(plan.teams)) for block_slice in plan.slices(index))
-        sums = sum(
-            sum_bytes(block_slice, orthogonalizer.iteration) for block_slice in slices if block_slice.rank == rank
-        )
-        return plan.exchanged_bytes()[rank] + sums
-    if method.startswith("allgather"):
-        padded = sum(max(shard.numel for shard in matrix.shards) for matrix in problem.layout.matrices)
-        return (ranks - 1) * padded * torch.float32.itemsize
-    return 0
-
-
-def _over_ranks(values: Sequence[float], operation: Any, problem: Problem) -> list[float]:
-    tensor = torch.tensor(values, dtype=torch.float64, device=problem.device)
-    dist.all_reduce(tensor, op=operation, group=problem.group)
-    return tensor.tolist()
-
-
-def settle_device(wanted: str, ranks: int) -> torch.device:
-    """The device of this rank.
-
-    Raises:
-        UserError: CUDA is not there or cannot be used, or there are fewer GPUs than ranks.
-    """
-    refuse_unusable_gpu(wanted)
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UserError("--device cuda: torch finds no CUDA device here; use --device cpu")
-    if torch.cuda.device_count() < ranks:
+    if [args.hidden_size, args.num_layers].count(None) != (2 if args.matrices else 0):
         raise UserError(
-            f"--ranks {ranks} needs as many GPUs, this machine has {torch.cuda.device_count()}; "
-            "lower --ranks, or use --device cpu"
+            "what is to be measured? give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone"
         )
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
+    for size in args.team_size:
+        if int(size) > args.ranks:
+            raise UserError(f"--team-size {size} is more than --ranks {args.ranks}; lower it, or raise --ranks")
+    peers = args.peers
+    for peer in peers:
+        if peer in CUDA_PEERS:
+            raise UserError(
+                f"--peers {peer}: {CUDA_PEERS[peer]} iterates in a Triton kernel that takes CUDA tensors alone, and "
+                f"peers are measured on CPU; leave {peer} out"
+            )
+        if importlib.util.find_spec(PEERS[peer]) is None:
+            package = PEERS[peer].replace("_", "-")
+            raise UserError(f"--peers {peer}: {package} is not installed; {install('bench')}")
+    if peers and args.device == "cuda":
+        raise UserError(f"--peers {' '.join(peers)} --device cuda: measured on CPU alone; type --device cpu")
+    rows = [rows for _, rows, _ in args.matrices] or [args.hidden_size]
+    if "muon-fsdp2" in peers and any(number % args.ranks for number in rows):
+        given = f"--hidden-size {args.hidden_size}" if args.hidden_size else "--matrices"
+        raise UserError(
+            f"--peers muon-fsdp2 --ranks {args.ranks} {given}: it takes shards of equal size alone; take a multiple of "
+            f"{args.ranks} as {'hidden size' if args.hidden_size else 'rows of each'}"
+        )
+    if ("nvme" in args.offload) != (args.offload_dir is not None):
+        raise UserError("--offload nvme and --offload-dir DIR go together; give both, or neither")
+    if args.momentum_dtype != "fp32" and not args.offload:
+        raise UserError(f"--momentum-dtype {args.momentum_dtype} needs --offload; with none momentum stays in place")
+    if args.offload_dir is not None:
+        from megatron_muon.offload.files import require_writable
+
+        require_writable(Path(args.offload_dir))
+    spec = {field.name: getattr(args, field.name) for field in dataclasses.fields(StepSpec)}
+    for name in ("methods", "team_size", "variants", "peers", "offload"):
+        spec[name] = list(dict.fromkeys(spec[name]))  # once each, in the order given
+    return StepSpec(**spec)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measure as the specification in `argv[0]` says, and write `argv[1]`."""
-    spec = StepSpec(**json.loads(argv[0]))
-    try:
-        device = settle_device(spec.device, spec.ranks)
-        if spec.peers and device.type != "cpu":
-            raise UserError(f"--peers {' '.join(spec.peers)}: measured on CPU alone; add --device cpu")
-    except UserError as error:
-        print(f"bench step: error: {error}", file=sys.stderr)
-        return 2
-    if device.type == "cpu":
-        keep_freed_memory()  # as a training does
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", device_id=device if device.type == "cuda" else None
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Starts the ranks and returns their figures, with ratios."""
+    spec = step_spec(args)
+    print("measuring optimizer steps", file=sys.stderr)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        log, output = Path(folder, "log"), Path(folder, "figures.json")
+        worker = ("-m", "benchmarks.step_ranks", json.dumps(dataclasses.asdict(spec)), str(output))
+        run_logged(torchrun(spec.ranks, *worker), log, env=environment(spec.ranks), what="the measurement")
+        figures = json.loads(output.read_text("utf-8"))
+    return {**_with_ratios(figures), "setting": dataclasses.asdict(spec)}
+
+
+def _with_ratios(figures: dict[str, Any]) -> dict[str, Any]:
+    """`figures` with `ratios` of medians, where both sides were measured."""
+    medians = {method: values["median_ms"] for method, values in figures["methods"].items()}
+    ratios = {}
+    if "owner" in medians:
+        ratios["owner_over_floor"] = medians["owner"] / figures["floor_ms"]["total"]
+        ratios |= {f"{other}_over_owner": medians[other] / medians["owner"] for other in medians if other != "owner"}
+    return {**figures, "ratios": ratios}
+
+
+def tables(results: Mapping[str, Any]) -> list[Table]:
+    """The methods' figures, then where their time goes, from the figures."""
+    methods, floor, rates, spec = (results[name] for name in ("methods", "floor_ms", "rates", "setting"))
+    rows = []
+    for method, values in methods.items():
+        over_floor = f"{values['median_ms'] / floor['total']:.2f}" if method != "adam" else ""
+        times = _ms(values["median_ms"]), _ms(values["min_ms"])
+        rows.append(
+            (method, *times, over_floor, *map(_mb, (values["exchange_bytes_per_rank"], values["peak_extra_bytes"])))
+        )
+    rows.append(("floor", _ms(floor["total"]), "", "1.00", "", ""))
+    caption = (
+        f"floor: Newton-Schulz {_ms(floor['ns'])} ms ({rates['matmul_gflop_per_s']:,.0f} GFLOP/s, all ranks) "
+        f"+ exchange {_ms(floor['exchange'])} ms ({rates['bandwidth_gb_per_s']:.2f} GB/s per rank)"
     )
-    try:
-        group = dist.group.WORLD
-        assert group is not None
-        results = measure(spec, group, device)
-        if group.rank() == 0:
-            Path(argv[1]).write_text(json.dumps(results), "utf-8")
-        dist.barrier(group)
-    except Exception:
-        end_alone(1)
-    dist.destroy_process_group()
-    return 0
+    if of_peers := [f"{name} in {values['ns_dtype']}" for name, values in methods.items() if "ns_dtype" in values]:
+        caption += f"\nNewton-Schulz of {', '.join(of_peers)}"
+    if spec["team_size"] or results["plan"]["matrices_of_teams"]:
+        caption += f"\n{_teams(methods)}"
+    size = f"{_model(spec)}, {spec['ranks']} ranks, {spec['ns_dtype']}"
+    columns = ("method", "median ms", "min ms", "/ floor", "exchanged MB/rank", "peak extra MB")
+    figures = table(f"Optimizer step, {size}", columns, rows, caption)
+    spent = [values["phases_ms"] for values in methods.values()]
+    names = dict.fromkeys(phase for phases in spent for phase in phases)
+    rows = [(name, *(_ms(phases[name]) if name in phases else "" for phases in spent)) for name in names]
+    phases = table("Phases in ms, mean over ranks, from steps of their own", ("phase", *methods), rows)
+    offloaded = {method: values for method, values in methods.items() if "momentum_bytes" in values}
+    return [figures, phases, *([_offload_table(results, offloaded)] if offloaded else [])]
+
+
+def _model(spec: Mapping[str, Any]) -> str:
+    """What was measured, in short."""
+    if spec["matrices"]:
+        return ", ".join(
+            f"{f'{count} of ' if count > 1 else ''}{rows}x{cols}" for count, rows, cols in spec["matrices"]
+        )
+    return f"H {spec['hidden_size']}, L {spec['num_layers']}"
+
+
+def _teams(methods: Mapping[str, Any]) -> str:
+    """How many matrices teams own, by method."""
+    found = []
+    for method, values in methods.items():
+        if "plan" in values and "momentum_bytes" not in values:
+            teams = [f"{count} by {size} ranks" for size, count in values["plan"]["matrices_of_teams"].items()]
+            found.append(f"{method} {' and '.join(teams) or 'none'}")
+    return f"matrices owned by teams: {', '.join(found)}"
+
+
+def _offload_table(results: Mapping[str, Any], offloaded: Mapping[str, Any]) -> Table:
+    """Where momentum lies, of the fullest rank, and what the disk can do."""
+    places = {"device": "device", "host": "host", "disk": "disk", "staging": "of these, staging"}
+    caption = None
+    if (disk := results.get("disk")) is not None:
+        how = "direct I/O" if disk["direct_io"] else "through the page cache"
+        caption = (
+            f"disk, all ranks at once, {how}: reads {disk['read_gb_per_s']:.2f} GB/s, writes "
+            f"{disk['write_gb_per_s']:.2f} GB/s"
+        )
+        if "transfer_ms" in disk:
+            caption += f"; momentum there and back: {disk['transfer_ms']:,.0f} ms"
+    rows = []
+    for method, values in offloaded.items():
+        ratio = results["ratios"].get(f"{method}_over_owner")
+        cells = [_mb(values["momentum_bytes"][place]) for place in places]
+        rows.append((method, *cells, "" if ratio is None else f"{ratio:.2f}"))
+    title = f"Momentum as {results['setting']['momentum_dtype']}, MB on the fullest rank"
+    return table(title, ("method", *places.values(), "/ owner"), rows, caption)
+
+
+def _ms(milliseconds: float) -> str:
+    return f"{milliseconds:,.1f}"
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.2f}"
+
+
+def _matrices(text: str) -> tuple[int, int, int]:
+    """Count, rows and columns."""
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", text):
+        raise argparse.ArgumentTypeError(f"{text} is not ROWSxCOLS or COUNTxROWSxCOLS, such as 8192x1024")
+    rows, cols = (int(side) for side in text.split("x")[-2:])
+    return int(text.split("x")[0]) if text.count("x") > 1 else 1, rows, cols
+
+
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line, by default this process's, and returns the exit status."""
+    return main("step", configure, measure, tables, argv)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run())

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import megatron_muon
-from megatron_muon.quiet import quiet_imports
+from megatron_muon.errors import quiet_imports
 
 STEPS, BATCH, SEQUENCE = 60, 8, 64
 

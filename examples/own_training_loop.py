@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import megatron_muon
-from megatron_muon.quiet import quiet_imports
+from megatron_muon.errors import quiet_imports
 
 with quiet_imports():  # without Megatron's warnings about what is not installed
     from megatron.core import parallel_state, tensor_parallel

@@ -11,15 +11,15 @@ import importlib
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
-from megatron_muon import exit_codes, shipped
-from megatron_muon.command_parser import CommandParser
-from megatron_muon.errors import RunFailedError, UserError, missing_extra, settling, unforeseen
+from megatron_muon import shipped
+from megatron_muon.errors import ExitStatus, RunFailedError, UserError, missing_extra, settling, unforeseen
+from megatron_muon.tools.parser import CommandParser
 from megatron_muon.version import __version__
 
 EXPERIMENTS, USE, MEASURE, PREPARE = (
@@ -41,23 +41,20 @@ class Command:
 
 
 COMMANDS = {
-    "quickstart": Command("megatron_muon.quickstart", "train a small GPT in this folder, and show what it writes"),
-    "train": Command("megatron_muon.runs.train_command", "train what an experiment file says"),
-    "sweep": Command("megatron_muon.sweep.command", "train at many settings and seeds, and compare"),
-    "report": Command("megatron_muon.report.command", "write a page with plots on one run or many"),
-    "submit": Command("megatron_muon.slurm.command", "put a training into SLURM's queue"),
-    "summary": Command("megatron_muon.runs.summary", "sum up a finished run"),
-    "generate": Command("megatron_muon.models.generate_command", "write text with a checkpoint", USE),
-    "eval": Command("megatron_muon.models.eval_command", "loss and bits per byte of a checkpoint on any text", USE),
-    "export": Command("megatron_muon.models.export_command", "checkpoint to Hugging Face or torch_dist", USE),
-    "import": Command("megatron_muon.models.import_command", "Hugging Face model to a checkpoint, to go on with", USE),
-    "plan": Command("megatron_muon.planning.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
-    "rehearse": Command(
-        "megatron_muon.rehearsal.command", "run every rank's real step without a GPU, and compare", MEASURE
-    ),
-    "bench": Command("megatron_muon.bench.command", "measure optimizer steps and training steps", MEASURE),
-    "data": Command("megatron_muon.data.command", "prepare text for training", PREPARE),
-    "doctor": Command("megatron_muon.doctor.command", "check this environment, and a checkpoint", PREPARE),
+    "quickstart": Command("quickstart", "train a small GPT in this folder, and show what it writes"),
+    "train": Command("train.command", "train what an experiment file says"),
+    "sweep": Command("sweep.command", "train at many settings and seeds, and compare"),
+    "report": Command("report.command", "write a page with plots on one run or many"),
+    "submit": Command("submit.command", "put a training into SLURM's queue"),
+    "summary": Command("train.summary", "sum up a finished run"),
+    "generate": Command("models.generate_command", "write text with a checkpoint", USE),
+    "eval": Command("models.eval_command", "loss and bits per byte of a checkpoint on any text", USE),
+    "export": Command("models.export_command", "checkpoint to Hugging Face or torch_dist", USE),
+    "import": Command("models.import_command", "Hugging Face model to a checkpoint, to go on with", USE),
+    "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
+    "rehearse": Command("rehearse.command", "run every rank's real step without a GPU, and compare", MEASURE),
+    "data": Command("data", "prepare text for training", PREPARE),
+    "doctor": Command("doctor.command", "check this environment, and a checkpoint", PREPARE),
 }
 
 EPILOG = """\
@@ -83,7 +80,8 @@ exit status:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, by default `sys.argv[1:]`, and returns the exit status, as `EPILOG` has them."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def run() -> int:
         with settling("reading the command line"):
             parser, modules = _build_parser(arguments)
             args = parser.parse_args(arguments)
@@ -91,34 +89,43 @@ def main(argv: Sequence[str] | None = None) -> int:
             if file is not None and (note := shipped.note(Path(file))):
                 print(f"megatron-muon: {note}", file=sys.stderr)
         status: int = modules[args.command].run(args)
+        return status
+
+    return reported(run)
+
+
+def reported(run: Callable[[], int]) -> int:
+    """Calls `run`, prints what it raises in one line, and returns the exit status."""
+    try:
+        status = run()
         if sys.stdout is not None:  # closed by whoever started it
             sys.stdout.flush()  # a full device is noticed here, not by the interpreter's end
         return status
     except SystemExit as end:  # argparse: 0 after --help and --version, 2 after a usage error
-        return end.code if isinstance(end.code, int) else exit_codes.FAILURE
+        return end.code if isinstance(end.code, int) else ExitStatus.FAILURE
     except UserError as error:
         for line in str(error).splitlines():
             print(f"megatron-muon: error: {line}", file=sys.stderr)
-        return exit_codes.USAGE
+        return ExitStatus.USAGE
     except ModuleNotFoundError as error:
         if not missing_extra(error):
             raise
         print(f"megatron-muon: error: {missing_extra(error)}", file=sys.stderr)
-        return exit_codes.USAGE
+        return ExitStatus.USAGE
     except RunFailedError as error:
         print(f"megatron-muon: {error}", file=sys.stderr)
-        return exit_codes.FAILURE
+        return ExitStatus.FAILURE
     except KeyboardInterrupt:
         print("megatron-muon: interrupted", file=sys.stderr)
-        return exit_codes.INTERRUPTED
+        return ExitStatus.INTERRUPTED
     except BrokenPipeError:  # `megatron-muon ... | head`: whoever read has read enough
         _discard_output()
-        return exit_codes.FAILURE
+        return ExitStatus.FAILURE
     except (OSError, UnicodeError) as error:  # a file or a device that commands do not know, a name that is not text
         print(f"megatron-muon: error: {unforeseen(error)}", file=sys.stderr)
         if isinstance(error, OSError) and error.filename is None:  # a full device
             _discard_output()
-        return exit_codes.USAGE
+        return ExitStatus.USAGE
 
 
 def _discard_output() -> None:
@@ -143,7 +150,7 @@ class _ShowVersions(argparse.Action):
             found["gpu driver"] = driver.removeprefix("NVRM version:").strip()
         for name, version in found.items():
             print(f"{name:<20} {version}")
-        parser.exit(exit_codes.OK)
+        parser.exit(ExitStatus.OK)
 
 
 def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, ModuleType]]:
@@ -175,7 +182,7 @@ def _build_parser(arguments: list[str]) -> tuple[CommandParser, dict[str, Module
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name)
         if name == wanted:
-            modules[name] = importlib.import_module(command.module)
+            modules[name] = importlib.import_module(f"megatron_muon.tools.{command.module}")
             modules[name].configure(subparser)
     return parser, modules
 

@@ -1,11 +1,22 @@
-"""Errors by who can mend them; `UserError`, a mistake of the user, is the core's."""
+"""Errors by who can mend them, how a process ends, and which warnings of libraries are shown.
+
+`UserError`, a mistake of the user, is the core's.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
+import logging
+import multiprocessing
+import os
+import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
 
 from megatron_muon.core.errors import UserError as UserError
 
@@ -106,3 +117,67 @@ class Reasons:
         """Raises a `UserError` of the reasons, one a line, if there are any."""
         if self.lines:
             raise UserError("\n".join(self.lines))
+
+
+class ExitStatus(enum.IntEnum):
+    """Exit statuses of the commands and of a training, as docs/experiments.md lists them."""
+
+    OK = 0
+    FAILURE = 1
+    USAGE = 2
+    """A mistake of the user."""
+    TEMPFAIL = 75
+    """SIGTERM ended a training after a checkpoint: start it again."""
+    INTERRUPTED = 130
+    """Ctrl-C."""
+
+
+def end_alone(status: int) -> NoReturn:
+    """Ends this process at once, with the traceback of the exception that is being handled, if there is one.
+
+    The other ranks may wait for this one in a collective. Destroying the process group, or leaving through the
+    interpreter, would wait for work on the device that they never join, until the watchdog: torchrun could not end
+    them before, and nobody would see why.
+    """
+    if sys.exc_info()[0] is not None:
+        traceback.print_exc()
+    for child in multiprocessing.active_children():  # nothing else ends them: exit handlers do not run
+        child.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@contextlib.contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Suppresses warnings, and log messages up to WARNING, within the context.
+
+    For commands that prepare or read data, where a missing GPU or Apex does not matter, and for training, which lists
+    the defaults that it fills in for what is missing.
+    """
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+@contextlib.contextmanager
+def own_warnings_in_one_line() -> Iterator[None]:
+    """Prints this package's warnings as `megatron-muon: warning:` lines, which `train` shows, within the context."""
+    here, show = str(Path(__file__).parent), warnings.showwarning
+
+    def show_ours(message: Warning | str, category: type[Warning], filename: str, *where: Any, **more: Any) -> None:
+        if filename.startswith(here) and issubclass(category, UserWarning):
+            print(f"megatron-muon: warning: {message}", file=sys.stderr, flush=True)
+        else:
+            show(message, category, filename, *where, **more)
+
+    warnings.showwarning = show_ours
+    try:
+        yield
+    finally:
+        warnings.showwarning = show

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from megatron_muon.checkpoint import checksums
+from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
-from megatron_muon.locks import Lock
 
 TRACKER = "latest_checkpointed_iteration.txt"
 UNFINISHED = ".saving"

@@ -1,6 +1,6 @@
 """Which Newton-Schulz iteration a block gets, and what it costs in floating-point operations.
 
-Training, `plan`, the estimates and the floor of `bench step` all ask here. Plain arithmetic on shapes, without torch. A
+Training, `plan`, estimates and the floor of `benchmarks.step` all ask here. Plain arithmetic on shapes, no torch. A
 product of `(m, k) @ (k, n)` counts 2 m n k operations; normalisation and elementwise work are linear in the elements
 and are left out.
 """

@@ -46,8 +46,8 @@ def install(*, force: bool = False) -> None:
         )
 
     from megatron_muon.cpu import cuda_api, devices, megatron
+    from megatron_muon.errors import quiet_imports
     from megatron_muon.patching import Patches
-    from megatron_muon.quiet import quiet_imports
 
     patches = Patches()
     try:

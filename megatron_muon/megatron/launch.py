@@ -20,21 +20,30 @@ from importlib import metadata
 from pathlib import Path
 from typing import NoReturn
 
-from megatron_muon import exit_codes, shipped
+from megatron_muon import shipped
 from megatron_muon.checkpoint import files
-from megatron_muon.data import ensure_stdlib_corpus
-from megatron_muon.errors import OffloadError, Reasons, RunFailedError, SaveError, UserError, settling
-from megatron_muon.exit_codes import end_alone
-from megatron_muon.gpu import refuse_unusable_gpu, take_own_gpu
+from megatron_muon.errors import (
+    ExitStatus,
+    OffloadError,
+    Reasons,
+    RunFailedError,
+    SaveError,
+    UserError,
+    end_alone,
+    own_warnings_in_one_line,
+    quiet_imports,
+    settling,
+)
 from megatron_muon.megatron import OWNS_PLACES, STATUS_FOLDER
+from megatron_muon.megatron.data import ensure_stdlib_corpus
 from megatron_muon.megatron.flags import arguments, config_file
 from megatron_muon.megatron.flags.arguments import MODEL_FLAGS, Parser
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, check_writable
 from megatron_muon.megatron.flags.refusals import MUONS
+from megatron_muon.megatron.gpu import refuse_unusable_gpu, take_own_gpu
 from megatron_muon.megatron.places import settle_places
 from megatron_muon.megatron.tell import tell
 from megatron_muon.megatron.version import check_versions
-from megatron_muon.quiet import own_warnings_in_one_line, quiet_imports
 from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
 
 UNNAMED = Path("runs/pretrain_gpt")
@@ -260,7 +269,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if status or not _ended_by_signal():
             raise
-        status = exit_codes.TEMPFAIL
+        status = ExitStatus.TEMPFAIL
     except BaseException as failure:
         error, failed_at = "".join(traceback.format_exception_only(failure)), time.time()
         trace = traceback.format_exc()
@@ -280,7 +289,7 @@ def _end_with(parent: int) -> None:
     while not getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)():  # it may be half imported
         if os.getppid() != parent:
             print("pretrain_gpt.py: error: torchrun has ended; so does this rank", file=sys.stderr, flush=True)
-            os._exit(exit_codes.FAILURE)
+            os._exit(ExitStatus.FAILURE)
         time.sleep(_SECONDS_BETWEEN_LOOKS)
 
 

@@ -22,10 +22,9 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from types import SimpleNamespace, TracebackType
 from typing import Any
 
-from megatron_muon.errors import Reasons, UserError, reason_of
+from megatron_muon.errors import Reasons, UserError, quiet_imports, reason_of
 from megatron_muon.megatron.flags.refusals import MUONS
 from megatron_muon.patching import Patches
-from megatron_muon.quiet import quiet_imports
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 """What validation takes for arguments that nobody gave."""
@@ -187,7 +186,7 @@ def _validate(args: argparse.Namespace) -> None:
 
 
 def _build_tokenizer(args: argparse.Namespace, *, elsewhere: bool = False) -> None:
-    from megatron_muon.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, build_megatron, check_spec
+    from megatron_muon.megatron.data.tokenizers import TOKENIZER_TYPES, TokenizerSpec, build_megatron, check_spec
 
     args.tokenizer_type = args.tokenizer_type or DEFAULTS["tokenizer_type"]
     if args.tokenizer_type in TOKENIZER_TYPES:

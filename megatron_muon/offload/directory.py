@@ -17,8 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from megatron_muon.checkpoint.locks import close, is_still, open_itself, open_own, sign, signature, try_lock
 from megatron_muon.errors import UserError
-from megatron_muon.locks import close, is_still, open_itself, open_own, sign, signature, try_lock
 from megatron_muon.offload.files import PREFIX, boot_id, read_header, require_writable
 
 LOCK = "muon-momentum.lock"

@@ -29,8 +29,8 @@ from typing import Literal
 import msgspec
 import torch
 
+from megatron_muon.checkpoint.locks import close, open_own
 from megatron_muon.errors import UserError
-from megatron_muon.locks import close, open_own
 
 PREFIX = "muon-momentum-"
 PAGE = 4096

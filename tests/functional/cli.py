@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_muon.data import prepare
+from megatron_muon.megatron.data import prepare
 from tests.functional import warm
 
 ROOT = Path(__file__).resolve().parents[2]

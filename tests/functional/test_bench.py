@@ -1,4 +1,4 @@
-"""`megatron-muon bench step` on two gloo ranks: all figures are there, collectives carry what the plan says."""
+"""`python -m benchmarks.step` on two gloo ranks: all figures are there, collectives carry what the plan says."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def test_bench_step(tmp_path):
-    command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
+    command = [sys.executable, "-m", "benchmarks.step", "--ranks", "2", "--hidden-size", "64"]
     setting = ["--num-layers", "1", "--repeat", "2", "--ns-dtype", "fp32", "--device", "cpu", "--team-size", "1", "2"]
     setting += ["--variants", "cautious", "hyperball"]
     (tmp_path / "momentum").mkdir()

@@ -1,4 +1,4 @@
-"""muon-fsdp2 as `megatron-muon bench step --peers` measures it: its step is Muon's, and all figures are there."""
+"""muon-fsdp2 as `python -m benchmarks.step --peers` measures it: its step is Muon's, and all figures are there."""
 
 import importlib.util
 import json
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_muon.runs import processes
+from megatron_muon.tools.train import processes
 from tests.functional import cli
 
 pytestmark = [
@@ -66,7 +66,7 @@ def test_peers_step_is_muons(tmp_path):
 
 
 def test_bench_step_with_peer(tmp_path):
-    command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
+    command = [sys.executable, "-m", "benchmarks.step", "--ranks", "2", "--hidden-size", "64"]
     setting = ["--num-layers", "1", "--repeat", "2", "--device", "cpu", "--methods", "owner", "--peers", "muon-fsdp2"]
     run = cli.run([*command, *setting, "--json", "figures.json"], tmp_path, seconds=240).checked()
     assert "Newton-Schulz of muon-fsdp2 in bfloat16" in run.output

@@ -1,4 +1,4 @@
-"""DeepSpeed as `megatron-muon bench step --peers` measures it: its step is Muon's, and all figures are there."""
+"""DeepSpeed as `python -m benchmarks.step --peers` measures it: its step is Muon's, and all figures are there."""
 
 import importlib.util
 import json
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_muon.runs import processes
+from megatron_muon.tools.train import processes
 from tests.functional import cli
 
 pytestmark = [
@@ -68,7 +68,7 @@ def test_peers_step_is_muons(tmp_path):
 
 
 def test_bench_step_with_peers(tmp_path):
-    command = [sys.executable, "-m", "megatron_muon.cli", "bench", "step", "--ranks", "2", "--hidden-size", "64"]
+    command = [sys.executable, "-m", "benchmarks.step", "--ranks", "2", "--hidden-size", "64"]
     setting = ["--num-layers", "1", "--repeat", "2", "--device", "cpu", "--methods", "owner"]
     peers = ["--peers", "deepspeed", "deepspeed-gram"]
     run = cli.run([*command, *setting, *peers, "--json", "figures.json"], tmp_path, seconds=240).checked()

@@ -11,9 +11,9 @@ import sys
 import pytest
 
 from megatron_muon import cli as command
-from megatron_muon import exit_codes
+from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron.layout_file import read_layout
-from megatron_muon.runs.events import read_events
+from megatron_muon.tools.train.events import read_events
 from tests.functional import cli
 
 SHARDED = (*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params")
@@ -77,7 +77,7 @@ def test_the_bare_line(tmp_path, capsys):
     scalars = read_events(folder / "tensorboard").scalars
     assert {"lm loss", "lm loss validation", "grad-norm", "learning-rate", "iteration-time"} <= set(scalars)
     assert "optimizer-time" in scalars
-    assert command.main(["summary", str(folder)]) == exit_codes.OK
+    assert command.main(["summary", str(folder)]) == ExitStatus.OK
     shown = capsys.readouterr().out
     assert "in 3 iterations" in shown
     assert "of the step" in shown
@@ -167,7 +167,7 @@ def test_a_dumped_layout_can_be_planned(tmp_path, corpus, capsys):
     assert any(len(matrix.shards) == 2 for matrix in matrices.values())
     assert matrices["decoder.layers.2.self_attention.linear_qkv.weight"].blocks == [(39, 39)] * 3
 
-    assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == exit_codes.OK
+    assert command.main(["plan", "--layout", str(file), "--json", str(tmp_path / "plan.json")]) == ExitStatus.OK
     assert "at 2 ranks" in capsys.readouterr().out
     figures = json.loads((tmp_path / "plan.json").read_text())
     assert (figures["world_size"], figures["matrices"]) == (2, 12)

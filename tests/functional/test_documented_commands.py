@@ -18,11 +18,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+from benchmarks import step, train
 from megatron_muon import cli as ours
 from megatron_muon.errors import UserError
+from megatron_muon.tools.parser import CommandParser
 from tests.functional import cli
 from tests.functional.cli import ROOT, make_corpus
 from tests.functional.documented import LEFT_OUT, NOT_HERE, PROGRAM, STAND_INS, Command, commands, names_of_tests, pages
@@ -130,6 +133,8 @@ class Reader:
         if program == "export":
             os.environ.update(word.split("=", 1) for word in rest)  # the page's fixture takes them back
             return "exported"
+        if rest[:2] in (["-m", "benchmarks.step"], ["-m", "benchmarks.train"]):
+            return self.benchmark(step if rest[1] == "benchmarks.step" else train, rest[2:])
         if program in ("mkdir", "python"):
             command = [sys.executable, *rest] if program == "python" else words
             subprocess.run(command, cwd=self.folder, check=True, capture_output=True, timeout=120)
@@ -139,15 +144,18 @@ class Reader:
             return "as it stands"
         raise AssertionError(f"nothing here runs {shlex.join(words)}: add it to ELSEWHERE, NOT_HERE or Reader.run")
 
+    def benchmark(self, module: ModuleType, argv: list[str]) -> str:
+        """Parse what takes minutes; tests/functional/test_bench.py runs small ones."""
+        parser = CommandParser()
+        module.configure(parser)
+        parser.add_argument("--json")
+        args = parser.parse_args(argv)
+        if module is train:
+            self.settle(["--config", str(args.config), *shlex.split(args.compare or ""), *args.flags])
+        return "parsed"
+
     def megatron_muon(self, argv: list[str]) -> str:
-        """A command of ours, in this process; measuring ones are parsed, trainings shortened."""
-        if argv[0] == "bench":  # takes minutes; tests/functional/test_bench.py runs small ones
-            parser, _ = ours._build_parser(argv)
-            flags = shlex.split(getattr(parser.parse_args(argv), "compare", None) or "")
-            flags += argv[argv.index("--") + 1 :] if "--" in argv else []
-            if "--config" in argv:
-                self.settle([*argv[argv.index("--config") :][:2], *flags])
-            return "parsed"
+        """A command of ours, in this process; trainings shortened."""
         if argv[0] in ("submit", "sweep") and not {"--dry-run", "--list-flags"} & set(argv):
             argv.insert(1, "--dry-run")
         if argv[0] == "sweep":  # other seeds differ in a number

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.runs.events import read_events
+from megatron_muon.tools.train.events import read_events
 from tests.functional import cli
 from tests.functional.case import Case
 from tests.functional.model import Trainer

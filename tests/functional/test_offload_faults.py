@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from megatron_muon import cli as command
-from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
+from megatron_muon.errors import ExitStatus
 from megatron_muon.offload.directory import LOCK
 from megatron_muon.offload.files import PAGE, read_header
 from tests.functional import cli
@@ -251,7 +251,7 @@ def test_kept_files_hold_the_last_iteration(training: Trainings, capsys: pytest.
     for rank, name in enumerate(kept):
         header = read_header(training.folder / "momentum" / name)
         assert (header.iteration, header.rank, header.kept) == (3, rank, True)
-    assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == exit_codes.FAILURE
+    assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == ExitStatus.FAILURE
     assert "kept with iteration 3" in " ".join(capsys.readouterr().out.split())
     error = error_of(training(), status=2)
     assert f"holds {kept[0]} and 1 more, left by another run (kept on purpose)" in error
@@ -280,7 +280,7 @@ def test_a_killed_run_is_started_again(
     assert (len(left), lock) == (2, LOCK)
 
     directory = training.folder / "momentum"
-    assert command.main(["doctor", "--offload-dir", str(directory)]) == exit_codes.OK
+    assert command.main(["doctor", "--offload-dir", str(directory)]) == ExitStatus.OK
     said = "".join(capsys.readouterr().out.split())
     for rank, (name, pid) in enumerate(zip(left, pids, strict=True)):
         assert name in said

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from megatron_muon import cli as command
-from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
+from megatron_muon.errors import ExitStatus
 from tests.functional import cli, test_offload_faults
 from tests.functional.case import Case
 from tests.functional.killable import Killable
@@ -122,7 +122,7 @@ def test_files_of_a_killed_run_are_named_by_doctor_and_removed_by_the_next_run(
 ) -> None:
     pids = kill_a_run(training, killable)
     left = lying_there(training)
-    assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == exit_codes.OK
+    assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == ExitStatus.OK
     said = "".join(capsys.readouterr().out.split())
     for rank, pid in enumerate(pids):
         for part in ("dense0", "weights-dense0", "scalars-dense0"):

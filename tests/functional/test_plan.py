@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli as command
-from megatron_muon import exit_codes
+from megatron_muon.errors import ExitStatus
 from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
@@ -73,7 +73,7 @@ def test_a_plan_has_the_digest_of_the_run(
 
     planned = tmp_path / "plan.json"
     line = ["plan", "--config", str(config), "--world-size", str(world_size), "--hardware", "cpu-2core"]
-    assert command.main([*line, "--json", str(planned)]) == exit_codes.OK
+    assert command.main([*line, "--json", str(planned)]) == ExitStatus.OK
     assert json.loads(planned.read_text("utf-8"))["digest"] == digest
     assert f"digest {digest}" in capsys.readouterr().out
     assert len(digest.split("-")) == 1 + name.startswith("experts ep")

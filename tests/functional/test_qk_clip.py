@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from megatron_muon.errors import UserError
-from megatron_muon.runs.events import read_events
+from megatron_muon.tools.train.events import read_events
 from tests.functional import cli
 from tests.functional.case import LATENT, STRATEGIES, Case, batches, gradient_of, values_of
 from tests.functional.model import Trainer

@@ -23,9 +23,9 @@ import psutil
 import pytest
 
 from megatron_muon import cli as command
-from megatron_muon import exit_codes
 from megatron_muon.checkpoint import files
-from megatron_muon.runs.events import read_events
+from megatron_muon.errors import ExitStatus
+from megatron_muon.tools.train.events import read_events
 from tests.functional import cli
 from tests.functional.pool import Pool
 from tests.functional.training import Trainings
@@ -163,7 +163,7 @@ def jobs(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Jobs:
         patch.chdir(folder)
         for name, value in cluster.env.items():
             patch.setenv(name, value)
-        assert command.main(["submit", "--config", str(config), *array]) == exit_codes.OK
+        assert command.main(["submit", "--config", str(config), *array]) == ExitStatus.OK
     first = cluster.call("squeue", "--noheader", "--array", "--partition=urgent", "--format=%F").split()[0]
 
     preempted.until(lambda job: "setting random seeds" in job.log(0))  # from there on SIGTERM leads to a checkpoint

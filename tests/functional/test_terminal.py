@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import exit_codes
+from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron import FIRST_STEP, STATUS_FOLDER, TOLD
 from tests.functional import cli, warm
 from tests.functional.test_train import Running, command, write_config
@@ -115,7 +115,7 @@ def test_a_rank_that_fails_is_shown_with_its_traceback(tmp_path, corpus):
     )
     line = command("train", "--config", "tiny.yaml", "--out", "x")
     run = cli.run(line, tmp_path, cold=True, env={"PYTHONPATH": f"{broken}:{cli.ROOT}"})
-    assert run.returncode == exit_codes.FAILURE, run.output
+    assert run.returncode == ExitStatus.FAILURE, run.output
     assert re.search(r"^failed with status 1 after 0 iterations$", run.output, re.MULTILINE), run.output
     assert re.search(r"^  SystemExit: the license server does not answer$", run.output, re.MULTILINE), run.output
     assert "ChildFailedError" not in run.output
@@ -128,7 +128,7 @@ def test_ctrl_c_is_answered_and_the_end_told(tmp_path, corpus):
         tmp_path, "train", "--config", "tiny.yaml", "--out", "x", "--train-iters", "100000", "--no-save"
     ) as running:
         running.wait_for(lambda: "step      3/100000" in running.output)
-        assert running.end(signal.SIGINT) == exit_codes.INTERRUPTED, running.output[-4000:]
+        assert running.end(signal.SIGINT) == ExitStatus.INTERRUPTED, running.output[-4000:]
     after = running.output.partition("SIGINT: asking the ranks to end; a second signal kills them\n")[2]
     assert "interrupted with status 130 after " in after
     assert "nothing was saved; to start again: megatron-muon train --resume --out x" in after

@@ -18,10 +18,10 @@ import pytest
 
 from megatron_muon.cli import main
 from megatron_muon.megatron.flags.config_file import load_config
-from megatron_muon.runs import processes
-from megatron_muon.runs.events import read_events
-from megatron_muon.runs.records import read_record
-from megatron_muon.runs.summary import next_commands
+from megatron_muon.tools.train import processes
+from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_record
+from megatron_muon.tools.train.summary import next_commands
 from tests.functional import cli, warm
 
 SECONDS = cli.SECONDS
@@ -52,13 +52,13 @@ def train(cwd: Path, *args: str) -> cli.Run:
 class Running:
     """A command that is ended by a signal; it must leave no process behind."""
 
-    def __init__(self, cwd: Path, *args: str, cold: bool = False) -> None:
+    def __init__(self, cwd: Path, *args: str, cold: bool = False, main: str = "megatron_muon.cli import main") -> None:
         self.log = cwd / f"{args[0]}-{time.monotonic_ns()}.log"
         self.cwd = cwd
         self.process = subprocess.Popen(
             [sys.executable if cold else str(warm.PYTHON),
              "-c", "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
-             "import sys; from megatron_muon.cli import main; sys.exit(main())", *args],
+             f"import sys; from {main}; sys.exit(main())", *args],
             cwd=cwd, env=cli.environment(cold=cold), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.log.open("wb"), stderr=subprocess.STDOUT,
             # A shell that runs tests in the background has SIGINT ignored, which children inherit.
@@ -311,8 +311,8 @@ def test_three_starts_without_a_folder_have_one_each(tmp_path, corpus, attempt):
 
 def test_ctrl_c_ends_a_bench(tmp_path, corpus):
     write_config(tmp_path / "tiny.yaml", *cli.TINY, *corpus, *cli.MUON, "--global-batch-size", "4")
-    line = ("bench", "train", "--config", "tiny.yaml", "--ranks", "1", "--steps", MANY, "--warmup", "1")
-    with Running(tmp_path, *line, cold=True) as running:
+    line = ("--config", "tiny.yaml", "--ranks", "1", "--steps", MANY, "--warmup", "1")
+    with Running(tmp_path, *line, cold=True, main="benchmarks.train import run as main") as running:
 
         def rank_is_training() -> bool:
             maps = (Path(f"/proc/{one.pid}/maps") for one in processes.descendants(running.process.pid))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_muon.runs.events import read_events
+from megatron_muon.tools.train.events import read_events
 from tests.functional import cli
 from tests.functional.case import Case
 from tests.functional.pool import Pool

@@ -16,8 +16,8 @@ from tests.functional.documented import Command
         ("megatron-muon train --config a.yaml --dry-run", "--dry-run"),
         ("megatron-muon sweep --grid lr=1,2 --seeds 3", f"lr=1 --seeds 3 --seeds 1 --  {typed.SHORT}"),
         ("megatron-muon summary runs/mine", "runs/mine"),
-        ("megatron-muon bench step --repeat 9", "--num-layers 1 --warmup 1 --repeat 1"),
-        ("megatron-muon bench train --steps 9 -- --bf16", f"--steps 2 --warmup 1 --rounds 1 -- --bf16 {typed.SMALL}"),
+        ("python -m benchmarks.step --repeat 9", "--num-layers 1 --warmup 1 --repeat 1"),
+        ("python -m benchmarks.train --steps 9 -- --bf16", f"--steps 2 --warmup 1 --rounds 1 -- --bf16 {typed.SMALL}"),
     ],
 )
 def test_only_long_commands_are_shortened(text: str, ends: str) -> None:

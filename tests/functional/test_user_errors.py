@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon.data import prepare
+from megatron_muon.megatron.data import prepare
 from tests.functional import cli
 
 pytestmark = pytest.mark.timeout(300)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.runs.events import read_events
-from megatron_muon.runs.run_folder import read_json
+from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.run_folder import read_json
 from tests.functional import cli, offline_run
 from tests.functional.test_metrics import documented
 

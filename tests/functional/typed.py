@@ -35,9 +35,9 @@ def shortened(text: str) -> str:
     if "pretrain_gpt.py" in text:
         return f"{text} {SHORT}"
     ours, _, flags = text.partition(" -- ")
-    if ours.startswith("megatron-muon bench train"):
+    if ours.startswith("python -m benchmarks.train"):
         return f"{ours} --steps 2 --warmup 1 --rounds 1 -- {flags} {SMALL}"
-    if ours.startswith("megatron-muon bench step") or "-m benchmarks." in ours:
+    if "-m benchmarks." in ours:
         smaller = "--matrices 512x64" if "--matrices" in ours else "--hidden-size 64 --num-layers 1"
         return f"{ours} {smaller} --warmup 1 --repeat 1"
     if ours.startswith("megatron-muon eval"):
@@ -94,7 +94,7 @@ def type_command(command: Command, folder: Path, env: dict[str, str]) -> str:
     """Type a command; what is wrong, or nothing."""
     before = digests(folder)
     try:
-        cold = re.search(r"bench step|-m benchmarks\.|examples/", command.text)  # they ask for a GPU before the CPU
+        cold = re.search(r"-m benchmarks\.|examples/", command.text)  # they ask for a GPU before the CPU
         line, seconds = ["bash", "-c", shortened(command.text)], 600 if STEPS else 36_000
         run = cli.run(line, folder, seconds=seconds, env=env, cold=bool(cold))
         wrong = f"status {run.returncode}\n{run.tail[-2000:]}" if run.returncode else ""

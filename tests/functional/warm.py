@@ -197,7 +197,7 @@ def import_everything() -> None:
     import megatron_muon.megatron.patches.install
     import megatron_muon.megatron.validation
     import megatron_muon.offload.run
-    import megatron_muon.runs.train_command
+    import megatron_muon.tools.train.command
 
     # Megatron reads the help of its flags out of its sources for each of three parsers of a run, a second in all.
     factory = megatron.training.argument_utils.ArgumentGroupFactory

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import backtest
 from benchmarks.backtest import A800, GB300, Line
 from megatron_muon.core.cost import GRAM, KERNEL, STANDARD, Iteration
-from megatron_muon.planning.estimate import Settings
+from megatron_muon.tools.plan.estimate import Settings
 
 table = functools.cache(backtest.table)
 

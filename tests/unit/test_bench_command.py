@@ -1,4 +1,4 @@
-"""`megatron-muon bench`: arguments, tables from given figures, errors, and the floor's arithmetic. Measures nothing."""
+"""`python -m benchmarks.step` and `.train`: arguments, tables of given figures, errors, the floor. Measures nothing."""
 
 import importlib.util
 import json
@@ -9,22 +9,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import command, step
+from benchmarks import train as bench_train
 from benchmarks.floor import _travels, _work, products
 from benchmarks.layouts import gpt_layout, layout_of
 from benchmarks.peers import NS_METHODS
-from megatron_muon import cli, exit_codes
-from megatron_muon.bench import command as bench_command
-from megatron_muon.bench import train as bench_train
-from megatron_muon.command_parser import CommandParser
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, STANDARD, Iteration
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
-from megatron_muon.errors import RunFailedError, UserError
-from megatron_muon.runs import processes
+from megatron_muon.errors import ExitStatus, RunFailedError, UserError
+from megatron_muon.tools.parser import CommandParser
+from megatron_muon.tools.train import processes
 
-STEP = ("step", "--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
+STEP = ("--ranks", "2", "--hidden-size", "64", "--num-layers", "1")
 PROVENANCE = {
     "machine": {"processor": "a processor", "cores": 2, "load_average_before": 0.5, "system": "Linux"},
     "versions": {},
@@ -34,14 +33,14 @@ PROVENANCE = {
 
 def parsed(*argv):
     parser = CommandParser()
-    bench_command.configure(parser)
+    step.configure(parser)
     return parser.parse_args(argv)
 
 
 def shown(results, monkeypatch):
     console = Console(width=120, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
     monkeypatch.setattr("rich.console.Console", lambda **_: console)
-    bench_command.show(results)
+    command.show(results, (step if results["bench"] == "step" else bench_train).tables(results))
     return console.export_text()
 
 
@@ -63,57 +62,56 @@ def step_results():
     }
     setting = {"hidden_size": 64, "num_layers": 1, "matrices": [], "team_size": [], "ranks": 2, "ns_dtype": "bf16"}
     plan = {"matrices_of_teams": {}}
-    return {"bench": "step", **bench_command._with_ratios(figures), "plan": plan, "setting": setting, **PROVENANCE}
+    return {"bench": "step", **step._with_ratios(figures), "plan": plan, "setting": setting, **PROVENANCE}
 
 
 def test_arguments_reach_the_specification():
-    spec = bench_command.step_spec(parsed(*STEP))
+    spec = step.step_spec(parsed(*STEP))
     assert (spec.ranks, spec.ns_dtype, spec.repeat, spec.peers, spec.offload) == (2, "bf16", 5, [], [])
     assert spec.methods == ["owner", "allgather", "allgather-tuned", "adam"]
-    spec = bench_command.step_spec(
+    spec = step.step_spec(
         parsed(*STEP, "--ns-dtype", "fp32", "--methods", "adam", "owner", "adam", "--buffer-mb", "0.5", "--repeat", "3")
     )
     assert (spec.ns_dtype, spec.methods, spec.buffer_mb, spec.repeat) == ("fp32", ["adam", "owner"], 0.5, 3)
-    given = ("step", "--ranks", "4", "--matrices", "8192x1024", "8x96x64", "--team-size", "4", "1", "4")
-    spec = bench_command.step_spec(parsed(*given))
+    given = ("--ranks", "4", "--matrices", "8192x1024", "8x96x64", "--team-size", "4", "1", "4")
+    spec = step.step_spec(parsed(*given))
     assert (spec.matrices, spec.team_size, spec.variants) == ([(1, 8192, 1024), (8, 96, 64)], ["4", "1"], [])
-    spec = bench_command.step_spec(parsed(*given, "--variants", "hyperball", "cautious"))
+    spec = step.step_spec(parsed(*given, "--variants", "hyperball", "cautious"))
     assert spec.variants == ["hyperball", "cautious"]
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["step"], "required"),
+        ([], "required"),
         ([*STEP, "--repeat", "0"], "at least 1"),
         ([*STEP, "--buffer-mb", "-1"], "out of range"),
         ([*STEP, "--methods", "sgd"], "invalid choice"),
         ([*STEP, "--team-size", "auto"], "invalid choice"),
-        (["step", "--ranks", "2", "--matrices", "8192"], "8192 is not ROWSxCOLS or COUNTxROWSxCOLS"),
-        (["step", "--ranks", "2", "--matrices", "0x64x64"], "0x64x64 is not ROWSxCOLS"),
-        (["step", "--ranks", "2"], "give --hidden-size H and --num-layers L, or --matrices"),
-        (["step", "--ranks", "2", "--hidden-size", "64"], "give --hidden-size H and --num-layers L, or --matrices"),
+        (["--ranks", "2", "--matrices", "8192"], "8192 is not ROWSxCOLS or COUNTxROWSxCOLS"),
+        (["--ranks", "2", "--matrices", "0x64x64"], "0x64x64 is not ROWSxCOLS"),
+        (["--ranks", "2"], "give --hidden-size H and --num-layers L, or --matrices"),
+        (["--ranks", "2", "--hidden-size", "64"], "give --hidden-size H and --num-layers L, or --matrices"),
         ([*STEP, "--matrices", "64x64"], "give --hidden-size H and --num-layers L, or --matrices ROWSxCOLS alone"),
         ([*STEP, "--team-size", "4"], "--team-size 4 is more than --ranks 2; lower it, or raise --ranks"),
-        (["train"], "--config"),
     ],
 )
 def test_usage_errors(argv, said, capsys):
-    assert cli.main(["bench", *argv]) == exit_codes.USAGE
+    assert step.run(argv) == ExitStatus.USAGE
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("peer", bench_command.PEERS)
+@pytest.mark.parametrize("peer", step.PEERS)
 def test_missing_peer_says_what_to_type(peer, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"(deepspeed|muon-fsdp2) is not installed; type pip install '\.\[bench\]'"):
-        bench_command.step_spec(parsed(*STEP, "--peers", peer))
+        step.step_spec(parsed(*STEP, "--peers", peer))
 
 
 @pytest.mark.parametrize("peer", ["muonium", "dtensor-muon"])
 def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    assert cli.main(["bench", *STEP, "--peers", peer]) == exit_codes.USAGE
+    assert step.run([*STEP, "--peers", peer]) == ExitStatus.USAGE
     error = capsys.readouterr().err.strip()
     assert f"--peers {peer}: {peer} 0." in error
     assert error.endswith(f"takes CUDA tensors alone, and peers are measured on CPU; leave {peer} out")
@@ -122,10 +120,10 @@ def test_peers_that_need_cuda_are_refused_where_installed_too(peer, monkeypatch,
 def test_installed_peers_reach_the_specification(monkeypatch):
     sought = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: sought.append(name) or object())
-    spec = bench_command.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
+    spec = step.step_spec(parsed(*STEP, "--peers", "deepspeed-gram", "deepspeed", "deepspeed-gram"))
     assert spec.peers == ["deepspeed-gram", "deepspeed"]
     assert set(sought) == {"deepspeed"}
-    assert set(bench_command.PEERS) == {*NS_METHODS, "muon-fsdp2"}
+    assert set(step.PEERS) == {*NS_METHODS, "muon-fsdp2"}
 
 
 @pytest.mark.parametrize(
@@ -143,25 +141,25 @@ def test_installed_peers_reach_the_specification(monkeypatch):
 def test_what_does_not_go_together_is_refused(argv, said, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=said):
-        bench_command.step_spec(parsed(*STEP, *argv))
+        step.step_spec(parsed(*STEP, *argv))
 
 
 def test_peers_of_equal_shards_refuse_other_matrices(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    argv = ("step", "--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7")
-    assert bench_command.step_spec(parsed(*argv)).peers == ["muon-fsdp2"]
+    argv = ("--ranks", "2", "--peers", "muon-fsdp2", "--matrices", "64x7")
+    assert step.step_spec(parsed(*argv)).peers == ["muon-fsdp2"]
     with pytest.raises(UserError, match=r"--matrices: it takes shards of equal size .* multiple of 2 as rows of each"):
-        bench_command.step_spec(parsed(*argv, "7x64"))
+        step.step_spec(parsed(*argv, "7x64"))
 
 
 def test_unwritable_json_is_found_before_measuring(capsys, tmp_path):
-    assert cli.main(["bench", *STEP, "--json", str(tmp_path / "absent" / "x.json")]) == exit_codes.USAGE
+    assert step.run([*STEP, "--json", str(tmp_path / "absent" / "x.json")]) == ExitStatus.USAGE
     assert "there is no directory" in capsys.readouterr().err
 
 
 def test_warmup_must_leave_steps(capsys):
-    argv = ["bench", "train", "--config", "configs/quickstart.yaml", "--steps", "5", "--warmup", "5"]
-    assert cli.main(argv) == exit_codes.USAGE
+    argv = ["--config", "configs/quickstart.yaml", "--steps", "5", "--warmup", "5"]
+    assert bench_train.run(argv) == ExitStatus.USAGE
     assert "--warmup 5 leaves none of --steps 5" in capsys.readouterr().err
 
 

@@ -28,9 +28,9 @@ from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.capture import CapturedStep
 from megatron_muon.fsdp.muon import Muon
-from megatron_muon.planning.estimate import HARDWARE
-from megatron_muon.rehearsal import machine, process_groups
-from megatron_muon.rehearsal.recorder import Recorder
+from megatron_muon.tools.plan.estimate import HARDWARE
+from megatron_muon.tools.rehearse import machine, process_groups
+from megatron_muon.tools.rehearse.recorder import Recorder
 
 RANKS = 4
 SHAPES = [(64, 32), (32, 64), (512, 256), (48, 16)]

@@ -16,11 +16,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from megatron_muon.checkpoint import checksums, files
-from megatron_muon.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.patching import Patches
+from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

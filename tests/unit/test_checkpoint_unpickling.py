@@ -30,11 +30,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from megatron_muon.checkpoint import content, files, unpickling
 from megatron_muon.checkpoint.unpickling import UntrustedError, load_entry
-from megatron_muon.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.patching import Patches
+from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -7,17 +7,17 @@ import types
 
 import pytest
 
-from megatron_muon import cli, exit_codes
-from megatron_muon.errors import UserError
+from megatron_muon import cli
+from megatron_muon.errors import ExitStatus, UserError
 
 
 def install_command(monkeypatch, run):
     """Registers a subcommand `probe` that runs `run`."""
-    module = types.ModuleType("probe_command")
+    module = types.ModuleType("probe")
     module.configure = lambda parser: parser.add_argument("--flag")
     module.run = run
-    monkeypatch.setitem(sys.modules, "probe_command", module)
-    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("probe_command", "a probe"))
+    monkeypatch.setitem(sys.modules, "megatron_muon.tools.probe", module)
+    monkeypatch.setitem(cli.COMMANDS, "probe", cli.Command("probe", "a probe"))
 
 
 def test_help_is_complete_and_imports_nothing_heavy():
@@ -38,19 +38,17 @@ def test_help_is_complete_and_imports_nothing_heavy():
 def test_stdout_may_be_closed(monkeypatch):
     install_command(monkeypatch, lambda args: print("shown to nobody") or 0)
     monkeypatch.setattr(sys, "stdout", None)  # as `>&-` leaves it
-    assert cli.main(["probe"]) == exit_codes.OK
+    assert cli.main(["probe"]) == ExitStatus.OK
 
 
-@pytest.mark.parametrize(
-    "argv", [["data", "prepare", "--help"], ["bench", "step", "--help"], *([name, "--help"] for name in cli.COMMANDS)]
-)
+@pytest.mark.parametrize("argv", [["data", "prepare", "--help"], *([name, "--help"] for name in cli.COMMANDS)])
 def test_every_subcommand_shows_an_example(argv, capsys):
-    assert cli.main(argv) == exit_codes.OK
+    assert cli.main(argv) == ExitStatus.OK
     assert f"megatron-muon {argv[0]}" in capsys.readouterr().out.split("examples:")[1]
 
 
 def test_version_names_what_matters(capsys):
-    assert cli.main(["--version"]) == exit_codes.OK
+    assert cli.main(["--version"]) == ExitStatus.OK
     shown = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert shown["megatron-core"].startswith("0.19")
     assert {"megatron-muon", "torch", "emerging-optimizers", "python", "system"} <= set(shown)
@@ -58,7 +56,7 @@ def test_version_names_what_matters(capsys):
 
 @pytest.mark.parametrize("argv", [[], ["no-such-command"], ["data", "prepare"], ["summary"], ["summary", "--nonsense"]])
 def test_usage_errors_exit_with_2(argv, capsys):
-    assert cli.main(argv) == exit_codes.USAGE
+    assert cli.main(argv) == ExitStatus.USAGE
     assert "usage: megatron-muon" in capsys.readouterr().err
 
 
@@ -70,13 +68,13 @@ def test_usage_errors_exit_with_2(argv, capsys):
         (["--verison"], "unknown flag --verison; did you mean --version\\?"),
         (["summary", "--jsno=x", "runs/a"], "unknown flag --jsno; did you mean --json\\?"),
         (["data", "prepare", "--inptu", "a"], "unknown flag --inptu; did you mean --input\\?"),
-        (["bench", "step", "--methods", "ownr"], "invalid choice: 'ownr' .*; did you mean owner\\?"),
+        (["plan", "--ns", "stadnard"], "invalid choice: 'stadnard' .*; did you mean standard\\?"),
         (["train", "--config", "a.yaml", "--nporc", "2"], "unknown flag --nporc; did you mean --nproc\\?"),
         (["sweep", "--config", "a.yaml", "--gird", "lr=1"], "unknown flag --gird; did you mean --grid\\?"),
     ],
 )
 def test_what_is_misspelled_gets_a_suggestion(argv, said, capsys):
-    assert cli.main(argv) == exit_codes.USAGE
+    assert cli.main(argv) == ExitStatus.USAGE
     assert re.search(said, capsys.readouterr().err)
 
 
@@ -84,7 +82,6 @@ COMMANDS_THAT_TRAIN = {
     "train": ("train", "--quiet"),
     "sweep": ("sweep", "--grid", "lr=1,2", "optimizer=adam"),
     "submit": ("submit", "--nodes", "2"),
-    "bench": ("bench", "train", "--steps", "3"),
 }
 
 
@@ -118,7 +115,7 @@ def test_user_errors_are_one_line(monkeypatch, capsys):
         raise UserError(f"--flag {args.flag} is wrong; type --flag right")
 
     install_command(monkeypatch, run)
-    assert cli.main(["probe", "--flag", "left"]) == exit_codes.USAGE
+    assert cli.main(["probe", "--flag", "left"]) == ExitStatus.USAGE
     assert capsys.readouterr().err == "megatron-muon: error: --flag left is wrong; type --flag right\n"
 
 
@@ -136,7 +133,7 @@ def test_ctrl_c_exits_with_130(monkeypatch, capsys):
         raise KeyboardInterrupt
 
     install_command(monkeypatch, run)
-    assert cli.main(["probe"]) == exit_codes.INTERRUPTED
+    assert cli.main(["probe"]) == ExitStatus.INTERRUPTED
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron_muon import cli, exit_codes
-from megatron_muon.command_parser import CommandParser
-from megatron_muon.runs import train_command
+from megatron_muon import cli
+from megatron_muon.errors import ExitStatus
+from megatron_muon.tools.parser import CommandParser
+from megatron_muon.tools.train import command as train_command
 
 ROOT = Path(__file__).resolve().parents[2]
 CONTAINERS = ROOT / "scripts/containers"
@@ -93,7 +94,7 @@ def pod(tmp_path):
 
 @pytest.mark.parametrize(
     ("status", "pods"),
-    [(0, 0), (exit_codes.FAILURE, 1), (exit_codes.USAGE, 2), (exit_codes.TEMPFAIL, RETRIED), (143, RETRIED)],
+    [(0, 0), (ExitStatus.FAILURE, 1), (ExitStatus.USAGE, 2), (ExitStatus.TEMPFAIL, RETRIED), (143, RETRIED)],
 )
 def test_what_is_to_be_started_again_ends_with_a_status_that_the_operator_retries(pod, status, pods):
     assert pod(f"exit {status}").wait(30) == pods

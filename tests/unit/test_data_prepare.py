@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.data import Settings, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
-from megatron_muon.data.sources import cut, find_sources
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.data import Settings, TokenizerSpec, corpus, ensure_stdlib_corpus, prepare, tokenizers
+from megatron_muon.megatron.data.sources import cut, find_sources
 from megatron_muon.megatron.flags import path_checks
 
 
 @pytest.fixture(autouse=True)
 def quiet():
     """megatron-core warns about every package it does without; nobody's concern here."""
-    from megatron_muon.quiet import quiet_imports
+    from megatron_muon.errors import quiet_imports
 
     with quiet_imports():
         import megatron.core.datasets.indexed_dataset  # noqa: F401
@@ -357,7 +357,7 @@ def test_the_lock_keeps_other_processes_out(tmp_path):
     """The story: two ranks find no corpus, and both start to write it."""
     paths = corpus.OutputPaths(tmp_path / "corpus")
     code = (
-        "from pathlib import Path\nfrom megatron_muon.data.corpus import OutputPaths\n"
+        "from pathlib import Path\nfrom megatron_muon.megatron.data.corpus import OutputPaths\n"
         f"with OutputPaths(Path({str(tmp_path / 'corpus')!r})).locked():\n    print('inside', flush=True)"
     )
     with paths.locked():

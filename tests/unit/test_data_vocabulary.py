@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from megatron_muon.data import corpus, prepare
-from megatron_muon.data.vocabulary import check_vocabulary
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.data import corpus, prepare
+from megatron_muon.megatron.data.vocabulary import check_vocabulary
 from megatron_muon.megatron.flags.path_checks import check_vocabularies, require_data
 
 

@@ -14,13 +14,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_muon import cli, exit_codes
+from megatron_muon import cli
 from megatron_muon.checkpoint import files
-from megatron_muon.doctor import checkpoint as doctor_checkpoint
-from megatron_muon.doctor import command as doctor_command
-from megatron_muon.doctor.offload import offload
+from megatron_muon.errors import ExitStatus
 from megatron_muon.offload.directory import LOCK, RunDirectory
 from megatron_muon.offload.files import PAGE, Header, MomentumFile, boot_id
+from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
+from megatron_muon.tools.doctor import command as doctor_command
+from megatron_muon.tools.doctor.offload import offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -108,10 +109,10 @@ def test_weights_alone(write) -> None:
 
 def test_a_damaged_one_and_the_exit_status(write, tmp_path, capsys) -> None:
     save_dir = write()
-    assert cli.main(["doctor", "--checkpoint", str(save_dir)]) == exit_codes.OK
+    assert cli.main(["doctor", "--checkpoint", str(save_dir)]) == ExitStatus.OK
     os.truncate(save_dir / "iter_0000008" / "__0_0.distcp", 100)
     report = tmp_path / "report.json"
-    assert cli.main(["doctor", "--checkpoint", str(save_dir), "--json", str(report)]) == exit_codes.FAILURE
+    assert cli.main(["doctor", "--checkpoint", str(save_dir), "--json", str(report)]) == ExitStatus.FAILURE
     wrong = [finding for finding in json.loads(report.read_text()) if finding["state"] == "wrong"]
     assert len(wrong) == 2
     assert "cut short" in wrong[0]["text"]
@@ -122,7 +123,7 @@ def test_a_damaged_one_and_the_exit_status(write, tmp_path, capsys) -> None:
 @pytest.mark.parametrize("directory", ["nowhere", "."])
 def test_no_checkpoint(directory, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["doctor", "--checkpoint", directory]) == exit_codes.USAGE
+    assert cli.main(["doctor", "--checkpoint", directory]) == ExitStatus.USAGE
     assert "error: " in capsys.readouterr().err
 
 
@@ -195,12 +196,12 @@ def test_a_killed_runs_files_and_the_exit_status(tmp_path, capsys) -> None:
     (tmp_path / LEFT.name).write_bytes(LEFT.pages()[:50])
     (tmp_path / LOCK).write_text('{"run": "0a1b2c3d", "host": "node7", "pid": 4321}')
     arguments = ["doctor", "--offload-dir", str(tmp_path)]
-    assert cli.main(arguments) == exit_codes.FAILURE
+    assert cli.main(arguments) == ExitStatus.FAILURE
     assert lying_there(tmp_path)[LEFT.name][1].startswith("has a damaged header, 50 bytes, left over")
     assert lying_there(tmp_path)[LOCK][0] == "note"
-    assert cli.main([*arguments, "--remove"]) == exit_codes.OK
+    assert cli.main([*arguments, "--remove"]) == ExitStatus.OK
     assert list(tmp_path.iterdir()) == []
-    assert cli.main(arguments) == exit_codes.OK
+    assert cli.main(arguments) == ExitStatus.OK
     assert lying_there(tmp_path) == {"offload": ("ok", f"{tmp_path} holds no momentum files")}
 
 
@@ -215,5 +216,5 @@ def test_files_that_the_next_run_removes_are_a_note(tmp_path) -> None:
 
 def test_no_directory_of_momentum_files(tmp_path, capsys) -> None:
     assert lying_there(tmp_path / "absent") == {"offload": ("wrong", f"{tmp_path}/absent: No such file or directory")}
-    assert cli.main(["doctor", "--remove"]) == exit_codes.USAGE
+    assert cli.main(["doctor", "--remove"]) == ExitStatus.USAGE
     assert "--remove needs --offload-dir DIR" in capsys.readouterr().err

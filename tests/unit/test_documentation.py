@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import step, train
 from megatron_muon import cli
 from megatron_muon.megatron.flags.arguments import add_muon_arguments, build_parser
+from megatron_muon.tools.parser import CommandParser
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.name != "report.md")]
@@ -92,8 +94,11 @@ def test_every_flag_of_ours_is_on_the_page():
 def known_flags() -> set[str]:
     """Flags of pretrain_gpt.py and of every subcommand of ours."""
     known = set(build_parser()._option_string_actions) | {"--unset", "--help", "--version"}
-    for name in cli.COMMANDS:
-        waiting = [cli._build_parser([name])[0]]
+    measuring = [CommandParser(), CommandParser()]
+    for module, parser in zip((step, train), measuring, strict=True):
+        module.configure(parser)
+    for parser in (*measuring, *(cli._build_parser([name])[0] for name in cli.COMMANDS)):
+        waiting = [parser]
         while waiting:
             for action in waiting.pop()._actions:
                 known |= set(action.option_strings)

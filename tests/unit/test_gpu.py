@@ -7,13 +7,12 @@ import re
 import pytest
 import torch
 
-from benchmarks import step as bench_step
-from megatron_muon import gpu
-from megatron_muon.doctor import WRONG
-from megatron_muon.doctor import command as doctor_command
+from benchmarks import step_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.megatron import launch
-from megatron_muon.runs import resolve
+from megatron_muon.megatron import gpu, launch
+from megatron_muon.tools.doctor import WRONG
+from megatron_muon.tools.doctor import command as doctor_command
+from megatron_muon.tools.train import resolve
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
 
@@ -56,7 +55,7 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, wh
     """One node with an old driver trained on its CPU over gloo, while the others waited over NCCL."""
     machine(**about)
     assert re.search(why, gpu.unusable_gpu({}))
-    for settle in (lambda: launch.settle_device("auto"), lambda: bench_step.settle_device("auto", 1)):
+    for settle in (lambda: launch.settle_device("auto"), lambda: step_ranks.settle_device("auto", 1)):
         with pytest.raises(UserError, match=r"^--device auto: .* GPU that torch cannot use: .* --device cpu"):
             settle()
     finding = doctor_command._device(0)
@@ -99,7 +98,7 @@ def test_gpus_may_be_hidden_on_purpose(machine, hidden):
 def test_the_cpu_may_be_asked_for_beside_a_gpu(machine):
     machine(files=2, says=OLD)
     gpu.refuse_unusable_gpu("cpu")
-    assert bench_step.settle_device("cpu", 1) == torch.device("cpu")
+    assert step_ranks.settle_device("cpu", 1) == torch.device("cpu")
 
 
 def test_several_experiments_are_settled_with_cudas_own_word(monkeypatch):

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from megatron.training import argument_utils, arguments
 
-from megatron_muon import exit_codes
-from megatron_muon.errors import UserError
+from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import STATUS_FOLDER, launch
 from megatron_muon.megatron.launch import settle_one_process
 from megatron_muon.megatron.model import gpt
@@ -132,10 +131,10 @@ def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, capfd, ende
 
 
 def test_ranks_that_a_signal_ends_together_leave_their_group_as_before(tmp_path, capfd, ended):
-    assert ended(SystemExit(0), alone=False, signal=True) == exit_codes.TEMPFAIL
+    assert ended(SystemExit(0), alone=False, signal=True) == ExitStatus.TEMPFAIL
     assert capfd.readouterr().out == "closed\ndestroying\n"
     told = json.loads((tmp_path / "1.json").read_text())
-    assert (told["status"], told["error"]) == (exit_codes.TEMPFAIL, None)
+    assert (told["status"], told["error"]) == (ExitStatus.TEMPFAIL, None)
 
 
 def test_a_group_that_is_there_already_needs_no_environment(monkeypatch):

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import locks
+from megatron_muon.checkpoint import locks
 from megatron_muon.errors import UserError
 
 HOLD = (
-    "import sys; from pathlib import Path; from megatron_muon import locks\n"
+    "import sys; from pathlib import Path; from megatron_muon.checkpoint import locks\n"
     "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'choose another').held():\n"
     "    print('held', flush=True); sys.stdin.readline()"
 )
@@ -100,7 +100,7 @@ def test_a_fork_does_not_keep_a_lock(file):
 
 def test_a_child_that_inherits_the_descriptor_goes_on_holding(file):
     code = (
-        "import os, subprocess, sys; from pathlib import Path; from megatron_muon import locks\n"
+        "import os, subprocess, sys; from pathlib import Path; from megatron_muon.checkpoint import locks\n"
         "with locks.Lock(Path(sys.argv[1]), 'it is taken', 'x').held() as lock:\n"
         "    child = subprocess.Popen([sys.executable, '-c', 'input()'], pass_fds=[lock])\n"
         "    print('held', flush=True); os.kill(os.getpid(), 9)"

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
-from megatron_muon.data.tokenizers import TokenizerSpec
 from megatron_muon.errors import UserError
-from megatron_muon.models import eval_command, folder, tokenizer, written
-from megatron_muon.models.architecture import Architecture
-from megatron_muon.models.generate_command import Shown
-from megatron_muon.models.mapping import Rule, rules
-from megatron_muon.models.source import counterpart, open_weights
-from megatron_muon.models.weights import STACKED, Weights
+from megatron_muon.megatron.data.tokenizers import TokenizerSpec
+from megatron_muon.tools.models import eval_command, folder, tokenizer, written
+from megatron_muon.tools.models.architecture import Architecture
+from megatron_muon.tools.models.generate_command import Shown
+from megatron_muon.tools.models.mapping import Rule, rules
+from megatron_muon.tools.models.source import counterpart, open_weights
+from megatron_muon.tools.models.weights import STACKED, Weights
 from tests.unit.test_models_mapping import MODELS, args_of
 
 
@@ -206,7 +206,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line(
 
 def make_data(place: Path) -> str:
     """Prepared data of one short document."""
-    from megatron_muon.data import prepare
+    from megatron_muon.megatron.data import prepare
 
     source = place / "text.txt"
     source.write_text("some text", "utf-8")
@@ -269,7 +269,7 @@ def test_an_export_replaces_a_former_one_alone_and_only_when_asked(tmp_path: Pat
 
 @given(st.text(), st.sampled_from(["", "<eod>", "<unused256>", " "]))
 def test_the_tokenizer_of_bytes_has_megatrons_ids(text: str, more: str) -> None:
-    from megatron_muon.data import tokenizers
+    from megatron_muon.megatron.data import tokenizers
 
     built = tokenizer.build(TokenizerSpec())
     whole = (text + more).encode("utf-8", "replace").decode()

@@ -13,11 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_muon import cpu
-from megatron_muon.errors import UserError
-from megatron_muon.models.architecture import _NEUTRAL, Architecture, from_args, to_flags
-from megatron_muon.models.hf_config import from_config, to_config
-from megatron_muon.models.mapping import rules
-from megatron_muon.quiet import quiet_imports
+from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.tools.models.architecture import _NEUTRAL, Architecture, from_args, to_flags
+from megatron_muon.tools.models.hf_config import from_config, to_config
+from megatron_muon.tools.models.mapping import rules
 
 with quiet_imports():
     import transformers
@@ -204,7 +203,7 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     """megatron.training 0.19 passes --rope-scaling-factor over: each model had the factor 8."""
     cpu.install(force=True)
     from megatron_muon.megatron.model import on_meta
-    from megatron_muon.planning.matrices import LOCAL
+    from megatron_muon.tools.plan.matrices import LOCAL
 
     model = replace(MODELS["llama"], hidden=48, head_dim=8, rope_scaling=32.0)
     args = args_of(model, seq_length=9, micro_batch_size=1, no_persist_layer_norm=True)

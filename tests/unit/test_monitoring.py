@@ -11,8 +11,8 @@ from megatron.training import global_vars
 from megatron_muon.core.metrics import _StepProbe
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.patches import monitoring
-from megatron_muon.runs.events import read_events
-from megatron_muon.sweep.trials import _group
+from megatron_muon.tools.sweep.trials import _group
+from megatron_muon.tools.train.events import read_events
 
 
 class Writer:

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import UserError
-from megatron_muon.runs import node
+from megatron_muon.tools.train import node
 
 
 def checkpoint(folder: Path, iteration: int = 40) -> None:

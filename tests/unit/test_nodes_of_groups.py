@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from megatron_muon import cpu
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
-from megatron_muon.rehearsal.checks import Recorded, check
-from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
+from megatron_muon.tools.plan.command import settings_of
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
+from megatron_muon.tools.rehearse.checks import Recorded, check
+from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
 
 H100 = HARDWARE["h100-sxm"]
 

@@ -1,12 +1,13 @@
 """One rule for the numbers of a run: every flag refuses what it cannot be, wherever it is given."""
 
+import argparse
 import math
 from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
 
-from megatron_muon.bench import command as bench_command
+from benchmarks.command import buffer_mb
 from megatron_muon.core import numbers
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.numbers import RANGES, Range, check_number, check_numbers
@@ -120,10 +121,8 @@ def test_constructors_keep_to_the_rule():
 
 @pytest.mark.parametrize("text", ["nan", "inf", "0"])
 def test_the_buffers_of_bench_keep_to_it(text):
-    with pytest.raises(
-        bench_command.argparse.ArgumentTypeError, match=f"{text} is out of range; choose at least 0.001"
-    ):
-        bench_command._buffer_mb(text)
+    with pytest.raises(argparse.ArgumentTypeError, match=f"{text} is out of range; choose at least 0.001"):
+        buffer_mb(text)
 
 
 @pytest.mark.parametrize("value", ["0.1", None, True])

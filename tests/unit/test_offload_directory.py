@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon.doctor import WRONG
-from megatron_muon.doctor.offload import offload
 from megatron_muon.errors import UserError
 from megatron_muon.offload import directory
 from megatron_muon.offload.directory import LOCK, RunDirectory, reason_to_leave
 from megatron_muon.offload.files import PAGE, Header, MomentumFile, boot_id
+from megatron_muon.tools.doctor import WRONG
+from megatron_muon.tools.doctor.offload import offload
 
 RECORDS = (("layers.0.weight", 0, 2, 0, 4, 0, 32),)
 HEADER = Header("0a1b2c3d", 7, 3, "dense0", "fp32", PAGE, RECORDS, 2 * PAGE, host="host", pid=42, boot="")

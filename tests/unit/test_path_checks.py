@@ -7,8 +7,8 @@ import struct
 
 import pytest
 
-from megatron_muon.data import vocabulary
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.data import vocabulary
 from megatron_muon.megatron.flags.arguments import check_settings, parse
 from megatron_muon.megatron.flags.path_checks import check_writable
 
@@ -120,7 +120,7 @@ def test_a_split_is_of_numbers_and_has_what_the_run_needs(parser, tmp_path, spli
 
 def test_data_that_is_cut_short_is_refused(parser, tmp_path):
     """It was a traceback after 100 of 400 iterations, with nothing saved."""
-    from megatron_muon.data import prepare
+    from megatron_muon.megatron.data import prepare
 
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text("text" * 99)
@@ -132,7 +132,7 @@ def test_data_that_is_cut_short_is_refused(parser, tmp_path):
 
 
 def test_the_header_is_read_as_megatron_writes_it(parser, tmp_path):
-    from megatron_muon.data import prepare
+    from megatron_muon.megatron.data import prepare
 
     for number in range(3):
         (tmp_path / f"{number}.txt").write_text("text")

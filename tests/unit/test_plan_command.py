@@ -20,8 +20,8 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.layout_file import dump_layout, write_layout
-from megatron_muon.planning import command as plan_command
-from megatron_muon.planning.estimate import HARDWARE, plan_group
+from megatron_muon.tools.plan import command as plan_command
+from megatron_muon.tools.plan.estimate import HARDWARE, plan_group
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -160,7 +160,7 @@ def test_groups_with_several_plans_are_told(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_model_and_its_captured_layout_plan_alike(tmp_path: Path) -> None:
     ours = planned(tmp_path, "--config", QUICKSTART, "--world-size", 4)
-    from megatron_muon.planning.matrices import read_model
+    from megatron_muon.tools.plan.matrices import read_model
 
     ((dense,),) = [[group.layout for group in read_model(QUICKSTART, 4)[1]]]
     write_layout(tmp_path / "layout.json", dense)

@@ -9,9 +9,9 @@ import pytest
 from megatron_muon import cpu
 from megatron_muon.core.layout import Layout, RowSplit, row_sharded
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, plan_group
-from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
+from megatron_muon.tools.plan.command import settings_of
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, plan_group
+from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
 
 RANKS = 3
 LAYOUT = Layout(

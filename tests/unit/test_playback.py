@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_muon.core.traffic import MESSAGE_US
-from megatron_muon.planning.estimate import HARDWARE, Host
-from megatron_muon.rehearsal import playback
-from megatron_muon.rehearsal.trace import Call, Event, Members, Products, RankTrace, Split, StepTrace, Wait
+from megatron_muon.tools.plan.estimate import HARDWARE, Host
+from megatron_muon.tools.rehearse import playback
+from megatron_muon.tools.rehearse.trace import Call, Event, Members, Products, RankTrace, Split, StepTrace, Wait
 
 ROUND = dataclasses.replace(
     HARDWARE["h100-sxm"],

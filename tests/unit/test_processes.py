@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from megatron_muon.errors import UserError
-from megatron_muon.runs import run_folder
-from megatron_muon.runs.processes import Ended, watch
+from megatron_muon.tools.train import run_folder
+from megatron_muon.tools.train.processes import Ended, watch
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
@@ -74,7 +74,7 @@ def test_a_lock_holds_for_as_long_as_the_launched_command(tmp_path):
     """A killed `train` leaves torchrun and its ranks, which go on writing until they print something."""
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from megatron_muon.runs import run_folder; from megatron_muon.runs.processes import watch\n"
+        "from megatron_muon.tools.train import run_folder; from megatron_muon.tools.train.processes import watch\n"
         "with run_folder.lock_of(Path(sys.argv[1])).held() as lock:\n"
         "    child = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'\n"
         "    watch([sys.executable, '-c', child], Path(sys.argv[1], 'log'), env=dict(os.environ), keeps=[lock])"

@@ -13,10 +13,10 @@ from megatron_muon.core.probe import SILENT, PhaseTimer, span
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import arguments, monitoring
 from megatron_muon.megatron.patches import profiling
-from megatron_muon.runs import traces
-from megatron_muon.runs.processes import Nodes
-from megatron_muon.runs.resolve import Request
-from megatron_muon.runs.run_folder import RunFolder, clear
+from megatron_muon.tools.train import traces
+from megatron_muon.tools.train.processes import Nodes
+from megatron_muon.tools.train.resolve import Request
+from megatron_muon.tools.train.run_folder import RunFolder, clear
 
 
 def names_in(profiler: torch.profiler.profile) -> set[str]:

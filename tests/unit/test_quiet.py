@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import megatron_muon
-from megatron_muon.quiet import own_warnings_in_one_line
+from megatron_muon.errors import own_warnings_in_one_line
 
 
 def test_a_warning_of_this_package_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.report.arms import find_runs, read_arms
-from megatron_muon.report.transfer import families, transfer_table
+from megatron_muon.tools.report.arms import find_runs, read_arms
+from megatron_muon.tools.report.transfer import families, transfer_table
 from tests.unit.made_runs import make_run
 
 RATES = ("0.01", "0.02", "0.04")

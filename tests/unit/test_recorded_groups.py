@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon import cpu
-from megatron_muon.planning.estimate import HARDWARE
-from megatron_muon.rehearsal import machine, process_groups
-from megatron_muon.rehearsal.recorder import Recorder
-from megatron_muon.rehearsal.trace import Call, Members, Products, Wait
+from megatron_muon.tools.plan.estimate import HARDWARE
+from megatron_muon.tools.rehearse import machine, process_groups
+from megatron_muon.tools.rehearse.recorder import Recorder
+from megatron_muon.tools.rehearse.trace import Call, Members, Products, Wait
 
 
 @pytest.fixture

@@ -23,14 +23,14 @@ from megatron_muon.core.memory import Memory
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import make_plan
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-from megatron_muon.planning.command import settings_of
-from megatron_muon.planning.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
-from megatron_muon.planning.host import counts_of
-from megatron_muon.rehearsal import all_ranks, playback
-from megatron_muon.rehearsal.checks import Finding, Recorded, check, planned_bytes, received_bytes
-from megatron_muon.rehearsal.process_groups import RecordingGroup
-from megatron_muon.rehearsal.rank import Rehearsal, rehearse_rank
-from megatron_muon.rehearsal.trace import RankTrace
+from megatron_muon.tools.plan.command import settings_of
+from megatron_muon.tools.plan.estimate import HARDWARE, Group, Hardware, KindPlan, plan_kind
+from megatron_muon.tools.plan.host import counts_of
+from megatron_muon.tools.rehearse import all_ranks, playback
+from megatron_muon.tools.rehearse.checks import Finding, Recorded, check, planned_bytes, received_bytes
+from megatron_muon.tools.rehearse.process_groups import RecordingGroup
+from megatron_muon.tools.rehearse.rank import Rehearsal, rehearse_rank
+from megatron_muon.tools.rehearse.trace import RankTrace
 
 H100 = HARDWARE["h100-sxm"]
 RANKS = 4

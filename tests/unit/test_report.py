@@ -7,11 +7,11 @@ import pytest
 
 from megatron_muon import cli
 from megatron_muon.errors import UserError
-from megatron_muon.report.arms import Spread, find_runs, read_arms
-from megatron_muon.report.comparison import best_arms, compare, reach, shown_arms
-from megatron_muon.report.page import Report
-from megatron_muon.runs.events import read_events
-from megatron_muon.runs.records import read_record
+from megatron_muon.tools.report.arms import Spread, find_runs, read_arms
+from megatron_muon.tools.report.comparison import best_arms, compare, reach, shown_arms
+from megatron_muon.tools.report.page import Report
+from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_record
 from tests.unit.made_runs import falling, make_run
 
 

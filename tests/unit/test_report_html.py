@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from megatron_muon import cli
-from megatron_muon.report.arms import find_runs, read_arms
-from megatron_muon.report.html import html_page
-from megatron_muon.report.markdown import FOLD, FOLD_END, table
-from megatron_muon.report.page import Report
+from megatron_muon.tools.report.arms import find_runs, read_arms
+from megatron_muon.tools.report.html import html_page
+from megatron_muon.tools.report.markdown import FOLD, FOLD_END, table
+from megatron_muon.tools.report.page import Report
 from tests.unit.made_runs import falling, make_run
 
 TAGS = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from megatron_muon.report.arms import find_runs, read_arms
-from megatron_muon.report.page import Report
+from megatron_muon.tools.report.arms import find_runs, read_arms
+from megatron_muon.tools.report.page import Report
 from tests.unit.made_runs import falling, make_run
 
 Make = Callable[..., None]

@@ -9,7 +9,7 @@ import torch
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import launch
 from megatron_muon.megatron.flags.config_file import pairs
-from megatron_muon.runs.resolve import Request, flag_named, set_flag, settle
+from megatron_muon.tools.train.resolve import Request, flag_named, set_flag, settle
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.errors import UserError, settling
-from megatron_muon.runs import run_summary
+from megatron_muon.tools.train import run_summary
 
 KILLED = """\
 torch.distributed.elastic.multiprocessing.errors.ChildFailedError:

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli, exit_codes, shipped
+from megatron_muon import cli, shipped
 from megatron_muon.checkpoint import files
-from megatron_muon.runs import resolve
-from megatron_muon.runs.processes import ROOT
-from megatron_muon.slurm import command as command_module
+from megatron_muon.errors import ExitStatus
+from megatron_muon.tools.submit import command as command_module
+from megatron_muon.tools.train import resolve
+from megatron_muon.tools.train.processes import ROOT
 
 CONFIG = """\
 MODEL_ARGS:
@@ -137,7 +138,7 @@ def test_an_array_has_a_task_for_each_line(submit):
 def test_array_files_that_would_go_wrong(submit, tasks, message):
     Path("rates.txt").write_text(tasks)
     status, _, errors = submit("--array", "rates.txt")
-    assert status == exit_codes.USAGE
+    assert status == ExitStatus.USAGE
     assert message in errors
 
 
@@ -157,7 +158,7 @@ def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, mes
     if change:
         Path("run.yaml").write_text(CONFIG.replace(*change.split(" -> ")))
     status, output, errors = submit(*arguments)
-    assert status == exit_codes.USAGE
+    assert status == ExitStatus.USAGE
     assert errors.startswith("megatron-muon: error: ")
     assert message in errors
     assert "sbatch" not in output
@@ -165,12 +166,12 @@ def test_what_would_fail_after_hours_in_the_queue(submit, change, arguments, mes
 
 @pytest.mark.parametrize("wrong", [("--nodes", "0"), ("--gpus-per-node", "8", "--nproc-per-node", "8")])
 def test_usage_errors(submit, wrong):
-    assert submit(*wrong)[0] == exit_codes.USAGE
+    assert submit(*wrong)[0] == ExitStatus.USAGE
 
 
 def test_without_slurm_it_says_where_to_go(submit):
     status, _, errors = submit(dry=False)
-    assert status == exit_codes.USAGE
+    assert status == ExitStatus.USAGE
     assert "sbatch is not installed here" in errors
     assert "scripts/slurm/local_cluster.sh start" in errors
 
@@ -182,12 +183,12 @@ def test_where_sbatch_knows_no_cluster_it_is_one_line(submit, tmp_path):
     sbatch.write_text("#!/bin/sh\n" + "".join(f"echo 'sbatch: {line}' >&2\n" for line in said) + "exit 1\n")
     sbatch.chmod(0o755)
     status, _, errors = submit(dry=False)
-    assert status == exit_codes.USAGE
+    assert status == ExitStatus.USAGE
     (line,) = errors.splitlines()
     assert f"sbatch finds no SLURM cluster from here ({said[1]}): type this on a login node" in line
     sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid qos specification' >&2\nexit 1\n")
     status, _, errors = submit(dry=False)
-    assert (status, errors.count("sbatch refused the job: sbatch: error: Invalid qos")) == (exit_codes.FAILURE, 1)
+    assert (status, errors.count("sbatch refused the job: sbatch: error: Invalid qos")) == (ExitStatus.FAILURE, 1)
 
 
 def test_an_installed_package_needs_no_checkout(submit, tmp_path, monkeypatch):
@@ -223,6 +224,11 @@ def test_the_script_starts_the_installed_package_where_there_is_no_checkout(tmp_
     assert lines[lines.index("--container-mounts") + 1] == f"{tmp_path}:{tmp_path}"
     status, lines = starts("configs/quickstart.yaml", CONTAINER_IMAGE="image.sif")
     inside = [*("apptainer", "exec", "--nv", "--bind", f"{tmp_path}:{tmp_path}", "--pwd", str(tmp_path)), "image.sif"]
-    assert lines[lines.index("apptainer") :][: len(inside) + 3] == [*inside, "python3", "-m", "megatron_muon.runs.node"]
+    assert lines[lines.index("apptainer") :][: len(inside) + 3] == [
+        *inside,
+        "python3",
+        "-m",
+        "megatron_muon.tools.train.node",
+    ]
     assert starts("configs/quickstart.yaml")[0] == 2, "nobody says where the package is"
     assert starts("mine.yaml", VENV=str(tmp_path / "venv"))[0] == 2

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_muon.cli import COMMANDS
 from megatron_muon.megatron.flags.arguments import build_parser
-from megatron_muon.suggest import SYNONYMS, did_you_mean, nearest
+from megatron_muon.megatron.flags.suggest import SYNONYMS, did_you_mean, nearest
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_no_suggestion_is_better_than_a_wrong_one(flags, typed):
 
 @pytest.mark.parametrize(
     ("typed", "meant"),
-    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("benchmark", "bench"), ("deploy", None)],
+    [("trian", "train"), ("sumary", "summary"), ("sweeps", "sweep"), ("rehearsal", "rehearse"), ("deploy", None)],
 )
 def test_commands(typed, meant):
     assert nearest(typed, COMMANDS) == meant

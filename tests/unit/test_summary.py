@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from megatron_muon import cli, exit_codes
-from megatron_muon.errors import UserError
-from megatron_muon.runs.events import read_events
-from megatron_muon.runs.records import read_record
-from megatron_muon.runs.summary import figures, next_commands, rows
+from megatron_muon import cli
+from megatron_muon.errors import ExitStatus, UserError
+from megatron_muon.tools.train.events import read_events
+from megatron_muon.tools.train.records import read_record
+from megatron_muon.tools.train.summary import figures, next_commands, rows
 
 
 def loaded(run_dir):
@@ -223,7 +223,7 @@ def test_a_diverged_run_says_so_and_its_json_is_valid(tmp_path, writer_class):
     summary = loaded(tmp_path)
     assert summary.diverged_at == 21
     assert "from iteration 21 on" in dict(rows(summary))["warning"]
-    assert cli.main(["summary", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == exit_codes.OK
+    assert cli.main(["summary", str(tmp_path), "--json", str(tmp_path / "figures.json")]) == ExitStatus.OK
     assert json.loads((tmp_path / "figures.json").read_text())["loss_last"] is None
 
 

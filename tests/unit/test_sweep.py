@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli, exit_codes
-from megatron_muon.errors import UserError
-from megatron_muon.runs import run_folder, screen
-from megatron_muon.runs.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
-from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.sweep import trials as sweep
-from megatron_muon.sweep.grid import Point, parse_grids, tasks_of
-from megatron_muon.sweep.results import Results, Row
+from megatron_muon import cli
+from megatron_muon.errors import ExitStatus, UserError
+from megatron_muon.tools.sweep import trials as sweep
+from megatron_muon.tools.sweep.grid import Point, parse_grids, tasks_of
+from megatron_muon.tools.sweep.results import Results, Row
+from megatron_muon.tools.train import run_folder, screen
+from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
+from megatron_muon.tools.train.run_folder import RunFolder
 from tests.unit.made_runs import falling, make_run
 
 # The grid
@@ -104,7 +104,7 @@ def test_all_points_get_the_first_seed_before_the_second():
 def test_flags_that_would_make_all_runs_the_same_are_refused(flags, says, capsys):
     """They win over the grid and over the seeds, so that every run would be the same."""
     argv = ["sweep", "--config", "configs/quickstart.yaml", "--grid", "lr=1,2", "muon_lr=1", "--dry-run", *flags]
-    assert cli.main(argv) == exit_codes.USAGE
+    assert cli.main(argv) == ExitStatus.USAGE
     assert says in capsys.readouterr().err
 
 
@@ -238,7 +238,7 @@ ENDED = {
 
 @pytest.mark.parametrize("terminal", [True, False])
 def test_progress(tmp_path, monkeypatch, capsys, terminal):
-    from megatron_muon.runs.train import Outcome
+    from megatron_muon.tools.train.train import Outcome
 
     monkeypatch.setattr(screen, "is_terminal", lambda: terminal)
     monkeypatch.setattr(sweep, "_LINE_EVERY_S", 0.0)

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli, exit_codes
+from megatron_muon import cli
 from megatron_muon.checkpoint import files
-from megatron_muon.errors import UserError
+from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron.flags.config_file import load_config
 from megatron_muon.megatron.places import beside, locate, settle_places
-from megatron_muon.runs import processes, run_folder, run_summary
-from megatron_muon.runs.processes import Ended, Nodes, torchrun
-from megatron_muon.runs.resolve import FROM_LINE, Flag, Request, Resolved
-from megatron_muon.runs.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
-from megatron_muon.runs.run_summary import summary_of
-from megatron_muon.runs.train import _exit_status, prepare
+from megatron_muon.tools.train import processes, run_folder, run_summary
+from megatron_muon.tools.train.processes import Ended, Nodes, torchrun
+from megatron_muon.tools.train.resolve import FROM_LINE, Flag, Request, Resolved
+from megatron_muon.tools.train.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
+from megatron_muon.tools.train.run_summary import summary_of
+from megatron_muon.tools.train.train import _exit_status, prepare
 from tests.unit.made_runs import make_run
 
 # The folder
@@ -173,7 +173,7 @@ def test_a_living_run_is_left_alone_whatever_is_asked(taken, asked, capsys):
     before = sorted(taken.root.rglob("*"))
     line = ["train", "--config", "x.yaml", "--out", str(taken.root), *asked]
     with run_folder.lock_of(taken.root).held():
-        assert cli.main(line) == exit_codes.USAGE
+        assert cli.main(line) == ExitStatus.USAGE
     who = f"(process {os.getpid()} on {socket.gethostname()}, since "
     assert f"error: a run is under way in {taken.root} {who}" in capsys.readouterr().err
     saves = re.escape(f"a training saves its checkpoints to {taken.checkpoints} {who}")
@@ -402,7 +402,7 @@ def test_a_ckpt_step_that_is_typed_names_one_of_the_runs_own_checkpoints(taken):
     ],
 )
 def test_arguments_that_do_not_go_together(argv, message, capsys):
-    assert cli.main(["train", *argv]) == exit_codes.USAGE
+    assert cli.main(["train", *argv]) == ExitStatus.USAGE
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -415,7 +415,7 @@ def test_a_taken_folder_is_refused_before_anything_is_imported(taken, capsys):
         "sys.exit('imported torch' if 'torch' in sys.modules else code)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == exit_codes.USAGE, done.stderr
+    assert done.returncode == ExitStatus.USAGE, done.stderr
     assert "7 of 20 iterations" in done.stderr
 
 

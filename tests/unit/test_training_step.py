@@ -13,9 +13,9 @@ from megatron_muon import cli, cpu
 from megatron_muon.core.cost import Iteration
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.megatron.layout_file import write_layout
-from megatron_muon.planning import training_step
-from megatron_muon.planning.estimate import HARDWARE, PRODUCT_SHARE, Settings
-from megatron_muon.planning.training_step import Model, Parameters
+from megatron_muon.tools.plan import training_step
+from megatron_muon.tools.plan.estimate import HARDWARE, PRODUCT_SHARE, Settings
+from megatron_muon.tools.plan.training_step import Model, Parameters
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SETTINGS = Settings(256, "bf16", Iteration())
@@ -46,7 +46,7 @@ def changed(tmp_path: Path, name: str, changes: dict[str, object]) -> Path:
 
 def read_model(path: Path, world_size: int) -> Model:
     cpu.install(force=True)
-    from megatron_muon.planning.matrices import read_model
+    from megatron_muon.tools.plan.matrices import read_model
 
     return read_model(path, world_size).model
 

@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
-from megatron_muon.data import tokenizers
 from megatron_muon.errors import Reasons, UserError
 from megatron_muon.megatron import validation
+from megatron_muon.megatron.data import tokenizers
 from megatron_muon.megatron.flags import arguments
 
 MODEL = (

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from megatron_muon.runs import screen, watching
-from megatron_muon.runs.resolve import FILLED_IN, Flag, Nodes, Request, Resolved
-from megatron_muon.runs.run_folder import RunFolder
-from megatron_muon.runs.screen import Status
-from megatron_muon.runs.train import Experiment, Outcome, Told
-from megatron_muon.runs.watching import Watcher
+from megatron_muon.tools.train import screen, watching
+from megatron_muon.tools.train.resolve import FILLED_IN, Flag, Nodes, Request, Resolved
+from megatron_muon.tools.train.run_folder import RunFolder
+from megatron_muon.tools.train.screen import Status
+from megatron_muon.tools.train.train import Experiment, Outcome, Told
+from megatron_muon.tools.train.watching import Watcher
 from tests.unit.test_wording import STEP as KNOWN
 
 STEP = KNOWN | {"mfu": 0.41}

@@ -5,8 +5,8 @@ import shlex
 
 import pytest
 
-from megatron_muon.runs import wording
-from megatron_muon.runs.wording import WIDTH
+from megatron_muon.tools.train import wording
+from megatron_muon.tools.train.wording import WIDTH
 
 STEP = {
     "event": "step", "step": 130, "steps": 200, "loss": 2.01234, "grad_norm": 0.8123, "lr": 8e-3, "muon_lr": None,

@@ -18,8 +18,8 @@ from megatron_muon.errors import Reasons, UserError, install
 from megatron_muon.megatron.flags import monitoring, refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
+from megatron_muon.megatron.flags.suggest import did_you_mean
 from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
-from megatron_muon.suggest import did_you_mean
 
 MODEL_FLAGS = (
     "--num-layers",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_muon.checkpoint.files import TRACKER
 from megatron_muon.core.numbers import is_number
-from megatron_muon.data.vocabulary import check_vocabulary, read_head, require_files
 from megatron_muon.errors import UserError
+from megatron_muon.megatron.data.vocabulary import check_vocabulary, read_head, require_files
 from megatron_muon.megatron.layout_file import check_dump_file
 
 

@@ -24,8 +24,8 @@ from megatron.training.argument_utils import gpt_config_from_args
 from megatron.training.models import GPTModelConfig
 from megatron.training.utils import get_blend_and_blend_per_split
 
-from megatron_muon.data.corpus import OutputPaths
 from megatron_muon.megatron import LOSS
+from megatron_muon.megatron.data.corpus import OutputPaths
 
 _FIELDS = (
     *("tokens", "labels", "loss_mask", "attention_mask", "position_ids"),

@@ -26,15 +26,15 @@ from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writ
 from megatron_muon import cpu
 from megatron_muon.checkpoint import files
 from megatron_muon.core.ranks import is_first_rank
-from megatron_muon.gpu import bf16_tflops
 from megatron_muon.megatron import FACTS, LOSS
 from megatron_muon.megatron.chained import MuonChainedOptimizer
+from megatron_muon.megatron.gpu import bf16_tflops
 from megatron_muon.megatron.patches.monitoring import show_facts, speed_metrics
 from megatron_muon.megatron.patches.stages import Stages
+from megatron_muon.megatron.provenance import origin
 from megatron_muon.megatron.state import report_state
 from megatron_muon.megatron.tell import tell, tells
 from megatron_muon.patching import Patches
-from megatron_muon.provenance import origin
 
 _SHOWN_MATRICES = 5
 _TICK_S = 1.0

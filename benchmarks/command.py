@@ -1,0 +1,79 @@
+"""What the command lines of the benchmarks share: arguments, errors of one line, where figures come from, tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_muon import cli
+from megatron_muon.core.numbers import RANGES
+from megatron_muon.errors import ExitStatus, UserError
+from megatron_muon.megatron.provenance import provenance
+from megatron_muon.tools.parser import CommandParser, write_json
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def main(
+    name: str,
+    configure: Callable[[CommandParser], None],
+    measure: Callable[[argparse.Namespace], dict[str, Any]],
+    tables: Callable[[Mapping[str, Any]], Iterable[Table]],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Runs `python -m benchmarks.NAME`: measures, shows tables, writes --json. Returns the exit status."""
+    program = f"python -m benchmarks.{name}"
+
+    def run() -> int:
+        parser = CommandParser(prog=program)
+        configure(parser)
+        parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+        args = parser.parse_args(argv)
+        if args.json is not None and not (folder := args.json.resolve().parent).is_dir():
+            raise UserError(f"cannot write {str(args.json)!r}: there is no directory {str(folder)!r}")
+        source = provenance(program)
+        results = {"bench": name, **measure(args), **source}
+        write_json(args.json, results)
+        show(results, tables(results))
+        return ExitStatus.OK
+
+    return cli.reported(run)
+
+
+def show(results: Mapping[str, Any], tables: Iterable[Table]) -> None:
+    """Prints the tables, and the machine and commit of the figures."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    for one in tables:
+        console.print(one)
+    machine = results["machine"]
+    console.print(
+        f"{machine['processor']}, {machine['cores']} cores, load {machine['load_average_before']} before; "
+        f"commit {results['commit']}{'-dirty' if results.get('dirty') else ''}",
+        style="dim",
+    )
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], caption: str | None = None) -> Table:
+    """A column of names, and numbers beside it."""
+    from rich.table import Table
+
+    made = Table(columns[0], title=title, caption=caption)
+    for column in columns[1:]:
+        made.add_column(column, justify="right")
+    for row in rows:
+        made.add_row(*row)
+    made.columns[0].no_wrap = True
+    return made
+
+
+def buffer_mb(text: str) -> float:
+    """A buffer's size in MiB, for argparse."""
+    number = float(text)
+    if not (possible := RANGES["muon_exchange_buffer_mb"]).holds(number):
+        raise argparse.ArgumentTypeError(f"{text} is out of range; choose {possible}")
+    return number

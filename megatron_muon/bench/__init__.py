@@ -1,1 +1,0 @@
-"""`megatron-muon bench`: optimizer steps and training steps, measured."""

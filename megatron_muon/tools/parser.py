@@ -1,0 +1,120 @@
+"""The argument parser of `megatron-muon`: no abbreviations, and a suggestion for what is misspelled.
+
+Commands that start trainings take any flag of pretrain_gpt.py beside their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.megatron.flags.suggest import did_you_mean, nearest
+
+_MOST_PROCESSES = 4096
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, found {text!r}")
+    return int(text)
+
+
+def processes(text: str) -> int:
+    """A number of processes on one machine, for argparse."""
+    if (number := positive(text)) > _MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(
+            f"must be at most {_MOST_PROCESSES}, the processes of one machine, found {text!r}"
+        )
+    return number
+
+
+def write_json(file: Path | None, content: Any) -> None:
+    """Writes what a command has found to the FILE of its --json, if that was given.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    if file is None:
+        return
+    from megatron_muon.tools.train.run_folder import json_text
+
+    try:
+        file.write_text(json_text(content), "utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {str(file)!r}: {error.strerror}") from None
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser that can collect flags of pretrain_gpt.py in `flags`, see `take_megatron_flags`.
+
+    Nothing may be abbreviated: `sweep --seed 5` means Megatron's flag and not the first letters of `--seeds`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        plain = argparse.RawDescriptionHelpFormatter  # leaves lines of descriptions and examples as they are
+        super().__init__(*args, **{"allow_abbrev": False, "formatter_class": plain, **kwargs})
+        self._passes_on = False
+
+    def take_megatron_flags(self, words: str) -> None:
+        """Takes flags of pretrain_gpt.py among the command's own, and after `--` whatever follows."""
+        self._passes_on = True
+        self.add_argument("flags", nargs="*", metavar="FLAGS", help=words)
+
+    def parse_known_args(  # type: ignore[override]  # of argparse's overloads the last alone
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parses; a flag that nobody knows is an error, with the nearest one."""
+        own, passed = self._split(sys.argv[1:] if args is None else args)
+        parsed, rest = super().parse_known_args(own, namespace)
+        if self._passes_on:
+            parsed.flags = [*parsed.flags, *passed]
+        return parsed, rest
+
+    def _split(self, argv: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The command's own flags with their values, and those of pretrain_gpt.py with theirs."""
+        own: list[str] = []
+        passed: list[str] = []
+        to = own
+        for at, token in enumerate(argv):
+            if token == "--" and self._passes_on:
+                passed += argv[at + 1 :]
+                break
+            if token == "--" or (self._subparsers is not None and not token.startswith("-")):
+                own += argv[at:]  # a subcommand has a parser of its own
+                break
+            if token.startswith("--") or token in self._option_string_actions:
+                flag = token.partition("=")[0]
+                to = own
+                if flag not in self._option_string_actions and (self._passes_on or " " not in token):
+                    self._refuse_misspelled(flag)
+                    to = passed
+            to.append(token)
+        return own, passed
+
+    def _refuse_misspelled(self, flag: str) -> None:
+        """Refuses a flag that the command does not have, unless pretrain_gpt.py may."""
+        known: list[str] = []
+        if self._passes_on:
+            if nearest(flag, self._option_string_actions) is None:
+                return
+            from megatron_muon.errors import quiet_imports
+
+            with quiet_imports():
+                from megatron_muon.megatron.flags.arguments import build_parser
+                from megatron_muon.megatron.flags.config_file import UNSET_FLAG
+
+                known = [UNSET_FLAG, *build_parser()._option_string_actions]
+        if flag not in known:
+            self.error(f"unknown flag {flag}{did_you_mean(flag, [*self._option_string_actions, *known])}")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            hint = did_you_mean(str(value), map(str, action.choices or ()))
+            raise argparse.ArgumentError(action, f"{error.message}{hint}") from None

@@ -1,0 +1,229 @@
+"""The matrices of a config's model and who holds which of their rows, without ranks.
+
+megatron-core validates the config and builds the model on the meta device, Megatron-FSDP's own functions put its
+parameters into buckets and place them there. `fsdp/cuts.py` cuts the buckets, as it does in a run.
+
+A model with Transformer Engine's layers is built of megatron-core's local ones, which have the same matrices in the
+same order; norms that Transformer Engine fuses into a projection stand elsewhere, and come after the matrices in a
+bucket, so no cut of a matrix moves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter as adapter
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as buffers
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.training import training
+
+from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.errors import UserError
+from megatron_muon.fsdp.cuts import Places, bucket_shards
+from megatron_muon.megatron import validation
+from megatron_muon.megatron.flags import arguments
+from megatron_muon.megatron.flags.config_file import check_flags, load_config, merge
+from megatron_muon.megatron.flags.refusals import MUONS
+from megatron_muon.megatron.model import on_meta
+from megatron_muon.megatron.model import parameters as mp
+from megatron_muon.megatron.model.selection import muon_matrices, restore_attributes, tag_for_muon
+from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
+from megatron_muon.settings import steps_for
+from megatron_muon.tools.plan.estimate import Group
+from megatron_muon.tools.plan.training_step import Model, Parameters
+
+UNITS = "optim_grads_params"
+"""The strategy whose buckets follow transformer layers; "optim" and "optim_grads" cut by size."""
+
+
+class _Environment(dict[str, str]):
+    """An environment in which every variable exists; one that does not stands for itself."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __missing__(self, name: str) -> str:
+        return f"${{{name}}}"
+
+
+LOCAL = {
+    "transformer_impl": "local",
+    "persist_layer_norm": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "bias_gelu_fusion": False,
+    "gradient_accumulation_fusion": False,
+}
+"""Settings of megatron-core's local layers, which need no kernel."""
+
+
+class Planned(NamedTuple):
+    """A config's Muon settings, the matrices of its model over some ranks (dense ones, then experts), and the model."""
+
+    settings: MuonOptimizerConfig
+    groups: list[Group]
+    model: Model
+
+
+def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
+    """What is planned of a config's model over so many ranks.
+
+    What says nothing about matrices and ranks need not fit: paths may have placeholders, batches any size, data and
+    tokenizer may be missing. `device`, "cuda" or "cpu", is where the run is to be.
+
+    Raises:
+        UserError: what a run with this model, these sizes and Muon would be refused for, or a strategy that does not
+            shard.
+    """
+    parser = arguments.build_parser()
+    config = load_config(path, _Environment(os.environ))
+    check_flags(config, parser)
+    given = dict(config.flags)
+    optimizer = given.get("--optimizer", ("",))[0]
+    flags = merge(config, ("--optimizer", optimizer if optimizer in MUONS else "muon", "--use-megatron-fsdp"))
+    args = arguments.parse(parser, (*arguments.missing_defaults(parser, flags, device=device), *flags))
+    for flag, value, planned in (
+        ("--yaml-cfg", args.yaml_cfg, (None,)),
+        ("--data-parallel-sharding-strategy", args.data_parallel_sharding_strategy, ("optim", "optim_grads", UNITS)),
+        ("--outer-dp-sharding-strategy", args.outer_dp_sharding_strategy, ("no_shard",)),
+    ):
+        if value not in planned:
+            raise UserError(f"{path}: {flag} {value} cannot be planned")
+    args.rank, args.world_size = 0, world_size
+    if "--transformer-impl" not in given and device == "cuda":
+        args.transformer_impl = "transformer_engine"
+    arguments.check_parallelism(args, world_size)
+    args.moe_grouped_gemm = args.moe_grouped_gemm and args.transformer_impl == "transformer_engine"
+    vars(args).update(LOCAL)
+    global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None
+    args.micro_batch_size = args.micro_batch_size or 1
+    args.save, args._is_global_batch_size_explicitly_specified = None, False
+    validation.complete(args, parser)
+    names = {field.name for field in fields(MuonOptimizerConfig)}
+    settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
+    settings.muon_dump_layout = None
+    with validation.silent(), validation.explained(args, parser):
+        groups, parameters, vocabulary = _groups(args, settings)
+        counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
+        model = Model(
+            parameters=parameters,
+            copies=args.num_distributed_optimizer_instances,
+            sequence_flops=float(training.num_floating_point_operations(counted, 1)),
+            sequence_length=args.seq_length,
+            vocabulary=vocabulary if args.vocab_size != 1 else None,
+            global_batch=global_batch,
+            micro_batch=args.micro_batch_size,
+            replicas=world_size // (args.tensor_model_parallel_size * args.context_parallel_size),
+            strategy=args.data_parallel_sharding_strategy,
+            half=args.bf16,
+            reduced_bytes=2 if args.grad_reduce_in_bf16 else 4,
+        )
+        return Planned(settings, groups, model)
+
+
+def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[list[Group], tuple[Parameters, ...], int]:
+    with on_meta.process_groups(args) as groups:
+        model = on_meta.build_model(args, groups, runnable=False)
+        judge = adapter.FullyShardedDataParallel.__new__(adapter.FullyShardedDataParallel)
+        judge._annotate_tensor_parallelism(model)
+        if args.moe_grouped_gemm:
+            group_experts(model)
+        model.ddp_config = ddp_config = training.get_megatron_ddp_config(args)
+        check_supported(settings, [model])
+        size = sum(parameter.numel() for parameter in model.parameters())
+        bucket_size = training.resolve_ddp_bucket_size(ddp_config, groups.dp_cp, args.overlap_grad_reduce, size)
+        starts = in_buckets(model, groups, ddp_config, bucket_size)
+        make_whole(model, groups)
+        vocabulary: int = model.vocab_size
+        kinds = {
+            "dense": (groups.intra_dp_cp.size(), groups.tp.size(), 1),
+            "experts": (groups.intra_expt_dp.size(), groups.expt_tp.size(), groups.ep.size()),
+        }
+    restore_attributes([model])
+    tag_for_muon([model], exclude=settings.muon_exclude, steps_for=steps_for(settings))
+    over_tp, instances = settings.muon_tp_mode != "blockwise", args.num_distributed_optimizer_instances
+    planned, counted, names = [], [], muon_matrices([model])
+    for kind, (ranks, tensor, expert) in kinds.items():
+        # As megatron-core tells its groups apart.
+        trained, muon = (
+            [p for p in some if p.requires_grad and getattr(p, "allreduce", True) is (kind == "dense")]
+            for some in (model.parameters(), names)
+        )
+        parts = tensor if over_tp else 1
+        # Tensor-parallel ranks lie together, instances apart.
+        places = Places(np.arange(instances * ranks * parts).reshape(instances, ranks, parts))
+        matrices = []
+        for parameter in muon:
+            shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
+            shards = bucket_shards(*starts[parameter.orig_param], part, shape, places)
+            split = mp.block_split(parameter, settings, over_tp=over_tp)
+            matrices.append(Matrix(names[parameter], shape, shards, split, mp.ns_steps(parameter)))
+        if matrices or kind == "dense":
+            layout = Layout(ranks * parts * instances, tuple(matrices))
+            planned.append(Group(kind, layout, expert * tensor // parts, parts))
+        if trained:
+            count, of_muon = (expert * sum(p.numel() for p in some) for some in (trained, muon))
+            counted.append(Parameters(count, of_muon, expert * tensor, ranks))
+    return planned, tuple(counted), vocabulary
+
+
+def group_experts(model: torch.nn.Module) -> None:
+    """Arrange each layer's experts as TEGroupedMLP does: all first projections before all second ones."""
+    for module in model.modules():
+        for experts in (child for child in module.children() if isinstance(child, SequentialMLP)):
+            for name in ("linear_fc1", "linear_fc2"):
+                grouped = torch.nn.Module()
+                for number, expert in enumerate(experts.local_experts):
+                    for kind, parameter in getattr(expert, name).named_parameters(recurse=False):
+                        grouped.register_parameter(f"{kind}{number}", parameter)
+                experts.add_module(name, grouped)
+            del experts.local_experts
+
+
+def in_buckets(
+    model: torch.nn.Module, groups: ProcessGroupCollection, ddp_config: Any, bucket_size: int | None
+) -> dict[torch.Tensor, tuple[int, int]]:
+    """Where each trained matrix begins in its bucket, and the size of the bucket's pieces, one a data-parallel rank."""
+    units = [adapter.TransformerLayer, adapter.MoETransformerLayer, adapter.MambaLayer]
+    strategy = ddp_config.data_parallel_sharding_strategy
+    policy = buffers.BucketingPolicy(bucket_size, units if strategy == UNITS else [], strategy)
+    starts = {}
+    for bucket in buffers._get_parameter_groups(model, policy, {})[0]:
+        items, _, first = buffers.build_data_parallel_buffer_index(
+            [parameter.shape for parameter in bucket.params],
+            data_parallel_rank=0,
+            data_parallel_world_size=(groups.intra_expt_dp if bucket.is_expert_param else groups.intra_dp_cp).size(),
+            is_data_distributed=True,
+            ddp_config=ddp_config,
+            chunk_size_factor=bucket.chunk_size_factor,
+        )
+        for number, parameter in enumerate(bucket.params):
+            if parameter.ndim > 1:
+                starts[parameter] = items[number].global_data_index, first.size
+    return starts
+
+
+def make_whole(model: torch.nn.Module, groups: ProcessGroupCollection) -> None:
+    """Replace each parameter by what the optimizer sees: one of the shape that all tensor-parallel ranks hold together.
+
+    As with Megatron-FSDP's DTensors, `orig_param` is the rank's part, on which the dimension that is cut is noted.
+    """
+    made: dict[torch.Tensor, torch.nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, part in list(module.named_parameters(recurse=False)):
+            if part not in made:
+                shape = list(part.shape)
+                cut_along = {"column": 0, "row": 1}.get(getattr(part, "_tensor_parallel_mode", ""))
+                if cut_along is not None and cut_along < len(shape):
+                    shape[cut_along] *= (groups.expt_tp if ".experts." in f"{path}.{name}" else groups.tp).size()
+                whole = torch.nn.Parameter(part.new_empty(shape), requires_grad=part.requires_grad)
+                whole.__dict__.update(part.__dict__, orig_param=part)
+                made[part] = whole
+            module.register_parameter(name, made[part])

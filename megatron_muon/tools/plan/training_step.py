@@ -1,0 +1,277 @@
+"""A whole training step on paper, with Adam and with Muon: what Muon adds to it, and everything that this assumes.
+
+Forward and backward are the model's operations over a share of the peak rate; FSDP's gathers and reductions run beside
+them. Elementwise work is bytes over the rate of the device's memory. Muon's own step is the plan's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_muon.tools.plan.estimate import PRODUCT_SHARE, Hardware, Settings
+
+MFU = 0.45
+"""Part of the data sheet's rate that model FLOPs reach in forward and backward.
+
+Megatron-LM gives 41 % (2B) to 48 % (462B) on H100, https://github.com/NVIDIA/Megatron-LM#training-speed-and-scalability.
+The more, the shorter the step that Muon adds to."""
+
+MAX_COMMUNICATION = 0.5
+"""Share of a step beyond which `plan` warns that it mostly waits for FSDP's communication."""
+WARNING = "warning:"
+"""Start of a note that `plan` shows in colour."""
+
+NORM_BYTES, CLIP_BYTES = 4, 8
+"""Of a parameter: the norm reads the fp32 gradient, clipping reads and writes it."""
+ADAM_BYTES = 28
+"""Of a parameter, in one fused pass: reads gradient, weight and two moments, writes all but the gradient, in fp32."""
+MOMENTUM_BYTES, LOOK_AHEAD_BYTES, APPLY_BYTES = 12, 12, 16
+"""Of a parameter, in `core.optimizer`: momentum and look-ahead, each reads two tensors and writes one; decay reads and
+writes the weight, and so does the update. What travels is read or written beside."""
+CAUTIOUS_BYTES, HYPERBALL_BYTES = 24, 28
+"""What these take beyond that, in passes that do not find anything in a cache (`core.rules`)."""
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Trained parameters of a kind, dense or experts.
+
+    Attributes:
+        count: of one copy of the model, over all ranks.
+        muon: of them, those in Muon's matrices.
+        parts: tensor and expert parallel ranks, which cut them first.
+        ranks: that FSDP cuts each part over.
+    """
+
+    count: int
+    muon: int
+    parts: int
+    ranks: int
+
+    def gather_s(self, hardware: Hardware, element_bytes: int) -> float:
+        """Seconds in which all ranks gather their parts, or reduce them: within nodes and between them at once.
+
+        A node's ranks share what arrives from other nodes.
+        """
+        part = self.count / self.parts * element_bytes
+        local = min(max(hardware.joined_ranks // self.parts, 1), self.ranks)
+        nodes = math.ceil(self.ranks / local)
+        within, between = part * (1 - 1 / local), part / local * (1 - 1 / nodes)
+        return max(within / hardware.node_gb_per_s, between / hardware.network_gb_per_s) / 1e9
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a training step of a model takes beside Muon's own.
+
+    Attributes:
+        parameters: dense ones, and experts where there are any.
+        copies: of the optimizer's state: HSDP's instances.
+        sequence_flops: operations of a sequence, forward and backward.
+        sequence_length: tokens of a sequence.
+        vocabulary: padded rows of embedding and output layer; None where neither flag nor tokenizer tells them.
+        global_batch: sequences of a step; None where the config names none.
+        micro_batch: sequences of a data-parallel rank at a time.
+        replicas: data-parallel ranks.
+        strategy: `--data-parallel-sharding-strategy`.
+        half: whether it trains in bf16, and not in fp32.
+        reduced_bytes: of an element of the gradients when they are reduced.
+    """
+
+    parameters: tuple[Parameters, ...]
+    copies: int
+    sequence_flops: float
+    sequence_length: int
+    vocabulary: int | None
+    global_batch: int | None
+    micro_batch: int
+    replicas: int
+    strategy: str
+    half: bool
+    reduced_bytes: int
+
+    @property
+    def tokens(self) -> int | None:
+        """Of a step, as the config has them."""
+        return None if self.global_batch is None else self.global_batch * self.sequence_length
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of an element of the weights that are gathered."""
+        return 2 if self.half else 4
+
+    def collectives(self, micro_batches: int) -> tuple[int, int]:
+        """How often a step gathers all weights, and reduces all gradients.
+
+        Sharded weights are gathered for forward and for backward, sharded gradients are reduced in every micro-batch.
+        """
+        gathers = 2 * micro_batches if self.strategy == "optim_grads_params" else 1
+        return gathers, 1 if self.strategy == "optim" else micro_batches
+
+    def communication_s(self, hardware: Hardware, micro_batches: int) -> float:
+        """Seconds of a step's gathers and reductions, one after the other."""
+        gathers, reductions = self.collectives(micro_batches)
+        seconds = 0.0
+        for kind in self.parameters:
+            seconds += gathers * kind.gather_s(hardware, self.weight_bytes)
+            seconds += reductions * kind.gather_s(hardware, self.reduced_bytes)
+            shard = kind.count / kind.parts / kind.ranks * self.reduced_bytes
+            seconds += 2 * (1 - 1 / self.copies) * shard / hardware.network_gb_per_s / 1e9  # among instances
+        return seconds
+
+
+def holder_bytes(settings: Settings) -> int:
+    """Bytes that a parameter of Muon's moves in the memory of the rank that holds it, in a step."""
+    ahead = LOOK_AHEAD_BYTES if settings.looks_ahead else 0
+    packed = 2 * settings.memory.element_bytes  # and taken from a parcel
+    variants = CAUTIOUS_BYTES * settings.cautious + HYPERBALL_BYTES * settings.hyperball
+    return MOMENTUM_BYTES + ahead + 4 + APPLY_BYTES + variants + packed
+
+
+def owner_bytes(settings: Settings) -> int:
+    """Bytes that an element of Muon's moves in its owner's memory beside the iteration's products.
+
+    It is assembled, its magnitude taken, brought near 1 in the iteration's dtype, checked for being finite, copied to
+    its stack and from there to a buffer: `core.exchange`, `core.orthogonalize`.
+    """
+    half = 2 if settings.iteration.half else 4
+    return 9 * settings.memory.element_bytes + 3 * half
+
+
+def simulate(
+    model: Model,
+    tokens: int,
+    *,
+    world_size: int,
+    muon_step_ms: float,
+    imbalance: float,
+    settings: Settings,
+    hardware: Hardware,
+    mfu: float,
+) -> dict[str, Any]:
+    """Milliseconds of a training step of so many tokens with Adam and with Muon, part by part, and what they assume.
+
+    `muon_step_ms` and `imbalance`, the largest load of an owner over the mean, are the plan's.
+    """
+    peak_tflops = (hardware.bf16_tflops if model.half else hardware.fp32_tflops) / PRODUCT_SHARE
+    flops = model.sequence_flops * tokens / model.sequence_length
+    compute_ms = flops / (world_size * peak_tflops * 1e12 * mfu) * 1e3
+    of_a_rank = tokens / model.replicas / model.sequence_length  # sequences
+    micro_batches = max(math.ceil(of_a_rank / model.micro_batch), 1)
+    communication_ms = model.communication_s(hardware, micro_batches) * 1e3
+    held, muon = (
+        sum(getattr(kind, name) / kind.parts / kind.ranks for kind in model.parameters) for name in ("count", "muon")
+    )
+    both_bytes = NORM_BYTES + CLIP_BYTES + 4 + model.weight_bytes
+
+    def passes_ms(parameters: float, moved: float) -> float:
+        return parameters * moved / hardware.memory_gb_per_s / 1e6
+
+    common = {
+        "forward_backward": compute_ms,
+        "exposed_communication": max(communication_ms - compute_ms, 0.0),
+        "norm_clip_install": passes_ms(held, both_bytes),
+    }
+    adam = {**common, "adam": passes_ms(held, ADAM_BYTES)}
+    owned = imbalance * muon / model.copies  # an element has one owner, however many ranks hold it
+    elementwise = passes_ms(muon, holder_bytes(settings)) + passes_ms(owned, owner_bytes(settings))
+    ours = {**common, "adam": passes_ms(held - muon, ADAM_BYTES), "muon_elementwise": elementwise}
+    ours["muon_step"] = muon_step_ms
+    gathers, reductions = model.collectives(micro_batches)
+    figures = {
+        "tokens": tokens,
+        "adam_ms": {**adam, "total": sum(adam.values())},
+        "muon_ms": {**ours, "total": sum(ours.values())},
+        "muon_over_adam": sum(ours.values()) / sum(adam.values()),
+        "communication_share": adam["exposed_communication"] / sum(adam.values()),
+        "assumptions": {
+            "model_flops": flops,
+            "mfu": mfu,
+            "peak_tflops": peak_tflops,
+            "sequence_length": model.sequence_length,
+            "vocabulary": model.vocabulary,
+            "sequences_per_data_parallel_rank": of_a_rank,
+            "micro_batches": micro_batches,
+            "weight_gathers": gathers,
+            "weight_bytes": model.weight_bytes,
+            "gradient_reductions": reductions,
+            "gradient_bytes": model.reduced_bytes,
+            "communication_ms": communication_ms,
+            "node_gb_per_s": hardware.node_gb_per_s,
+            "network_gb_per_s": hardware.network_gb_per_s,
+            "memory_gb_per_s": hardware.memory_gb_per_s,
+            "parameters_per_rank": held,
+            "muon_parameters_per_rank": muon,
+            "muon_parameters_owned": owned,
+            "both_bytes": both_bytes,
+            "adam_bytes": ADAM_BYTES,
+            "muon_holder_bytes": holder_bytes(settings),
+            "muon_owner_bytes": owner_bytes(settings),
+        },
+    }
+    return {**figures, "notes": assumptions(figures)}
+
+
+def assumptions(figures: dict[str, Any]) -> list[str]:
+    """What the figures of `simulate` rest on, in sentences."""
+    a = figures["assumptions"]
+    dtypes = {2: "bf16", 4: "fp32"}
+    lines = []
+    if (share := figures["communication_share"]) > MAX_COMMUNICATION:
+        lines.append(
+            f"{WARNING} {share:.0%} of Adam's step waits for FSDP's communication, and Muon / Adam is small for that "
+            "reason; try fewer and larger micro-batches (--micro-batch-size, with --recompute-granularity full), a "
+            "larger batch, more expert-parallel ranks (their all-to-alls are not counted), or HSDP "
+            "(--num-distributed-optimizer-instances with --overlap-grad-reduce; Muon then sends its updates to each)"
+        )
+    lines += [
+        f"forward and backward: {a['model_flops']:.4g} model FLOPs by Megatron's count (causal attention, no "
+        f"recomputation), at {a['mfu']:.0%} of {a['peak_tflops']:,.0f} TFLOP/s a rank (--mfu)",
+        f"FSDP: weights gathered {a['weight_gathers']}x in {dtypes[a['weight_bytes']]}, gradients reduced "
+        f"{a['gradient_reductions']}x in {dtypes[a['gradient_bytes']]}, {a['communication_ms']:,.1f} ms at "
+        f"{a['node_gb_per_s']:g} GB/s within nodes and {a['network_gb_per_s']:g} between; only what takes longer than "
+        "forward and backward counts",
+        f"elementwise: {a['memory_gb_per_s']:,.0f} GB/s of memory; bytes a parameter: norm, clipping and installed "
+        f"weights {a['both_bytes']}, Adam fused {a['adam_bytes']}, Muon {a['muon_holder_bytes']} where it is held and "
+        f"{a['muon_owner_bytes']} where it is owned; {a['parameters_per_rank'] / 1e6:,.2f} M parameters a rank, "
+        f"{a['muon_parameters_per_rank'] / 1e6:,.2f} M of them Muon's, {a['muon_parameters_owned'] / 1e6:,.2f} M owned "
+        "(the plan's imbalance)",
+        "not counted, with either optimizer: launches but Muon's, latency of collectives, data and logs; experts' "
+        "all-to-alls are part of the share of the peak",
+    ]
+    if a["vocabulary"] is None:
+        lines.append("the size of the vocabulary is not known and counts as none; add --vocab-size to the config")
+    if (share := a["sequences_per_data_parallel_rank"]) < 1:
+        lines.append(
+            f"a data-parallel rank has {share:.2g} of a sequence of {a['sequence_length']:,} tokens: such a step needs "
+            f"{math.ceil(1 / share)} context-parallel ranks for a sequence, or shorter ones"
+        )
+    return lines
+
+
+_PARTS = {
+    "forward_backward": "forward and backward",
+    "exposed_communication": "FSDP's communication beyond them",
+    "norm_clip_install": "norm, clipping, weights installed",
+    "adam": "Adam, elementwise",
+    "muon_elementwise": "Muon, elementwise",
+    "muon_step": "Muon, Newton-Schulz and exchange",
+    "total": "training step",
+}
+
+
+def rows(figures: dict[str, Any]) -> Sequence[tuple[str, str, str]]:
+    """Part, milliseconds with Adam and milliseconds with Muon."""
+
+    def shown(of: dict[str, float], part: str) -> str:
+        return f"{of[part]:,.2f} ms" if part in of else "-"
+
+    table = [
+        (label, shown(figures["adam_ms"], part), shown(figures["muon_ms"], part)) for part, label in _PARTS.items()
+    ]
+    adam, ours = (figures[of]["exposed_communication"] / figures[of]["total"] for of in ("adam_ms", "muon_ms"))
+    waiting = ("share waiting for communication", f"{adam:.0%}", f"{ours:.0%}")
+    return [*table, waiting, ("Muon / Adam", "1", f"{figures['muon_over_adam']:.4f}")]

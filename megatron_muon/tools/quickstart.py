@@ -1,0 +1,90 @@
+"""`megatron-muon quickstart`: from an empty folder to a trained GPT, by commands that its reader can type as well."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_muon.errors import ExitStatus, install
+from megatron_muon.shipped import QUICKSTART, QUICKSTART_DATA
+from megatron_muon.tools.parser import CommandParser, processes
+
+DESCRIPTION = """\
+Train a small GPT on the source of Python's standard library, with Muon under Megatron-FSDP, on two ranks: in the
+current folder, without a GPU, and without a download. Two CPU cores do it in about three minutes:
+
+  1. data/stdlib.bin and .idx, made from the standard library; kept for the next time
+  2. megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/quickstart
+  3. megatron-muon summary runs/quickstart
+  4. megatron-muon generate --checkpoint runs/quickstart --untrained: what the model writes, before and after
+
+Where runs/quickstart holds a run, the next one goes to runs/quickstart-2, and so on: none is written over.
+"""
+
+EXAMPLES = """\
+examples:
+  megatron-muon quickstart
+  megatron-muon quickstart --muon-lr 0.01
+  megatron-muon quickstart --nproc 4 --micro-batch-size 2
+  megatron-muon quickstart --data-parallel-sharding-strategy optim
+
+exit status:
+  that of the first step that fails, or 0
+"""
+
+_OUT = Path("runs/quickstart")
+
+
+def commands(out: Path, nproc: int, flags: Sequence[str]) -> list[list[str]]:
+    """The steps, as arguments of `megatron-muon`; `flags` of pretrain_gpt.py win over the file's."""
+    return [
+        # --overwrite: the text of another Python's library is replaced; text that is up to date is kept.
+        ["data", "prepare", "--stdlib", "--output", str(QUICKSTART_DATA), "--overwrite"],
+        [
+            "train",
+            "--config",
+            str(QUICKSTART),
+            "--nproc",
+            str(nproc),
+            "--out",
+            str(out),
+            *(("--", *flags) if flags else ()),
+        ],
+        ["summary", str(out)],
+        ["generate", "--checkpoint", str(out), "--prompt", "def ", "--untrained", "--wrap", "96"],
+    ]
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon quickstart`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.usage = "megatron-muon quickstart [--nproc N] [any flag of pretrain_gpt.py]"
+    parser.add_argument("--nproc", type=processes, default=2, metavar="N", help="ranks (2)")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, here or after --; they win over the file's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Takes the steps, until one fails; its exit status."""
+    from megatron_muon.cli import main
+
+    for arguments in commands(free_folder(), args.nproc, args.flags):
+        if arguments[0] == "generate" and importlib.util.find_spec("transformers") is None:
+            print(f"transformers is not installed, so no text is shown; to see some, {install('hf')}")
+            break
+        print(f"$ megatron-muon {shlex.join(arguments)}", flush=True)
+        sys.argv = ["megatron-muon", *arguments]  # which the run's records name as its command
+        if status := main(arguments):
+            return status
+    return ExitStatus.OK
+
+
+def free_folder() -> Path:
+    """The first of runs/quickstart, runs/quickstart-2, ... that holds no run; what a failed start left may stay."""
+    folders = (_OUT.with_name(f"{_OUT.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([_OUT], folders) if not (folder / "tensorboard").exists())

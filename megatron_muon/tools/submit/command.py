@@ -1,0 +1,244 @@
+"""`megatron-muon submit`: puts a training into SLURM's queue, after its flags have been checked.
+
+It calls `sbatch` with scripts/slurm/pretrain.sbatch, which trains, and requeues itself until the run is finished. What
+takes hours to find out in a queue is found here: a flag that does not exist, a size that does not fit the ranks, a run
+that could not be resumed, array tasks that would overwrite each other's checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_muon import shipped
+from megatron_muon.errors import RunFailedError, UserError
+from megatron_muon.tools.parser import CommandParser, positive
+from megatron_muon.tools.train.processes import ROOT, Nodes
+
+SCRIPT = shipped.FOLDER / "scripts/slurm/pretrain.sbatch"
+LOGS = Path("logs")
+
+_NO_CLUSTER = re.compile("configuration (source|file)|contact slurm controller", re.IGNORECASE)
+"""What sbatch says where it knows of no cluster, or reaches none."""
+_WHERE = (
+    "type this on a login node of a SLURM cluster, or see the command alone with --dry-run; a checkout's "
+    "scripts/slurm/local_cluster.sh starts a cluster of your own to try it on"
+)
+
+EXAMPLES = """\
+examples:
+  what would be submitted, without SLURM:
+    megatron-muon submit --config configs/quickstart.yaml --nodes 2 --dry-run
+  four nodes of eight GPUs, for four hours at a time until it is finished:
+    megatron-muon submit --config configs/llama3-8b.yaml --nodes 4 --gpus-per-node 8 --time 4:00:00 -- \\
+        --save /scratch/8b --save-interval 500
+  a sweep, one line of flags per task, four tasks at once:
+    megatron-muon submit --config configs/quickstart.yaml --nodes 1 --array rates.txt --at-once 4
+"""
+
+DESCRIPTION = """\
+Submit a training to SLURM, with a script that resumes after preemption and time limits.
+
+Needs --save among the configuration's flags or after --, on a disk that all nodes share. See docs/clusters.md.
+"""
+
+
+def configure(parser: CommandParser) -> None:
+    """Adds the arguments of `megatron-muon submit`."""
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--config", type=Path, required=True, metavar="FILE", help="experiment file, as pretrain_gpt.py takes it")
+    add("--nodes", type=positive, required=True, metavar="N", help="nodes of the job")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--gpus-per-node", type=positive, metavar="G",
+        help="GPUs to ask for on each node, with a rank on each")  # fmt: skip
+    ranks.add_argument("--nproc-per-node", type=positive, metavar="P",
+        help="ranks on each node, where SLURM gives out whole nodes or there are no GPUs "
+        "(what the job finds: a rank for each GPU, or one)")  # fmt: skip
+    add("--time", metavar="D-HH:MM:SS", help="time limit of one start (the partition's)")
+    add("--partition", metavar="NAME", help="partition (the cluster's default)")
+    add("--account", metavar="NAME", help="account to charge (the user's default)")
+    add("--job-name", metavar="NAME", help="name of the job and its logs (the configuration's name)")
+    add("--array", type=Path, metavar="FILE", help="an array job: a task for each line of FILE, which holds its flags")
+    add("--at-once", type=positive, metavar="M",
+        help="with --array: tasks that may run at once (no limit)")  # fmt: skip
+    add("--sbatch", action="append", default=[], metavar="OPTION",
+        help="one more option for sbatch, such as --sbatch=--qos=high; may be repeated")  # fmt: skip
+    add("--dry-run", action="store_true", help="check everything, show the command and the script, submit nothing")
+    parser.take_megatron_flags("any flag of pretrain_gpt.py, among these or after --; they win over the file's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Checks, shows and submits; 0 when the job is queued, or would be."""
+    if args.at_once is not None and args.array is None:
+        raise UserError(f"--at-once {args.at_once} is for arrays; give --array FILE too, or leave it out")
+    args.ranks = args.gpus_per_node or args.nproc_per_node  # on each node; None leaves them to what the job finds
+    args.job_name = args.job_name or args.config.stem
+    tasks = [()] if args.array is None else read_tasks(args.array)
+    runs = check_flags(args, tasks)
+    check_as_run(args, tasks)
+    command, env = sbatch(args, len(tasks))
+    for name, value in settings(args, len(tasks), runs[0]):
+        print(f"{name:<12} {value}")
+    typed = [f"{name}={shlex.quote(value)}" for name, value in env.items()]
+    print(*typed, shlex.join(command), flush=True)
+    if args.dry_run:
+        print(f"\n{'-' * 20} {SCRIPT} {'-' * 20}\n{SCRIPT.read_text('utf-8')}", end="")
+        return 0
+    if shutil.which("sbatch") is None:
+        raise UserError(f"sbatch is not installed here: {_WHERE}")
+    LOGS.mkdir(exist_ok=True)  # SLURM does not, and a job that cannot open its log ends without a word
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    if done.returncode and _NO_CLUSTER.search(done.stderr):
+        said = done.stderr.strip().splitlines()[-1].removeprefix("sbatch: ")
+        raise UserError(f"sbatch finds no SLURM cluster from here ({said}): {_WHERE}")
+    if done.returncode:
+        raise RunFailedError(f"sbatch refused the job: {' '.join(done.stderr.split())}")
+    print(done.stdout, end="")
+    return 0
+
+
+def sbatch(args: argparse.Namespace, tasks: int) -> tuple[list[str], dict[str, str]]:
+    """sbatch with its options, the script and the script's arguments; the variables that the script reads."""
+    names = ("nodes", "job_name", "gpus_per_node", "time", "partition", "account")
+    options = {f"--{name.replace('_', '-')}": getattr(args, name) for name in names}
+    options["--array"] = args.array and f"1-{tasks}" + (f"%{args.at_once}" if args.at_once else "")
+    command = ["sbatch", "--export=ALL", *(f"{key}={value}" for key, value in options.items() if value is not None)]
+    command += [*args.sbatch, str(SCRIPT), str(args.config), *args.flags]
+    has_python = os.environ.get("VENV") or os.environ.get("CONTAINER_IMAGE")
+    env = {
+        "MUON_ROOT": str(ROOT) if (ROOT / "pretrain_gpt.py").is_file() else None,
+        "VENV": None if has_python else sys.prefix,
+        "NPROC_PER_NODE": args.ranks,
+        "ARRAY_FLAGS": args.array,
+    }
+    return command, {name: str(value) for name, value in env.items() if value is not None}
+
+
+def settings(args: argparse.Namespace, tasks: int, first: argparse.Namespace) -> list[tuple[str, str]]:
+    """(name, value) of what a user should see; `first` are the flags of the first run."""
+    each = f"{args.ranks} = {args.nodes * args.ranks} ranks" if args.ranks else "a rank for each GPU, or one"
+    ahead = "" if any(option.startswith("--signal") for option in args.sbatch) else "; SIGTERM three minutes ahead"
+    array = [] if args.array is None else [("tasks", f"{tasks}, from {args.array}")]
+    return [
+        ("config", str(args.config)),
+        ("flags", shlex.join(args.flags) or "none beside the file's"),
+        *array,
+        ("ranks", f"{args.nodes} node{'s' * (args.nodes != 1)} x {each}"),
+        ("time limit", (args.time or "the partition’s") + ahead),
+        ("checkpoints", "of each task in a folder of its own" if array else _checkpoints(first, args.flags)),
+        ("python", os.environ.get("CONTAINER_IMAGE") or os.environ.get("VENV") or sys.prefix),
+        ("logs", f"{LOGS}/{args.job_name}-JOB.log, and for each node {LOGS}/{args.job_name}-JOB-NUMBER-HOST.log"),
+    ]
+
+
+def read_tasks(file: Path) -> list[tuple[str, ...]]:
+    """The flags of an array's tasks, one task a line, quoted as in a shell.
+
+    Raises:
+        UserError: the file cannot be read, is empty, or has a line without flags.
+    """
+    try:
+        lines = file.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read --array {str(file)!r}: {getattr(error, 'strerror', 'it is not text')}") from None
+    if not lines:
+        raise UserError(
+            f"--array {file} is empty; write a line of flags for each task, such as: --lr 1e-3 --save runs/a"
+        )
+    tasks = []
+    for number, line in enumerate(lines, 1):
+        try:
+            flags = shlex.split(line)
+        except ValueError as error:
+            raise UserError(f"{file}:{number}: {error}; quote as in a shell") from None
+        if not flags or not flags[0].startswith("--"):
+            raise UserError(f"{file}:{number}: a line holds the flags of a task, found {line!r}; line N is task N")
+        tasks.append(tuple(flags))
+    return tasks
+
+
+def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[argparse.Namespace]:
+    """The parsed flags of every task's run.
+
+    Raises:
+        UserError: a flag that does not exist, no --save or one that tasks share.
+    """
+    from megatron_muon.errors import quiet_imports
+    from megatron_muon.megatron.flags import config_file
+
+    with quiet_imports():
+        from megatron_muon.megatron.flags import arguments
+
+        parser = arguments.build_parser()
+    runs = []
+    folders: dict[str, int] = {}
+    for number, flags in enumerate(tasks, 1):
+        typed = [*args.flags, *flags]
+        config = config_file.load_config(args.config, overridden=config_file.given_flags(typed))
+        config_file.check_flags(config, parser)
+        run = arguments.parse(parser, config_file.merge(config, typed))
+        if run.save is None:
+            raise UserError(
+                "no --save, so the run could not be resumed; add '-- --save DIR', on a disk all nodes share"
+            )
+        if run.save_interval is None:
+            raise UserError(f"--save {run.save} needs --save-interval N too; add it after --")
+        if (first := folders.setdefault(run.save, number)) != number:
+            raise UserError(
+                f"tasks {first} and {number} of {args.array} would write the same checkpoints, --save {run.save}; "
+                "give each line a --save of its own"
+            )
+        runs.append(run)
+    return runs
+
+
+def check_as_run(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> None:
+    """Checks every task's run as its ranks would, for the number of ranks and, with GPUs, for CUDA.
+
+    Where the number of ranks is left to what the job finds, its first start says what is wrong.
+
+    Raises:
+        UserError: what the user got wrong, all of it.
+    """
+    if args.ranks is None:
+        return
+    from megatron_muon.tools.train.resolve import Request, resolve_each
+
+    device = (("device", "cuda"),) if args.gpus_per_node else ()
+    every = Request(str(args.config), device, ranks=args.ranks, nodes=Nodes(args.nodes), writes=False)
+    wrong: dict[str, None] = {}
+    for number, answer in enumerate(resolve_each([replace(every, flags=(*args.flags, *task)) for task in tasks]), 1):
+        if isinstance(answer, UserError):
+            task = "" if args.array is None else f"{args.array}:{number}: "
+            wrong |= dict.fromkeys(f"{task}{line}" for line in str(answer).splitlines())
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def _checkpoints(run: argparse.Namespace, typed: Sequence[str]) -> str:
+    """Where the run begins, as `node.requeueable` settles it."""
+    from megatron_muon.checkpoint import files
+    from megatron_muon.megatron.flags.config_file import given_flags
+    from megatron_muon.tools.train.node import names_own_step
+
+    found = files.latest(Path(run.save))
+    if found is None:
+        return f"{run.save}: a first start"
+    if names_own_step(given_flags(typed)):
+        found = run.ckpt_step
+    if isinstance(found, int) and run.train_iters is not None and found >= run.train_iters:
+        return (
+            f"{run.save}: finished, iteration {found} of {run.train_iters}: nothing would be trained; raise "
+            "--train-iters to go on, or give another --save"
+        )
+    return f"{run.save}: goes on from iteration {found}"

@@ -1,0 +1,285 @@
+"""Runs a sweep: settles every run before the first starts, skips what is done, goes on where it was stopped.
+
+Every run is one of `runs.train`, in its own folder; `grid` says which there are, `results` what came of them. Several
+may be under way at once, each in a thread, and a signal ends them all as Ctrl-C ends one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from megatron_muon.checkpoint.locks import Lock
+from megatron_muon.errors import UserError
+from megatron_muon.megatron import FIRST_STEP
+from megatron_muon.megatron.flags.config_file import UNSET_FLAG, as_argv, load_config
+from megatron_muon.megatron.places import PLACES
+from megatron_muon.megatron.provenance import cores
+from megatron_muon.tools.sweep.grid import Task
+from megatron_muon.tools.train import processes, run_folder, wording
+from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
+from megatron_muon.tools.train.run_summary import in_words
+from megatron_muon.tools.train.screen import Screen, Status, progress_bar
+from megatron_muon.tools.train.train import Outcome, execute, prepare
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
+"""States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
+
+_OF_OPTIMIZERS = re.compile(r"(optimizer|lr|min_lr|weight_decay|clip_grad|(muon|adaptive_muon|adam|lr)_\w+)\Z")
+_SHOWN_CHANGES = 3
+_LINE_EVERY_S = 60.0
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A settled run of a sweep."""
+
+    task: Task
+    request: Request
+    resolved: Resolved
+
+    @cached_property
+    def state(self) -> str:
+        """Its state when this is first asked for."""
+        folder = self.resolved.folder
+        run, summary = (run_folder.read_json(folder.root / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+        if run.get("config_hash") != self.resolved.config_hash:
+            return CHANGED if summary.get("iterations") or folder.has_steps or folder.checkpoint else FRESH
+        if summary.get("outcome") == "finished" or (summary.get("outcome") == "failed" and summary.get("diverged")):
+            return DONE
+        return RESUMED if folder.checkpoint else AGAIN
+
+    def changes(self) -> list[str]:
+        """Where its settings have changed, those that differ, as `--lr was 0.1, now 0.2`."""
+        if self.state != CHANGED:
+            return []
+        root = self.resolved.folder.root
+        if not run_folder.read_json(root / run_folder.RUN):
+            return ["started by something else than a sweep"]
+        try:
+            before = load_config(root / run_folder.CONFIG)
+        except UserError:
+            return ["its config.yaml cannot be read"]
+        old: dict[str, Any] = {**before.env, **dict(before.flags)}
+        new: dict[str, Any] = {**self.resolved.env, **dict(self.resolved.flag_values)}
+        names = [name for name in {**old, **new} if name not in PLACES and old.get(name) != new.get(name)]
+        return [f"{name} was {_shown(old.get(name))}, now {_shown(new.get(name))}" for name in names]
+
+    def flags(self) -> list[str]:
+        """What its command line adds to the experiment file, for pretrain_gpt.py."""
+        sources = (FROM_SET, FROM_LINE, FROM_FOLDER)
+        added = as_argv((flag.name, flag.values) for flag in self.resolved.flags if flag.source in sources)
+        here = {flag.name for flag in self.resolved.flags}
+        # Placeholders of flags that are given otherwise may be unset.
+        file = load_config(self.request.config, overridden={"--save", "--tensorboard-dir", "--load", *here})
+        in_file = {name for name, _ in file.flags} | file.overridden
+        return [*(token for name in sorted(in_file - here) for token in (UNSET_FLAG, name)), *added]
+
+
+def settle(tasks: Sequence[Task], every: Request) -> list[Plan]:
+    """Settles all runs, so that a mistake is told before hours of training; `every` is asked for of all alike."""
+    requests = [
+        replace(every, sets=(*every.sets, *task.point.settings, ("seed", str(task.seed))), out=str(task.folder))
+        for task in tasks
+    ]
+    plans = []
+    for task, request, answer in zip(tasks, requests, resolve_each(requests), strict=True):
+        if isinstance(answer, UserError):
+            raise UserError(f"{task.point.name}: {answer}")
+        plans.append(Plan(task, request, answer))
+    return plans
+
+
+def refuse_changed(plans: Sequence[Plan]) -> None:
+    """Raises a UserError for runs that were trained with other settings: which, what differs, and what to type."""
+    changed = [plan for plan in plans if plan.state == CHANGED]
+    if changed:
+        changes = changed[0].changes()
+        some = "; ".join(changes[:_SHOWN_CHANGES]) + ("; ..." if len(changes) > _SHOWN_CHANGES else "")
+        raise UserError(
+            f"{len(changed)} of {len(plans)} runs have results of other settings, such as {changed[0].task.folder} "
+            f"({some}); give another folder with --out DIR, or train these anew with --overwrite (deletes them)"
+        )
+
+
+def only_one(out: Path) -> contextlib.AbstractContextManager[object]:
+    """Keeps a second sweep away from the folder: that one gets a UserError."""
+    return Lock(out / ".sweep.lock", f"a sweep is under way in {out}", "give another --out DIR").held()
+
+
+class Display:
+    """Shows `total` runs, of which `done` are finished: a live line of each on a terminal; all threads call it.
+
+    When the first of them knows its speed, a line says how long all take, `jobs` at once.
+    """
+
+    def __init__(self, total: int, done: int, jobs: int = 1) -> None:
+        self.screen = Screen(self._lines)
+        self._total, self._done, self._start = total, done, time.monotonic()
+        self._rounds: int | None = -(-(total - done) // jobs)
+        self._under_way: dict[Plan, Status] = {}
+        self._printed: dict[Plan, float] = {}
+
+    def started(self, plan: Plan) -> None:
+        """A run begins."""
+        self._printed[plan] = time.monotonic()
+        self._under_way[plan] = Status("starting", name=plan.task.name)
+        if not self.screen.live:
+            self.screen.print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
+
+    def event(self, plan: Plan, event: Mapping[str, Any]) -> None:
+        """An event of a run, see `megatron.TOLD`."""
+        self._under_way[plan].take(event)
+        if (left := event.get("seconds_left")) is not None and self._rounds is not None:
+            seconds, self._rounds = self._rounds * (time.monotonic() - self._start + left), None
+            self.screen.print(f"about {wording.clock(seconds)} for all, by the speed of the first run")
+        since = time.monotonic() - self._printed[plan]
+        if not self.screen.live and event["event"] == "step" and since >= _LINE_EVERY_S:
+            self._printed[plan] = time.monotonic()
+            room = max(40, wording.WIDTH - len(plan.task.name) - 2)
+            self.screen.print(f"{plan.task.name}: {wording.step_line(event, room)}")
+
+    def ended(self, plan: Plan, outcome: Outcome) -> None:
+        """A run has ended."""
+        del self._under_way[plan]
+        self._done += 1
+        words = in_words(outcome.summary, why=True)
+        self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
+
+    def _lines(self, width: int, plain: bool) -> list[Text]:
+        passed = wording.clock(time.monotonic() - self._start)
+        total = progress_bar(self._done / self._total, f"{self._done}/{self._total} runs  {passed}", width, plain=plain)
+        return [total, *(status.line(width, plain=plain) for status in list(self._under_way.values()))]
+
+
+@dataclass(frozen=True, eq=False)
+class _Heard:
+    """Shows a run of the sweep on its display, and notes when its data set is indexed."""
+
+    plan: Plan
+    display: Display
+    indexed: Callable[[], None]
+
+    def line(self, line: str) -> None:
+        """Shows nothing: the run's log has it."""
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        if event["event"] in ("tick", "step") or event.get("stage") == FIRST_STEP:
+            self.indexed()
+        self.display.event(self.plan, event)
+
+    def tick(self, got: int | None) -> None:
+        """Signals reach the sweep."""
+
+
+class Sweep:
+    """Runs `plans` in their order, at most `jobs` at once; `signal` is the first that it got."""
+
+    def __init__(self, plans: Sequence[Plan], jobs: int, display: Display) -> None:
+        self.signal: int | None = None
+        self._plans, self._jobs, self._display = plans, jobs, display
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(jobs):
+            self._slots.put(slot)
+        self._stop = threading.Event()
+        self._indexing = threading.Lock()
+        self._indexed: set[tuple[Any, ...]] = set()
+
+    def run(self, ended: Callable[[Plan, Outcome], object]) -> None:
+        """Runs all, to their end or the first signal; calls `ended`, in this thread, for each that was started."""
+        with processes.signals_handled(self._on_signal), ThreadPoolExecutor(self._jobs) as pool:
+            try:
+                runs = {pool.submit(self._one, plan): plan for plan in self._plans}
+                for future in as_completed(runs):
+                    if (outcome := future.result()) is not None:
+                        ended(runs[future], outcome)
+            except BaseException:
+                self._stop.set()
+                raise
+
+    def _one(self, plan: Plan) -> Outcome | None:
+        """A run in its thread; None where the sweep was stopped before.
+
+        Megatron writes the index of a data set into a folder that runs share, before the first step: two runs that may
+        want the same one, which no run has used yet, do so one after the other.
+        """
+        data = _data_of(plan.task)
+        with contextlib.ExitStack() as until_indexed:
+            if data not in self._indexed:
+                until_indexed.enter_context(self._indexing)
+            if data in self._indexed:  # while this one waited
+                until_indexed.close()
+            if self._stop.is_set():
+                return None
+
+            def indexed() -> None:
+                self._indexed.add(data)
+                until_indexed.close()
+
+            self._display.started(plan)
+            request = replace(plan.request, resume=plan.state == RESUMED, overwrite=plan.state in (AGAIN, CHANGED))
+            slot = self._slots.get()
+            env = {**_group(plan.task), **_share(plan.resolved, slot, self._jobs)}
+            try:
+                heard = _Heard(plan, self._display, indexed)
+                return execute(prepare(request, plan.resolved), listener=heard, stop=self._stop, env=env)
+            finally:
+                self._slots.put(slot)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        """The first signal ends all runs as Ctrl-C does, the second kills them."""
+        if self.signal is None:
+            self.signal = number
+            self._stop.set()
+            return
+        for process in processes.descendants(os.getpid()):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def _data_of(task: Task) -> tuple[Any, ...]:
+    """What the index of a run's data set may depend on: its seed, and all settings but those of optimizers."""
+    return task.seed, tuple(
+        setting for setting in task.point.settings if not _OF_OPTIMIZERS.match(setting[0].replace("-", "_"))
+    )
+
+
+def _group(task: Task) -> dict[str, str]:
+    """What Weights & Biases calls the runs of a sweep together, unless the environment says it: the sweep's folder."""
+    return {} if "WANDB_RUN_GROUP" in os.environ else {"WANDB_RUN_GROUP": task.folder.resolve().parents[1].name}
+
+
+def _share(resolved: Resolved, slot: int, jobs: int) -> dict[str, str]:
+    """The part of the machine that one of several runs gets: cores, and GPUs."""
+    if jobs == 1:
+        return {}
+    ranks, env = resolved.ranks, {}
+    if "OMP_NUM_THREADS" not in {**resolved.env, **os.environ}:
+        env["OMP_NUM_THREADS"] = str(max(1, cores() // (jobs * ranks)))
+    if resolved.device == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = visible.split(",") if visible else [str(number) for number in range(resolved.gpus)]
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(devices[slot * ranks : (slot + 1) * ranks])
+    return env
+
+
+def _shown(values: str | tuple[str, ...] | None) -> str:
+    if values is None:
+        return "not given"
+    return values if isinstance(values, str) else " ".join(values) or "true"

@@ -1,0 +1,167 @@
+"""One node of a cluster's run: torchrun, with the flags that a requeued run needs and its workers' exit status.
+
+    python -m megatron_muon.tools.train.node [TORCHRUN OPTIONS] pretrain_gpt.py [FLAGS]
+
+scripts/slurm/pretrain.sbatch starts it once on each node. It is torchrun but for four things: SIGTERM is handed to the
+workers and waited for, where torchrun would kill them after 30 seconds; the exit status is the workers' own, where
+torchrun's is 1 whatever happened; `--exit-signal-handler` is added, and `--load` where the folder of `--save` holds a
+checkpoint; the first node of the job holds the rendezvous, whatever the others make of its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import psutil
+
+from megatron_muon.checkpoint import files
+from megatron_muon.errors import ExitStatus, UserError
+from megatron_muon.megatron import OWNS_PLACES
+from megatron_muon.megatron.flags import config_file
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+FIRST_START_ONLY = ("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-step")
+"""Flags that say how to begin: not for going on from the run's own checkpoint, but for `names_own_step`."""
+
+_asked_to_end = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the workers of this node; their exit status, see `status`."""
+    signal.signal(signal.SIGTERM, _hand_on)  # first of all: what follows takes seconds
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(list(sys.argv[1:] if argv is None else argv))
+    try:
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        args.training_script_args = requeueable(args.training_script_args, restarts=restarts)
+    except UserError as error:
+        print(f"node: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    settle(args, os.environ)
+    os.environ[OWNS_PLACES] = "1"  # a start that was cut off before its first checkpoint is put back into the queue
+    try:
+        run(args)
+    except ChildFailedError as error:
+        ended = status(error, asked_to_end=_asked_to_end)
+        print(ended_by_sigterm() if ended == ExitStatus.TEMPFAIL else error, file=sys.stderr, flush=True)
+        return ended
+    except RendezvousConnectionError as error:
+        why = "after SIGTERM, as it should" if _asked_to_end else error
+        print(f"node: the first node has ended before this one: {why}", file=sys.stderr, flush=True)
+        return 1  # the first node's status counts, which srun takes where it is higher
+    return 0
+
+
+def names_own_step(typed: Collection[str]) -> bool:
+    """Whether the flags typed have a --ckpt-step that means one of the run's own checkpoints, for one start."""
+    return "--ckpt-step" in typed and "--load" not in typed
+
+
+def requeueable(flags: Sequence[str], *, restarts: int = 0) -> list[str]:
+    """The flags `flags` of pretrain_gpt.py for a run that SIGTERM may end and SLURM has put back `restarts` times.
+
+    `--exit-signal-handler` is added. Where the folder of `--save` holds a checkpoint, the run goes on from there: with
+    `--load`, and without `FIRST_START_ONLY`.
+
+    Raises:
+        UserError: no `--save`, or a configuration that cannot be read.
+    """
+    given, rest = _split(flags, "--config")
+    start, in_file, merged = [], set(), rest
+    typed = config_file.given_flags(rest)
+    if given.config is not None:
+        config = config_file.load_config(given.config, overridden=typed)
+        start, in_file = ["--config", given.config], {flag for flag, _ in config.flags}
+        merged = config_file.merge(config, rest)
+    save = _split(merged, "--save")[0].save
+    if save is None:
+        raise UserError("no --save, so the run could not be resumed; add --save DIR, on a disk that all nodes share")
+    found = files.latest(Path(save))
+    if found is None:
+        print(f"node: no checkpoint in {save} yet: a first start", flush=True)
+        return [*start, *rest, "--exit-signal-handler"]
+    is_own_step = restarts == 0 and names_own_step(typed)
+    left_out = [flag for flag in FIRST_START_ONLY if not (flag == "--ckpt-step" and is_own_step)]
+    where = "the iteration of --ckpt-step" if is_own_step else f"iteration {found}"
+    print(f"node: going on from {save}, {where}", flush=True)
+    unset = [token for flag in left_out if flag in in_file for token in (config_file.UNSET_FLAG, flag)]
+    return [*start, *_split(rest, *left_out)[1], *unset, "--load", save, "--exit-signal-handler"]
+
+
+def _split(argv: Sequence[str], *flags: str) -> tuple[argparse.Namespace, list[str]]:
+    """The values of some flags, and the command line without them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in flags:
+        parser.add_argument(flag, action="store" if flag in ("--config", "--save", "--ckpt-step") else "store_true")
+    return parser.parse_known_args(list(argv))
+
+
+def settle(args: argparse.Namespace, environ: Mapping[str, str]) -> None:
+    """Sets torchrun's options `args` from what SLURM says of this node: SLURM_NODEID, SLURMD_NODENAME."""
+    args.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"  # SIGTERM is ours
+    if args.nproc_per_node == "auto":  # torchrun's own would start a rank for each core of a machine without GPUs
+        import torch
+
+        args.nproc_per_node = str(torch.cuda.device_count() or 1)
+    if "SLURM_NODEID" in environ and args.rdzv_backend == "c10d":
+        # By itself torchrun compares names, and those of SLURM, of DNS and of the machine need not agree.
+        is_host = f"is_host={environ['SLURM_NODEID'] == '0'}"
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, is_host)))
+    if args.local_addr is None and (name := environ.get("SLURMD_NODENAME")):
+        with contextlib.suppress(OSError):  # a name that does not resolve
+            socket.getaddrinfo(name, None)
+            args.local_addr = name
+
+
+def status(error: ChildFailedError, *, asked_to_end: bool) -> int:
+    """The exit status of a node whose workers failed; `asked_to_end` once SIGTERM has come.
+
+    It is 75 where a worker says so, or where SIGTERM met workers before training had begun; else the worker's own if
+    they agree on one, else 1.
+    """
+    codes = {failure.exitcode for failure in error.failures.values()}
+    if ExitStatus.TEMPFAIL in codes:
+        return ExitStatus.TEMPFAIL
+    # Before training has begun SIGTERM ends some ranks; others have Megatron's handler already, wait for these in vain,
+    # and are killed by torchrun.
+    if asked_to_end and -signal.SIGTERM in codes and codes <= {-signal.SIGTERM, -signal.SIGKILL}:
+        return ExitStatus.TEMPFAIL
+    code = codes.pop() if len(codes) == 1 else 1
+    return code if code > 0 else 1
+
+
+def ended_by_sigterm() -> str:
+    """The line that pretrain.sbatch looks for in the logs: other nodes may end later, with a higher status."""
+    return f"node: start {int(os.environ.get('SLURM_RESTART_COUNT', '0')) + 1} ended by SIGTERM"
+
+
+def _hand_on(number: int, _: FrameType | None) -> None:
+    """Send SIGTERM to the workers: SLURM may have sent it to this process alone. Twice does no harm."""
+    global _asked_to_end
+    _asked_to_end = True
+    workers = psutil.Process().children()
+    print(f"node: SIGTERM; {len(workers)} ranks are to write a checkpoint and end", file=sys.stderr, flush=True)
+    if not workers:
+        print(ended_by_sigterm(), file=sys.stderr, flush=True)
+        sys.exit(ExitStatus.TEMPFAIL)
+    for worker in workers:
+        with contextlib.suppress(psutil.Error):
+            worker.send_signal(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""What one run did, read back from its folder: losses against steps, tokens and seconds, times, memory, outcome.
+
+The one reader of a run's figures: summary.json, `summary`, sweeps and reports are made of it. They come from the run's
+events and from `facts.json` beside them, which the training writes. A run without a summary, such as an array task's,
+has what its events say. Needs neither torch nor megatron-core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from megatron_muon.errors import UserError
+from megatron_muon.megatron import FACTS, LOSS
+from megatron_muon.megatron.places import EVENT_FILES, TENSORBOARD
+from megatron_muon.tools.train import run_folder
+from megatron_muon.tools.train.events import Point, RunEvents, after_warmup, read_events, validations
+
+PHASES = ("momentum", "gather", "newton_schulz", "scatter", "apply")
+"""Phases of a Muon step, as `core.metrics` logs them (`muon/PHASE_ms`), in their order."""
+
+LAST_STEPS = 10
+"""The final loss is the mean of this many logged steps."""
+
+_PEAK = re.compile(r"\[Rank \d+\].*?memory \(MB\).*?max allocated: ([\d.]+)")
+"""What Megatron prints of a rank's memory, for runs whose events have it of no rank, or of the last one alone."""
+
+ONLY_SET = "validation"
+"""The name of a run's validation set where it has one; several have names of their own."""
+
+
+@dataclass(frozen=True)
+class LossPoint:
+    """A loss and where it was: iteration, tokens trained on, seconds in the training loop; None is not known."""
+
+    step: int
+    tokens: int | None
+    seconds: float
+    loss: float
+
+
+class Record:
+    """A run. None stands for what its folder does not tell; a loss may be NaN; times are medians after the warm-up.
+
+    Attributes:
+        folder: its folder.
+        places: where its events and checkpoints lie now.
+        run, summary, facts: contents of run.json, summary.json and facts.json; empty where there is none.
+        args: Megatron's arguments as strings, by name.
+        iterations: the last that was logged.
+        tokens: trained on, all starts together.
+        train_seconds: in Megatron's training loop, all starts together, validation included.
+        train: training losses that were logged.
+        loss_last: mean of the last `LAST_STEPS` of them, or of all where there are fewer.
+        validation: validation losses; the mean of the sets where there are several.
+        validation_by_set: the last validation loss by name of the set.
+        validation_best: where the validation loss was lowest.
+        diverged_at: first iteration whose loss, or a gradient that Megatron ended the run for, is not a finite number.
+        outcome: that of summary.json; else "finished" or "unfinished", by the iterations.
+        skipped_iterations: steps skipped for non-finite gradients.
+        step_ms, optimizer_ms: of an iteration, and of the optimizer's step in it.
+        optimizer_share: of an iteration, 0 to 1.
+        tokens_per_second: of all ranks together.
+        phases_ms: of the measured steps of Muon, by phase; empty without them.
+        state_bytes, all_state_bytes: optimizer state of all ranks, wherever it lies, by kind and of all kinds.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        places: run_folder.RunFolder,
+        run: Mapping[str, Any],
+        summary: Mapping[str, Any],
+        facts: Mapping[str, Any],
+        events: RunEvents,
+    ) -> None:
+        self.folder, self.places, self.events = folder, places, events
+        self.run, self.summary, self.facts = run, summary, facts
+        self.args: Mapping[str, str] = events.args
+        self.optimizer: str = self.args.get("optimizer") or summary.get("optimizer") or "unknown"
+        self.seed = self.whole_number("seed")
+        self.state_bytes: dict[str, int] = facts.get("state_bytes", {})
+        self.all_state_bytes = sum(self.state_bytes.values()) or None
+        self._read_losses()
+        self._read_times()
+
+    def _read_losses(self) -> None:
+        self.train = self._losses(self.events.points(LOSS))
+        self.losses = [point.loss for point in self.train]
+        self.loss_last = statistics.fmean(self.losses[-LAST_STEPS:]) if self.train else None
+        self.iterations = self.train[-1].step if self.train else 0
+        self.tokens = self.train[-1].tokens if self.train else None
+        self.skipped_iterations = len(self.events.points("skipped-iterations"))
+        # The log does not tell the test set from the validation set; the validation set is evaluated first.
+        sets = validations(self.events)
+        self.validation_by_set = {name or ONLY_SET: points[-1].value for name, points in sets.items()}
+        points = sorted(itertools.chain(*sets.values()), key=lambda point: point.step)
+        by_step = [list(alike) for _, alike in itertools.groupby(points, key=lambda point: point.step)]
+        means = (statistics.fmean(point.value for point in alike) for alike in by_step)
+        self.validation = self._losses(
+            [Point(alike[-1].step, mean, alike[-1].wall_time) for alike, mean in zip(by_step, means, strict=True)]
+        )
+        self.validation_last = self.validation[-1].loss if self.validation else None
+        numbers = (point for point in self.validation if math.isfinite(point.loss))
+        self.validation_best = min(numbers, key=lambda point: point.loss, default=None)
+        logged = (point.step for point in self.train if not math.isfinite(point.loss))
+        self.diverged_at: int | None = next(logged, self.facts.get("diverged_at"))
+        asked = self.whole_number("train_iters")
+        is_finished = asked is not None and self.iterations >= asked
+        self.outcome: str = self.summary.get("outcome") or ("finished" if is_finished else "unfinished")
+
+    def _read_times(self) -> None:
+        points = self.events.points
+        # Megatron divides timers by the log interval, even where they are of one step: the first of a start.
+        every = self.whole_number("log_interval") or 1
+        timers = [
+            Point(point.step, point.value * (every if point.step % every else 1), point.wall_time)
+            for point in points("optimizer-time")
+        ]
+        self.train_seconds = self.events.train_seconds
+        iterations = points("iteration-time") or [
+            Point(after.step, (after.wall_time - before.wall_time) / (after.step - before.step), after.wall_time)
+            for before, after in itertools.pairwise(points(LOSS))
+            if after.step > before.step
+        ]
+        steps, optimizer, batches = (
+            {point.step: point.value for point in found}
+            for found in (after_warmup(iterations), timers, points("batch-size"))
+        )
+        timed = {step: seconds for step, seconds in steps.items() if seconds > 0}
+        length = self.whole_number("seq_length") or 0
+        self.step_ms = _median(seconds * 1e3 for seconds in steps.values())
+        self.tokens_per_second = _median(
+            batches[step] * length / seconds for step, seconds in timed.items() if length and step in batches
+        )
+        self.optimizer_ms = _median(point.value * 1e3 for point in after_warmup(timers))
+        self.optimizer_share = _median(optimizer[step] / timed[step] for step in timed.keys() & optimizer.keys())
+        if self.optimizer_share is None and optimizer and steps:  # at other steps: a run shorter than its log interval
+            self.optimizer_share = statistics.median(optimizer.values()) / statistics.median(steps.values())
+        phases = {phase: after_warmup(points(f"muon/{phase}_ms")) for phase in PHASES}
+        self.phases_ms = {phase: statistics.median(one.value for one in some) for phase, some in phases.items() if some}
+
+    def _losses(self, points: Sequence[Point]) -> tuple[LossPoint, ...]:
+        samples, length = self.events.samples, self.whole_number("seq_length")
+        last = max(samples, default=0)
+
+        def tokens(step: int) -> int | None:
+            if not last or length is None:
+                return None
+            return length * samples.get(step, round(samples[last] * step / last))  # a step between two logged ones
+
+        return tuple(
+            LossPoint(point.step, tokens(point.step), self.events.seconds_at(point), point.value) for point in points
+        )
+
+    def whole_number(self, name: str) -> int | None:
+        """One of Megatron's arguments as a number."""
+        text = self.args.get(name, "")
+        return int(text) if text.isdigit() else None
+
+    @cached_property
+    def settings(self) -> Mapping[str, str]:
+        """The flags of config.yaml without dashes and with underscores, values joined by blanks."""
+        from megatron_muon.megatron.flags.config_file import load_config
+
+        file = self.folder / run_folder.CONFIG
+        flags = load_config(file).flags if file.is_file() else ()
+        return {name.lstrip("-").replace("-", "_"): " ".join(values) or "true" for name, values in flags}
+
+    @cached_property
+    def peak_bytes(self) -> int | None:
+        """The most that a rank's memory held; on a CPU a process's resident set."""
+        log = self.folder / run_folder.LOG
+        text = log.read_text("utf-8", errors="replace") if log.exists() else ""
+        peaks = [point.value for point in self.events.points("mem-max-allocated-bytes")]
+        peaks += [float(found) * 2**20 for found in _PEAK.findall(text)]
+        return round(max(peaks)) if peaks else None
+
+    @property
+    def rose(self) -> bool:
+        """Whether the loss ended above where it began by more than noise.
+
+        The mean of the last `LAST_STEPS` must be above the first by two of their standard deviations. In a run too
+        short for that, where the first ones are among the last or learning rates still warm up, it must be twice the
+        first.
+        """
+        late = self.losses[-LAST_STEPS:]
+        if not late or not all(map(math.isfinite, late)):
+            return False
+        first, mean = self.losses[0], statistics.fmean(late)
+        return mean > (2 * first if len(self.losses) < 2 * LAST_STEPS else first + 2 * statistics.stdev(late))
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a loss was not a number, or the loss rose."""
+        return bool(self.summary["diverged"]) if self.summary else self.diverged_at is not None or self.rose
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is that of a run: it has what a launch wrote, or Megatron's events."""
+    return (folder / run_folder.RUN).is_file() or any((folder / TENSORBOARD).glob(EVENT_FILES))
+
+
+def read_record(folder: Path, *, places: run_folder.RunFolder | None = None, needs_steps: bool = False) -> Record:
+    """Reads the run in a folder, its files in `places` where these are known.
+
+    Raises:
+        UserError: the folder holds no run, or with `needs_steps` one that has logged no loss.
+    """
+    if not (folder.is_dir() if needs_steps or places else is_run(folder)):
+        raise UserError(f"no run at {str(folder)!r}; give a folder of `megatron-muon train` or `megatron-muon sweep`")
+    run, summary = (run_folder.read_json(folder / name) for name in (run_folder.RUN, run_folder.SUMMARY))
+    places = places or run_folder.places_of(folder, run)
+    try:
+        events = read_events(places.tensorboard)
+    except UserError:
+        if needs_steps:
+            raise
+        events = RunEvents()
+    if needs_steps and not events.points(LOSS):
+        raise UserError(
+            f"the log in {str(places.tensorboard)!r} holds no {LOSS!r}; the run ended before its first step"
+        )
+    return Record(folder, places, run, summary, run_folder.read_json(places.tensorboard / FACTS), events)
+
+
+def _median(values: Iterable[float]) -> float | None:
+    numbers = list(values)
+    return statistics.median(numbers) if numbers else None

@@ -1,0 +1,187 @@
+"""The folder of a run: where it is, what lies in it, when it may be used again. Plain files, no torch.
+
+    RUN/
+      config.yaml     the resolved experiment: ENV_VARS and MODEL_ARGS of all files, --set and flags together
+      run.json        what was started, where, with which software; written before the training starts
+      train.log       everything that torchrun and the ranks printed; a resumed run adds to it
+      tensorboard/    Megatron's events and the training's facts.json, where the flags do not name another place
+      checkpoints/    where the flags ask for them (--save)
+      torch_profile/  with --profile, a trace of each rank
+      wandb/          with --wandb-project, what Weights & Biases writes; `wandb.json` has the run's id there
+      summary.json    what came of it; written when the run has ended, whatever its end
+      .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
+
+On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
+docs/experiments.md lists the fields of run.json and summary.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_muon.checkpoint import files
+from megatron_muon.checkpoint.locks import Lock
+from megatron_muon.errors import UserError
+from megatron_muon.megatron import FACTS, WANDB_RUN
+from megatron_muon.megatron.flags.monitoring import TRACE, TRACES
+from megatron_muon.megatron.places import CHECKPOINTS, EVENT_FILES, PLACES, TENSORBOARD, foreign_file, held_by
+from megatron_muon.megatron.places import CONFIG as CONFIG
+from megatron_muon.megatron.places import LOG as LOG
+from megatron_muon.megatron.places import RUN as RUN
+from megatron_muon.megatron.places import SUMMARY as SUMMARY
+from megatron_muon.megatron.places import RunFolder as RunFolder
+from megatron_muon.megatron.places import read_json as read_json
+
+WANDB = "wandb"
+
+_PLAIN = re.compile(r"[A-Za-z0-9/_.][A-Za-z0-9/_.,+=@%-]*\Z")
+
+
+def places_of(root: Path, run: Mapping[str, Any]) -> RunFolder:
+    """Where the files of a run lie now, as far as its run.json says."""
+    tensorboard, save = (
+        Path(moved(run.get(key) or str(root / name), run, root))
+        for key, name in (("tensorboard_dir", TENSORBOARD), ("checkpoint_dir", CHECKPOINTS))
+    )
+    return RunFolder(root, tensorboard if tensorboard.is_dir() else root / TENSORBOARD, save)
+
+
+def moved(path: str, run: Mapping[str, Any], root: Path) -> str:
+    """Where a file or folder of a run is now that its folder may have been copied or renamed.
+
+    A copy must neither go on from the original's checkpoints nor write into them. Returns the same place within `root`
+    where `path` was within another folder of this run; else `path`.
+    """
+    if "folder" not in run:  # no run.json
+        return path
+    was, now = (Path(os.path.normpath(Path(run["directory"], each))) for each in (run["folder"], path))
+    if not now.is_relative_to(was) or (was.exists() and was.samefile(root)):
+        return path
+    return str(root / now.relative_to(was))
+
+
+def name_of(config: Path) -> str:
+    """A run's name after its experiment file; Megatron-LM's are all called model_config.yaml, so after their folder."""
+    return config.resolve().parent.name if config.stem in ("model_config", "config") else config.stem
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Writes a JSON file such that it is there whole or not at all; numbers that are not finite are null."""
+    with files.written_at_once(file) as stream:
+        stream.write(json_text(content))
+
+
+def json_text(content: Any) -> str:
+    """Indented JSON, with null for numbers that are not finite."""
+    return msgspec.json.format(msgspec.json.encode(content, enc_hook=float), indent=2).decode() + "\n"
+
+
+def strict(content: Any) -> Any:
+    """`content` as it reads back from JSON."""
+    return msgspec.json.decode(msgspec.json.encode(content))
+
+
+def lock_of(root: Path) -> Lock:
+    """The lock that whoever launched a run in `root` holds to its end."""
+    return Lock(root / ".run.lock", f"a run is under way in {root}", "give another --out DIR")
+
+
+def refuse_living(folder: RunFolder) -> None:
+    """Raises a UserError for a folder where a run is under way, or whose ranks have outlived it."""
+    lock_of(folder.root).refuse_if_held()
+    if folder.checkpoints is not None:
+        files.lock_of(folder.checkpoints).refuse_if_held()
+
+
+def check_free(folder: RunFolder, *, resume: bool, overwrite: bool) -> None:
+    """Raises a UserError where another run's results lie, unless told to go on or to start anew, or a user's files.
+
+    What a start left that made no training step and no checkpoint may be overwritten.
+    """
+    if file := foreign_file(folder.root):
+        raise UserError(f"{file} was not written by `megatron-muon train`; give another folder with --out DIR")
+    if resume or overwrite:
+        return
+    if what := held_by(folder):
+        raise UserError(
+            f"{what}; give another folder with --out DIR, go on with that run with --resume, or start it anew with "
+            "--overwrite, which deletes it"
+        )
+
+
+def traces_of(folder: RunFolder) -> list[Path]:
+    """The traces that a profiled run has left."""
+    return sorted((folder.tensorboard.parent / TRACES).glob(TRACE))
+
+
+def forget_divergence(folder: RunFolder) -> None:
+    """Takes from the facts of an earlier start that it diverged: a new one may end before it writes its own."""
+    facts = read_json(folder.tensorboard / FACTS)
+    if facts.pop("diverged_at", None) is not None:
+        write_json(folder.tensorboard / FACTS, facts)
+
+
+def clear(folder: RunFolder) -> None:
+    """Deletes what a run left in its folder: its own files, events and checkpoints.
+
+    Raises:
+        UserError: events or checkpoints lie elsewhere, where others' may lie too; nothing is deleted then.
+    """
+    root = folder.root.resolve()
+    places = [folder.tensorboard, *([folder.checkpoints] if folder.checkpoints else [])]
+    if elsewhere := next((place for place in places if place.exists() and place.resolve().parent != root), None):
+        raise UserError(
+            f"--overwrite deletes nothing outside of {folder.root}; remove {elsewhere} yourself, or give --out DIR"
+        )
+    for name in (CONFIG, RUN, LOG, SUMMARY, WANDB_RUN, "train.node-*.log", "config.node-*.yaml"):
+        for file in root.glob(name):
+            file.unlink()
+    for name in (EVENT_FILES, FACTS):
+        for file in folder.tensorboard.glob(name):
+            file.unlink()
+    for file in traces_of(folder):
+        file.unlink()
+    shutil.rmtree(folder.root / WANDB, ignore_errors=True)
+    if folder.checkpoints is not None:
+        files.delete_all(folder.checkpoints)
+
+
+def config_text(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str], *, heading: str) -> str:
+    """An experiment file that `config_file.load_config` reads back as exactly these flags and variables."""
+    lines = [f"# {line}" for line in heading.splitlines()]
+    if env:
+        lines += ["ENV_VARS:", *(f"  {name}: {_scalar(value)}" for name, value in env.items())]
+    lines.append("MODEL_ARGS:")
+    lines += [f"  {flag}: {_written(values)}" for flag, values in flags]
+    return "\n".join(lines) + "\n"
+
+
+def config_hash(flags: Iterable[tuple[str, tuple[str, ...]]], env: Mapping[str, str]) -> str:
+    """sha256 of the settings, in hexadecimal, whatever their order; where things lie is left out."""
+    settings = sorted((flag, list(values)) for flag, values in flags if flag not in PLACES)
+    return hashlib.sha256(json.dumps([settings, sorted(env.items())]).encode()).hexdigest()
+
+
+def _written(values: tuple[str, ...]) -> str:
+    if not values:
+        return "true"
+    if len(values) == 1 and values[0].lower() not in ("true", "false") and not values[0].startswith("["):
+        return _scalar(values[0])
+    return f"[{', '.join(_quoted(value) for value in values)}]"
+
+
+def _scalar(text: str) -> str:
+    return text if _PLAIN.match(text) and text.lower() not in ("null", "true", "false") else _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text.replace("$", "$$"), ensure_ascii=False)
