@@ -99,8 +99,7 @@ def make_optimizer(
     matrices = problem.layout.matrices
     store = None
     if run is not None:
-        rank, groups = problem.group.rank(), [0] * len(matrices)
-        store = run.make_store(problem.layout, rank, groups, kind="bench", device=problem.device)
+        store = run.make_store(problem.layout, problem.group.rank(), problem.device)
     held = Held(problem.layout, problem.group, problem.device, [1] * len(matrices))
     names = chosen_rules(cautious=variant == "cautious", hyperball=variant == "hyperball")
     decay = 0.0 if variant == "hyperball" else WEIGHT_DECAY

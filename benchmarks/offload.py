@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.offload.files import Header, MomentumFile
+from megatron_muon.offload.files import MomentumFile
 from megatron_muon.offload.ring import transfer_memory
 from megatron_muon.offload.store import RecordStore
 
@@ -23,13 +22,7 @@ class DiskProbe:
     """Measures the directory's disk with the sizes, alignment and calls of momentum files, all ranks at once."""
 
     def __init__(self, directory: Path, group: dist.ProcessGroup) -> None:
-        run, rank = f"probe{os.getpid()}", group.rank()
-        self._file = MomentumFile(directory, Header(run, 0, rank, "probe0", "fp32", size=_BLOCKS * _BLOCK))
-        try:
-            self._file.take_space()
-        except OSError:
-            self._file.close()
-            raise
+        self._file = MomentumFile(directory, _BLOCKS * _BLOCK)
         self._buffer = transfer_memory(_BLOCK)
         self._group = group
         self.write_rates: list[float] = []
@@ -41,7 +34,7 @@ class DiskProbe:
             dist.barrier(self._group)
             start = time.perf_counter()
             for block in range(_BLOCKS):
-                work(self._file.header.front + block * _BLOCK, self._buffer)
+                work(block * _BLOCK, self._buffer)
             dist.barrier(self._group)
             rates.append(self._group.size() * _BLOCKS * _BLOCK / (time.perf_counter() - start))
 

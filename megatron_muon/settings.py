@@ -143,9 +143,6 @@ class MuonSettings:
     """with --muon-offload: what momentum on its way may fill on a rank, in host memory and on a GPU alike, at least
     three times the largest shard; as much again for main weights, and for Adam's state"""
 
-    muon_offload_keep: bool = False
-    """with --muon-offload nvme: leave the files at the end, to look at; no run reads them again"""
-
     muon_ns_device: Literal["auto", "accelerator", "cpu"] = "auto"
     """with --muon-offload on a machine with a GPU: orthogonalise there, with momentum streamed through, or on the CPU,
     with only gradients and updates on their way; auto: there"""

@@ -6,7 +6,6 @@ their settings.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,8 +41,6 @@ def make_parts(
     nesterov: bool,
     decoupled: bool = True,
     offload: OffloadRun | None = None,
-    group_of: Sequence[int] = (),
-    kind: str = "dense",
     group: dist.ProcessGroup | None = None,
     plan: Plan | None = None,
     scratch: Any = None,
@@ -58,8 +55,6 @@ def make_parts(
         nesterov: look ahead by mixing the gradient with the new momentum.
         decoupled: decay shrinks the weights, or it is added to the gradient.
         offload: keeps momentum elsewhere, or in another format than fp32.
-        group_of: the number of each matrix's parameter group, for files of momentum.
-        kind: "dense" or "experts", for their names.
         group: the same ranks as the layout's, for an exchange on another device.
         plan: of the exchange, where it has been made before.
         scratch: buffers of another Muon, which steps before or after this one.
@@ -78,7 +73,7 @@ def make_parts(
     device = orthogonalizer.device
     store = None
     if offload is not None:
-        store = offload.make_store(held.layout, held.group.rank(), group_of, kind=kind, device=device)
+        store = offload.make_store(held.layout, held.group.rank(), device)
     exchange = make_exchange(
         scheme_of(settings, replicated=held.replicated),
         held.layout,
@@ -107,14 +102,8 @@ def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:
     return settings.muon_exchange
 
 
-def offload_run(settings: MuonSettings, *, iteration: int = 0, save: str = "") -> OffloadRun | None:
-    """What keeps momentum elsewhere, or in another format, than as fp32 on the device. Collective with files.
-
-    Args:
-        settings: of the user.
-        iteration: the last one before the first step, for the names of files.
-        save: where the run saves checkpoints, by which its next start knows files of its own.
-    """
+def offload_run(settings: MuonSettings) -> OffloadRun | None:
+    """What keeps momentum elsewhere, or in another format, than as fp32 on the device. Collective with files."""
     if settings.muon_offload == "none" and settings.muon_momentum_dtype == "fp32":
         return None
     return OffloadRun(
@@ -123,7 +112,4 @@ def offload_run(settings: MuonSettings, *, iteration: int = 0, save: str = "") -
         fraction=settings.muon_offload_fraction,
         directory=settings.muon_offload_dir,
         buffer_mb=settings.muon_offload_buffer_mb,
-        keep=settings.muon_offload_keep,
-        iteration=iteration,
-        save=save,
     )

@@ -212,7 +212,6 @@ class Muon(MuonState):
             moment2=given["moment2_method"],
             nesterov=given["nesterov"],
             offload=self._run,
-            group_of=[number for number, each in enumerate(groups) for _ in each["params"]],
         )
         if parts.exchange.unmet:
             refuse_unmet({"these": parts.exchange.unmet})
@@ -346,7 +345,7 @@ class Muon(MuonState):
         Raises:
             UserError: parameters have changed since the optimizer was made, a gradient is sparse, or it is closed.
             OffloadError: on every rank where one cannot read its momentum. No weight has changed where that is known
-                before the step: a file cut short, or a failed read of what the buffer holds. Where a later read fails,
+                before the step: a failed read of what the buffer holds. Where a later read fails,
                 matrices that came before it have moved. The optimizer is of no use afterwards.
         """
         loss = None

@@ -85,8 +85,6 @@ class MuonBuilder:
             replicated=self.is_replicated,
             over_tp=self.over_tp,
         )
-        group_of = [number for number, member in enumerate(self.groups) for _ in member["params"]]
-        kind = "experts" if self.is_expert else "dense"
         parts = make_parts(
             held,
             config,
@@ -95,8 +93,6 @@ class MuonBuilder:
             nesterov=config.muon_nesterov,
             decoupled=config.decoupled_weight_decay,
             offload=offload,
-            group_of=group_of,
-            kind=kind,
             group=self.compute_group,
             plan=self.plan,
             scratch=self.scratch,
@@ -106,7 +102,7 @@ class MuonBuilder:
             self.unmet = parts.exchange.unmet
         outside = None
         if weights is not None and offload is not None and parts.store is not None:
-            outside = matrix_weights(weights, offload, self.parameters, parts.store, group_of, kind=kind)
+            outside = matrix_weights(weights, offload, self.parameters, parts.store)
         defaults = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
         muon = ShardedMuon(
             self.groups, parts.exchange, parts.rules,

@@ -77,7 +77,7 @@ def get_megatron_muon_optimizer(
         raise UserError(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
-    offload = offload_run(config, iteration=config.muon_offload_iteration, save=config.muon_offload_save)
+    offload = offload_run(config)
     optimizers, plans, unmet = [], {}, {}
     splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
@@ -103,8 +103,7 @@ def get_megatron_muon_optimizer(
             if weights is None or offload is None:
                 initialize_scalar_state(optimizers[-1])
             else:
-                kind = "experts" if is_expert else "dense"
-                scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names, kind=kind)
+                scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
     for line in refuse_unmet(unmet):

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from megatron_muon.core.storage import Borrowed, Storage
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import Content
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 
@@ -184,18 +183,13 @@ def matrix_weights(
     offload: OffloadRun,
     parameters: Sequence[torch.Tensor],
     momentum: RecordStore,
-    group_of: Sequence[int],
-    *,
-    kind: str,
 ) -> MatrixWeights:
     """Records of main weights, with their values, beside those of the same shards' momentum. Collective."""
     store = offload.make_records(
         momentum.names,
         momentum.shards,
-        group_of,
-        kind=kind,
         device=parameters[0].device,
         codec=codec_of("fp32"),
-        content=Content("main weights", "weights-"),
+        what="main weights",
     )
     return MatrixWeights(weights, parameters, store)

@@ -24,7 +24,6 @@ from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.state import keep_counters_alike
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import Content
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import PARTS
 
@@ -58,8 +57,6 @@ class ScalarState:
         weights: MainWeights,
         offload: OffloadRun,
         names: Mapping[torch.Tensor, str],
-        *,
-        kind: str,
     ) -> None:
         self._inner = wrapped.optimizer
         groups = self._inner.param_groups
@@ -76,11 +73,9 @@ class ScalarState:
         self.store = offload.make_records(
             [names[self.parameters[piece.index]] for piece in self._pieces],
             [Shard(0, 0, rows, piece.start, piece.stop - piece.start) for piece in self._pieces],
-            [self._group_of[piece.index] for piece in self._pieces],
-            kind=kind,
             device=self.parameters[0].device,
             codec=codec_of("fp32"),
-            content=Content("scalar state", "scalars-"),
+            what="scalar state",
         )
         weights.keep(self)
 

@@ -25,13 +25,9 @@ class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
 
     Attributes:
         muon_tp_mode: as megatron-core's, with another default. A plain OptimizerConfig keeps that of megatron-core.
-        muon_offload_iteration: the iteration that the run goes on from, for the names of files.
-        muon_offload_save: where the run saves checkpoints, by which its next start knows files of its own.
     """
 
     muon_tp_mode: str = TP_MODE
-    muon_offload_iteration: int = 0
-    muon_offload_save: str = ""
 
 
 def require_megatron_fsdp(model_chunks: Sequence[Any]) -> None:

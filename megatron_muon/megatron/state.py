@@ -91,7 +91,7 @@ def _report_stores(name: str, stores: Sequence[RecordStore], beside: Counter[str
         here.update(store.bytes)
     if staging := max(numbers_of_all_ranks([sum(store.staging_bytes for store in stores)]))[0]:
         text += f", staged through {_mb(staging)} MB"
-    if buffered := sorted(str(f.path.parent) for store in stores for f in store.disk.files if not f.direct):
+    if buffered := sorted(str(f.directory) for store in stores for f in store.disk.files if not f.direct):
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
     return _report(text, here)
 

@@ -27,7 +27,7 @@ from megatron_muon.core.layout import Shard
 from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.core.storage import Borrowed, MomentumStore
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import MOMENTUM, Content, DiskRecords, Failure, MomentumFile, in_pages, scratch
+from megatron_muon.offload.files import DiskRecords, Failure, MomentumFile, in_pages, scratch
 from megatron_muon.offload.prepare_stream import PrepareStream
 from megatron_muon.offload.ring import Piece, Ring, aligned, lock, transfer_memory, unlock
 
@@ -66,7 +66,7 @@ class RecordStore(MomentumStore):
         device: where the arithmetic is.
         staging_bytes: of each ring; it takes three times the largest record in any case.
         files: for each shard on disk its file and the offset in it.
-        content: what the records hold, if not momentum.
+        what: is in the records, for messages.
 
     Attributes:
         on_disk: momentum is in files, on this rank or on another one.
@@ -82,17 +82,15 @@ class RecordStore(MomentumStore):
         device: torch.device,
         staging_bytes: int,
         files: Mapping[int, tuple[MomentumFile, int]],
-        content: Content = MOMENTUM,
+        what: str = "momentum",
     ) -> None:
         self.on_disk = False
-        self.content = content
         self.names = names
         self.shards = shards
         self.places = places
         self.codec = codec
-        self.disk = DiskRecords(files, names, content)
+        self.disk = DiskRecords(files, names, what)
         self.steps = 0  # of the training; stochastic rounding depends on it
-        self.begun_at = 0
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
@@ -135,14 +133,9 @@ class RecordStore(MomentumStore):
         return self.disk.lost
 
     def verify(self) -> None:
-        """Find out, before a step, what of its state can no longer be read; `failure` tells.
-
-        That is what was read ahead in vain, and what a file lacks that has been cut short.
-        """
+        """Wait for what was read ahead of a step, so that `failure` has what could not be."""
         for staged in self._staged.values():
             staged.ready.result()
-        for index in self.disk.in_short_files():
-            self.read(index)
 
     @property
     def in_step(self) -> bool:
@@ -169,7 +162,7 @@ class RecordStore(MomentumStore):
 
     @override
     def set_step_count(self, steps: int) -> None:
-        self.steps = self.begun_at = steps
+        self.steps = steps
 
     @override
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
@@ -220,7 +213,7 @@ class RecordStore(MomentumStore):
         """It is on the disk that momentum is on, else in memory."""
         if not self.disk.files:
             return [torch.empty(size, dtype=torch.float32) for size in sizes]
-        return scratch(self.disk.files[0].path.parent, sizes)
+        return scratch(self.disk.files[0].directory, sizes)
 
     def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
         """`indices` in parts that fit a third of the ring, in order."""

@@ -74,7 +74,7 @@ def test_a_gradient_that_one_rank_lacks_leaves_weights_and_momentum_on_all_ranks
 
 
 def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) -> tuple[str, bool]:
-    """In a worker: what a step, or a checkpoint, says on every rank once the last rank's file has been cut short."""
+    """In a worker: what a step, or a checkpoint, says on every rank once the last rank's file has lost what is read ahead."""
     from megatron_muon.errors import OffloadError
 
     torch.manual_seed(0)
@@ -85,8 +85,11 @@ def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) ->
     training.model(second).backward()
     before = training.weights()
     if rank == world_size - 1:
-        for file in training.optimizer.store.disk.files:
-            os.truncate(file.path, 8192)
+        store = training.optimizer.store
+        store._settle()
+        for file in store.disk.files:
+            os.ftruncate(file._file.fileno(), 0)
+        store._stage_ahead()
     with pytest.raises(OffloadError) as caught:
         getattr(training.optimizer, reader)()
     after = training.weights()

@@ -158,7 +158,7 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
     from megatron_muon.core.layout import Shard
     from megatron_muon.offload import store
     from megatron_muon.offload.codecs import codec_of
-    from megatron_muon.offload.files import Header, MomentumFile
+    from megatron_muon.offload.files import MomentumFile
     from tests.unit.streams import Driver
 
     driver = Driver()  # nothing here can lock memory for a GPU
@@ -167,9 +167,8 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
     names, shards = [f"w{index}" for index in range(12)], [Shard(0, 0, 8 + index, 0, 16) for index in range(12)]
     files = {}
     if place == store.DISK:
-        file = MomentumFile(Path(folder), Header("run", 0, rank, "dense0", dtype, 4096 * len(shards)))
-        file.take_space()
-        files = {index: (file, file.header.front + 4096 * index) for index in range(len(shards))}
+        file = MomentumFile(Path(folder), 4096 * len(shards))
+        files = {index: (file, 4096 * index) for index in range(len(shards))}
     gpu, places = torch.device("cuda", 0), [place] * len(shards)
     kept = store.RecordStore(names, shards, places, codec, device=gpu, staging_bytes=4096, files=files)
     for _ in range(3):
@@ -215,7 +214,7 @@ def grow(rank: int, world_size: int, *, offload: str, folder: str) -> dict[str, 
     before = anonymous_bytes()
     run = OffloadRun(offload, "fp32", directory=directory, buffer_mb=6)
     shards = layout.held(rank)
-    store = run.make_store(layout, rank, [0] * len(shards), kind="dense", device=torch.device("cpu"))
+    store = run.make_store(layout, rank, torch.device("cpu"))
     for _ in range(3):
         for _, borrowed in store.borrow(range(len(shards))):
             for momentum in borrowed:

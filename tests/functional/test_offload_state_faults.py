@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
-from megatron_muon.errors import ExitStatus
 from tests.functional import cli, test_offload_faults
 from tests.functional.case import Case
-from tests.functional.killable import Killable
 from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import differences, saved
-from tests.functional.test_offload_faults import FAULTY_STEP, error_of, kill_a_run, lying_there
+from tests.functional.test_offload_faults import FAULTY_STEP, error_of, lying_there
 from tests.functional.training import Trainings, train
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
@@ -49,7 +46,7 @@ def train_with(
 
     def meet_fault(self: Any) -> None:
         if rank == on_rank and len(done) == FAULTY_STEP:
-            store = next(store for store in self.stores if store.content.what == what)
+            store = next(store for store in self.stores if store.disk._what == what)
             undo.append(getattr(test_offload_faults, fault)(store))
 
     def save_with_fault(self: Any, **how: Any) -> Any:
@@ -92,13 +89,11 @@ def test_a_disk_that_is_full_for_other_state(training: Trainings, what: str) -> 
     assert differences(saved(training, "resumed"), saved(training, "whole")) == []
 
 
-@pytest.mark.parametrize("fault", ["unreadable", "cut_short"])
 @pytest.mark.parametrize("what", [WEIGHTS, SCALARS])
-def test_lost_state_ends_the_run_without_a_checkpoint(training: Trainings, what: str, fault: str) -> None:
+def test_lost_state_ends_the_run_without_a_checkpoint(training: Trainings, what: str) -> None:
     """As momentum: a run that goes on with something else is not the run that was asked for."""
-    error = error_of(with_fault(training, fault, "--save", "ck", "--bf16", what=what), status=1)
+    error = error_of(with_fault(training, "unreadable", "--save", "ck", "--bf16", what=what), status=1)
     assert f"rank 1 cannot read {what} in " in error
-    assert f"-rank00001-{'weights' if what == WEIGHTS else 'scalars'}-dense0.bin at offset " in error
     assert error.endswith("is lost on this rank; start again from a checkpoint")
     assert lying_there(training) == []
     assert files.latest(training.folder / "ck") == 2
@@ -106,30 +101,14 @@ def test_lost_state_ends_the_run_without_a_checkpoint(training: Trainings, what:
     assert [iteration.number for iteration in run.iterations] == [3, 4]
 
 
-@pytest.mark.parametrize("fault", ["unreadable", "cut_short"])
 @pytest.mark.parametrize("what", [WEIGHTS, SCALARS, "momentum"])
-def test_state_that_a_save_cannot_read_is_in_no_checkpoint(training: Trainings, what: str, fault: str) -> None:
+def test_state_that_a_save_cannot_read_is_in_no_checkpoint(training: Trainings, what: str) -> None:
     """It reads as NaN; the checkpoint before stays the latest."""
-    error = error_of(with_fault(training, fault, "--save", "ck", "--bf16", what=what, saving=True), status=1)
+    error = error_of(with_fault(training, "unreadable", "--save", "ck", "--bf16", what=what, saving=True), status=1)
     assert f"rank 1 cannot read {what} in " in error
     assert error.endswith("is lost on this rank; start again from a checkpoint")
     assert files.latest(training.folder / "ck") == 2
     training("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler", "--bf16").checked()
-
-
-def test_files_of_a_killed_run_are_named_by_doctor_and_removed_by_the_next_run(
-    training: Trainings, killable: Killable, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pids = kill_a_run(training, killable)
-    left = lying_there(training)
-    assert command.main(["doctor", "--offload-dir", str(training.folder / "momentum")]) == ExitStatus.OK
-    said = "".join(capsys.readouterr().out.split())
-    for rank, pid in enumerate(pids):
-        for part in ("dense0", "weights-dense0", "scalars-dense0"):
-            assert f"rank{rank},{part}asfp32,begunat0,byprocess{pid}on" in said, said
-    training("--train-iters", "1").checked()
-    assert left
-    assert lying_there(training) == []
 
 
 # ------------------------------------------------------------------------------------------------ memory

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +15,8 @@ import torch.distributed.checkpoint as dcp
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.offload.directory import LOCK, RunDirectory
-from megatron_muon.offload.files import PAGE, Header, MomentumFile, boot_id
 from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
 from megatron_muon.tools.doctor import command as doctor_command
-from megatron_muon.tools.doctor.offload import offload
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -131,90 +126,3 @@ def test_an_environment_that_keeps_a_run_from_starting(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     wrong = [finding.about for finding in doctor_command.environment() if finding.state == "wrong"]
     assert wrong == ["CUDA_DEVICE_MAX_CONNECTIONS"]
-
-
-# ------------------------------------------------------------------------------------------------ momentum files
-
-LEFT = Header("0a1b2c3d", 100, 3, "dense0", "bf16", PAGE, host="node7", pid=4321, boot="")
-
-
-def lying_there(directory: Path, *, remove: bool = False) -> dict[str, tuple[str, str]]:
-    """State and text by what each finding is about, momentum files by their names."""
-    found = {}
-    for finding in offload(directory, remove=remove):
-        is_file = finding.about == "momentum file"
-        about, text = finding.text.split(": ", 1) if is_file else (finding.about, finding.text)
-        found[about] = finding.state, text
-    return found
-
-
-def test_files_of_a_living_run_and_of_others(tmp_path) -> None:
-    """Those of the living run are left alone, also the one that it has not locked yet."""
-    run = RunDirectory(tmp_path, "living")
-    mine = Header("living", 0, 0, "dense0", "fp32", PAGE)
-    file, unlocked = MomentumFile(tmp_path, mine), MomentumFile(tmp_path, replace(mine, rank=1))
-    file.take_space()
-    kept = replace(LEFT, rank=4, iteration=200, kept=True)
-    for left in (LEFT, kept):
-        (tmp_path / left.name).write_bytes(left.pages())
-    (tmp_path / "muon-momentum-junk").write_bytes(b"junk")
-    (tmp_path / "muon-momentum-folder").mkdir()
-    (tmp_path / "weights.bin").write_bytes(b"weights")
-
-    found = lying_there(tmp_path)
-    assert "weights.bin" not in found
-    who = f"run living (process {os.getpid()} on {socket.gethostname()})"
-    assert found["offload"] == ("ok", f"{tmp_path} is in use by {who}")
-    described = f"run living, rank 0, dense0 as fp32, begun at 0, by process {os.getpid()} on {socket.gethostname()}"
-    assert found[file.path.name] == ("ok", f"{described}, 12,288 bytes, in use")
-    assert found[unlocked.path.name] == ("ok", "is not a momentum file, 0 bytes, in use")
-    described = "run 0a1b2c3d, rank 3, dense0 as bf16, begun at 100, by process 4321 on node7, 4,096 bytes"
-    assert found[LEFT.name] == ("wrong", f"{described}, left over; to remove it type --remove")
-    assert found[kept.name][0] == "wrong"
-    assert "rank 4, dense0 as bf16, kept with iteration 200, by process 4321" in found[kept.name][1]
-    assert found["muon-momentum-junk"] == (
-        "wrong",
-        "is not a momentum file, 4 bytes, left over; to remove it type --remove",
-    )
-    assert found["muon-momentum-folder"][0] == "wrong"
-
-    os.truncate(file.path, 5000)
-    cut = f"run living, rank 0, dense0 as fp32, begun at 0, by process {os.getpid()} on {socket.gethostname()}"
-    assert lying_there(tmp_path)[file.path.name] == ("wrong", f"{cut}, 5,000 of 12,288 bytes, in use: its end is lost")
-
-    removed = lying_there(tmp_path, remove=True)
-    assert removed[LEFT.name] == ("ok", f"{described}, left over; removed")
-    assert removed["muon-momentum-folder"] == ("wrong", "not a file, so not of a run; remove it by hand")
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {LOCK, file.path.name, unlocked.path.name, "weights.bin", "muon-momentum-folder"}
-    for of_run in (file, unlocked, run):
-        of_run.close()
-    assert lying_there(tmp_path).keys() == {"muon-momentum-folder"}
-
-
-def test_a_killed_runs_files_and_the_exit_status(tmp_path, capsys) -> None:
-    (tmp_path / LEFT.name).write_bytes(LEFT.pages()[:50])
-    (tmp_path / LOCK).write_text('{"run": "0a1b2c3d", "host": "node7", "pid": 4321}')
-    arguments = ["doctor", "--offload-dir", str(tmp_path)]
-    assert cli.main(arguments) == ExitStatus.FAILURE
-    assert lying_there(tmp_path)[LEFT.name][1].startswith("has a damaged header, 50 bytes, left over")
-    assert lying_there(tmp_path)[LOCK][0] == "note"
-    assert cli.main([*arguments, "--remove"]) == ExitStatus.OK
-    assert list(tmp_path.iterdir()) == []
-    assert cli.main(arguments) == ExitStatus.OK
-    assert lying_there(tmp_path) == {"offload": ("ok", f"{tmp_path} holds no momentum files")}
-
-
-def test_files_that_the_next_run_removes_are_a_note(tmp_path) -> None:
-    mine = replace(LEFT, host=socket.gethostname(), boot=boot_id())
-    (tmp_path / mine.name).write_bytes(mine.pages())
-    state, text = lying_there(tmp_path)[mine.name]
-    assert (state, text.endswith(", left over; the next run removes it, and so does --remove")) == ("note", True)
-    assert lying_there(tmp_path, remove=True)[mine.name][1].endswith("left over; removed")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_directory_of_momentum_files(tmp_path, capsys) -> None:
-    assert lying_there(tmp_path / "absent") == {"offload": ("wrong", f"{tmp_path}/absent: No such file or directory")}
-    assert cli.main(["doctor", "--remove"]) == ExitStatus.USAGE
-    assert "--remove needs --offload-dir DIR" in capsys.readouterr().err

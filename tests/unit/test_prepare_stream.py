@@ -26,7 +26,7 @@ from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import PAGE, Header, MomentumFile
+from megatron_muon.offload.files import PAGE, MomentumFile
 from megatron_muon.offload.ring import Piece, Ring
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 from tests.unit.streams import Event, Gpu, Stream
@@ -105,10 +105,8 @@ class Trial:
 
     def _store(self, held: Any, folder: Path, place: str, staging_bytes: int) -> RecordStore:
         sizes = [4 * shard.numel for shard in held]
-        self.file = MomentumFile(folder, Header("run", 0, 0, "dense0", "fp32", PAGE * len(sizes)))
-        self.file.take_space()
-        front = self.file.header.front
-        files = {i: (self.file, front + PAGE * i) for i, size in enumerate(sizes) if size and place == DISK}
+        self.file = MomentumFile(folder, PAGE * len(sizes))
+        files = {i: (self.file, PAGE * i) for i, size in enumerate(sizes) if size and place == DISK}
         return RecordStore(
             [f"w{i}" for i in range(len(held))],
             held,

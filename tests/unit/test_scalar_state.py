@@ -82,7 +82,7 @@ def test_pieces_are_stepped_as_whole_parameters_are(kind: type[torch.optim.Optim
     initialize_scalar_state(reference)
     weights: Any = Weights(pieced)
     names = {parameter: f"p{number}" for number, parameter in enumerate(pieced)}
-    kept = ScalarState(other, weights, OffloadRun("cpu", "fp32", buffer_mb=0.01), names, kind="dense")
+    kept = ScalarState(other, weights, OffloadRun("cpu", "fp32", buffer_mb=0.01), names)
     assert [len(kept._pieces_of(index)) for index in range(len(SHAPES))] == [3, 0, 5, 1, 0]
     for step in range(3):
         give_gradients(plain, step)

@@ -244,7 +244,7 @@ def _offload(run: MuonRun) -> None:
     if settings.muon_offload == "nvme" and not settings.muon_offload_dir:
         raise UserError("--muon-offload nvme needs --muon-offload-dir DIR, a directory on a fast local disk")
     elsewhere = ("muon_offload_state", "muon_offload_fraction", "muon_offload_buffer_mb", "muon_ns_device")
-    for places, names in ((("nvme",), ("muon_offload_dir", "muon_offload_keep")), (("cpu", "nvme"), elsewhere)):
+    for places, names in ((("nvme",), ("muon_offload_dir",)), (("cpu", "nvme"), elsewhere)):
         for flag in run.given(names) if settings.muon_offload not in places else ():
             raise UserError(
                 f"{flag} needs --muon-offload {' or '.join(places)}, and it is {settings.muon_offload}; change that, "

@@ -7,7 +7,6 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import megatron.core.datasets.utils as dataset_utils
@@ -16,7 +15,6 @@ import megatron.training.arguments as arguments
 import megatron.training.training as training
 import torch
 
-from megatron_muon.checkpoint import files
 from megatron_muon.errors import OffloadError, SaveError
 from megatron_muon.megatron.checkpoint import loading, saving
 from megatron_muon.megatron.flags.arguments import allow_full_precision
@@ -24,7 +22,6 @@ from megatron_muon.megatron.patches import monitoring, profiling
 from megatron_muon.megatron.patches.fsdp import mend_megatron_fsdp
 from megatron_muon.megatron.patches.progress import show_progress
 from megatron_muon.megatron.settings import MuonOptimizerConfig
-from megatron_muon.offload.run import note_iteration
 from megatron_muon.patching import Patches, versions
 
 
@@ -132,9 +129,6 @@ def use_factory(patches: Patches) -> None:
         config: Any, model_chunks: Any, config_overrides: Any = None, pg_collection: Any = None, **_unused: Any
     ) -> Any:
         args = get_args()
-        found = args.ckpt_step or (files.latest(Path(args.load)) if args.load else None)
-        config.muon_offload_iteration = int(found) if found and str(found).isdigit() and not args.finetune else 0
-        config.muon_offload_save = str(Path(args.save).absolute()) if args.save else ""
         if not (args.tensorboard_dir or args.wandb_project):
             config.muon_metrics_interval = 0  # nobody would see them
         return get_megatron_muon_optimizer(config, model_chunks, config_overrides, pg_collection)
@@ -201,7 +195,6 @@ def stop_after_offload_failure(patches: Patches) -> None:
     )
     def checkpoint_and_decide_exit(decide: Callable[..., bool], *args: Any) -> bool:
         model, optimizer, scheduler, iteration, flops, context, data = args
-        note_iteration(iteration)
         failure = getattr(optimizer, "offload_failure", None)
         if failure is None:
             return decide(*args)

@@ -1,4 +1,4 @@
-"""`megatron-muon doctor`: checks of an environment, a checkpoint and offloaded momentum, as findings."""
+"""`megatron-muon doctor`: checks of an environment, and a checkpoint, as findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megatron-muon doctor`: what of the environment, a checkpoint or an offload directory keeps a run from starting.
+"""`megatron-muon doctor`: what of the environment, a checkpoint keeps a run from starting.
 
 Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit status is 1 where something is wrong.
 """
@@ -27,7 +27,6 @@ examples:
   megatron-muon doctor
   megatron-muon doctor --checkpoint runs/quickstart
   megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
-  megatron-muon doctor --offload-dir /scratch/momentum --remove
 """
 
 _COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
@@ -36,34 +35,22 @@ _TORCH = (2, 11)
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `megatron-muon doctor`."""
-    parser.description = (
-        "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom; with "
-        "--offload-dir, whose files of momentum lie there."
-    )
+    parser.description = "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom."
     parser.epilog = EXAMPLES
     add = parser.add_argument
     add("--checkpoint", type=Path, metavar="DIR",
         help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
         "folders")  # fmt: skip
-    add("--offload-dir", type=Path, metavar="DIR",
-        help="a run's --muon-offload-dir: each momentum file there, and whether a run still uses it")  # fmt: skip
-    add("--remove", action="store_true", help="with --offload-dir: delete momentum files that no run uses")
     add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints what was found; 1 where something is wrong."""
-    if args.remove and args.offload_dir is None:
-        raise UserError("--remove needs --offload-dir DIR, the directory to remove momentum files from")
     findings = list(environment())
     if args.checkpoint is not None:
         from megatron_muon.tools.doctor.checkpoint import checkpoint
 
         findings += checkpoint(args.checkpoint)
-    if args.offload_dir is not None:
-        from megatron_muon.tools.doctor.offload import offload
-
-        findings += offload(args.offload_dir, remove=args.remove)
     _show(findings)
     write_json(args.json, [dataclasses.asdict(finding) for finding in findings])
     return int(any(finding.state == WRONG for finding in findings))
