@@ -74,7 +74,7 @@ def test_a_gradient_that_one_rank_lacks_leaves_weights_and_momentum_on_all_ranks
 
 
 def lost_on_one_rank(rank: int, world_size: int, *, folder: str, reader: str) -> tuple[str, bool]:
-    """In a worker: what a step, or a checkpoint, says on every rank once the last rank's file has lost what is read ahead."""
+    """In a worker: what a step, or a checkpoint, says on every rank once the last rank lost what it reads ahead."""
     from megatron_muon.errors import OffloadError
 
     torch.manual_seed(0)

@@ -11,8 +11,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_muon"
 FLOORS = (
     {"core"},
-    {"checkpoint", "cpu"},
-    {"offload"},
+    {"checkpoint", "cpu", "offload"},
     {"fsdp"},
     {"megatron"},
     {"tools"},
