@@ -25,7 +25,6 @@ from megatron_muon.checkpoint import files
 from megatron_muon.errors import (
     ExitStatus,
     OffloadError,
-    Reasons,
     RunFailedError,
     SaveError,
     UserError,
@@ -122,7 +121,7 @@ def prepare(
     full = (*defaults, *rest, "--device", device)
     args = arguments.parse(parser, full)
     elsewhere = _is_elsewhere(device)
-    notes += _check(args, parser, device=device, writes=writes)
+    notes += _check(args, device=device, writes=writes)
     if args.save and writes:
         check_writable(Path(args.save), "--save")
     muon_under_fsdp = args.optimizer in MUONS and args.use_megatron_fsdp
@@ -164,7 +163,7 @@ def _is_elsewhere(device: str) -> bool:
     return device == "cuda" and cpu.installed()
 
 
-def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: bool) -> list[str]:
+def _check(args: argparse.Namespace, *, device: str, writes: bool) -> list[str]:
     """Check the settings by our rules and by Megatron's, and the data; what to tell of it."""
     from megatron_muon.megatron import validation
 
@@ -174,13 +173,9 @@ def _check(args: argparse.Namespace, parser: Parser, *, device: str, writes: boo
     elsewhere = _is_elsewhere(device)
     check_data = not elsewhere and (writes or not is_quickstart)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    reasons = Reasons()
-    with reasons:
-        arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
-    with reasons:
-        unknown: list[str] | None = [] if elsewhere else None
-        validated = validation.check(args, parser, world_size=ranks, elsewhere=unknown, refused=reasons.lines)
-    reasons.tell()
+    arguments.check_settings(args, device=device, writes=writes, check_data=check_data, elsewhere=elsewhere)
+    unknown: list[str] | None = [] if elsewhere else None
+    validated = validation.check(args, world_size=ranks, elsewhere=unknown)
     if not elsewhere:
         check_vocabularies(validated)
         return []

@@ -209,7 +209,7 @@ def test_positions_are_scaled_by_the_factor_of_the_flag() -> None:
     args = args_of(model, seq_length=9, micro_batch_size=1, no_persist_layer_norm=True)
     vars(args).update(LOCAL | {"rank": 0, "world_size": 1})
     assert from_args(args) == from_config(settled(model), rows=model.rows) == model
-    validation.complete(args, PARSER())
+    validation.complete(args)
     with on_meta.process_groups(args) as groups:
         found = on_meta.build_model(args, groups).rotary_pos_emb.inv_freq
     config = transformers.AutoConfig.for_model(**settled(model))

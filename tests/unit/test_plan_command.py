@@ -262,7 +262,7 @@ def test_unset_paths_missing_data_and_sizes_of_batches_do_not_matter(
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"num_layers": None}, "no --num-layers"),
+        ({"num_layers": None}, "num-layers or encoder-num-layers"),
         ({"hidden_size": "many"}, "argument --hidden-size: invalid int value: 'many'"),
         ({"num_attention_heads": "5"}, "megatron-core refuses these settings"),
         ({"pipeline_model_parallel_size": "2"}, "--pipeline-model-parallel-size 2 does not work"),

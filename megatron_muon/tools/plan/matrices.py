@@ -105,11 +105,11 @@ def read_model(path: Path, world_size: int, *, device: str = "cuda") -> Planned:
     global_batch, args.global_batch_size, args.rampup_batch_size = args.global_batch_size, None, None
     args.micro_batch_size = args.micro_batch_size or 1
     args.save, args._is_global_batch_size_explicitly_specified = None, False
-    validation.complete(args, parser)
+    validation.complete(args)
     names = {field.name for field in fields(MuonOptimizerConfig)}
     settings = MuonOptimizerConfig(**{name: value for name, value in vars(args).items() if name in names})
     settings.muon_dump_layout = None
-    with validation.silent(), validation.explained(args, parser):
+    with validation.silent(), validation.explained():
         groups, parameters, vocabulary = _groups(args, settings)
         counted = argparse.Namespace(**{**vars(args), "padded_vocab_size": vocabulary})  # which the count changes
         model = Model(
