@@ -89,12 +89,12 @@ def test_on_a_terminal_there_is_one_live_line(tmp_path, corpus, columns):
         os.close(leader)
     text = shown.decode()
     lines = _MOVES.sub("\n", _COLOURS.sub("", text)).splitlines()
-    assert max(map(len, lines)) <= columns
-    for stage in ("checking the settings of tiny.yaml 0:00", "starting 1 rank 0:"):
+    assert not [each for each in lines if len(each) > columns]
+    for stage in ("checking the settings of tiny.yaml", "starting 1 rank"):
         assert any(stage in each for each in lines), stage
     live = [each for each in lines if "━" in each]
-    assert any(re.search(r"━.* 6/6  .*loss \d\.\d{4}  ", each) for each in live), live
-    figures = r"━.* [2-6]/6  loss \d\.\d{4}  [\d,]+ tok(en)?s?/s  opt(imizer)? \d+%  [\d,.]+ [MG]B  \d:\d\d left"
+    assert any(re.search(r"━.* 6/6  ", each) for each in live), live
+    figures = r"━.* [2-6]/6  loss \d\.\d{4}  [\d,]+ tokens/s  optimizer \d+%"
     assert any(re.search(figures, each) for each in live), live
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     end = text[text.rindex("\x1b[?25h") :]

@@ -26,10 +26,10 @@ LARGE = STEP | {
             STEP, 100,
             "step 130/200  loss 2.0123  grad norm 0.81  lr 8.0e-03  2,351 tokens/s  optimizer 21%  1:02 left",
         ),
-        (STEP, 80, "step 130/200  loss 2.0123  norm 0.81  2,351 tok/s  opt 21%  1:02 left"),
+        (STEP, 80, "step 130/200  loss 2.0123  2,351 tokens/s  optimizer 21%  1:02 left"),
         (
             LARGE, 100,
-            "step 123456/500000  loss 12.3457  17 skipped  12.35 M tok/s  MFU 41%  opt 21%  12 d 00:00 h left",
+            "step 123456/500000  loss 12.3457  17 skipped  12.35 M tokens/s  MFU 41%  12 d 00:00 h left",
         ),
         (
             {"step": 1, "steps": 200, "loss": math.nan, "lr": 8e-4}, 100,
@@ -46,15 +46,7 @@ def test_a_log_interval_in_a_line(told, width, line):
 @pytest.mark.parametrize("width", [40, 60, 79, 80, 99, WIDTH, 120])
 def test_no_line_is_wider_than_it_may_be(told, width):
     assert len(wording.step_line(told, width)) <= width
-    fields = wording.live_fields(told, told["step"], told["steps"])
-    assert len(wording.fit(fields, width)) <= width
-    assert f"{told['step']}/{told['steps']}" in wording.fit(fields, width)
-
-
-def test_the_live_line_keeps_all_at_eighty_columns():
-    known = STEP | {"mfu": 0.4123}
-    line = wording.fit(wording.live_fields(known, 130, 200), 79)
-    assert line == "130/200  loss 2.0123  2,351 tok/s  MFU 41%  opt 21%  970 MB  1:02 left"
+    assert f"{told['step']}/{told['steps']}" in wording.step_line(told, width)
 
 
 def test_what_is_not_known_is_left_out():
@@ -71,7 +63,7 @@ VALIDATION = {"step": 200, "loss": 1.919, "set": "", "data": "validation", "last
     [
         ({}, "validation loss 1.9190  perplexity 6.81  at step 200  took 4.2 s"),
         ({"set": "code"}, "validation loss code 1.9190  perplexity 6.81  at step 200  took 4.2 s"),
-        ({"last": True}, "validation loss 1.9190  perplexity 6.81  after training, on different batches  took 4.2 s"),
+        ({"last": True}, "validation loss 1.9190  perplexity 6.81  after training, on different batches"),
         ({"last": True, "data": "test"}, "test loss 1.9190  perplexity 6.81  at step 200  took 4.2 s"),
         ({"loss": math.inf}, "validation loss not a number  at step 200  took 4.2 s"),
     ],

@@ -96,6 +96,7 @@ class Progress:
         self._has_reported = False
         self._last_measured = self._skipped = 0
         self._told = 0.0
+        self._began: tuple[float, int] | None = None
         self.stages, self._gpu = Stages(), torch.cuda.get_device_name() if on_gpu and not cpu.installed() else None
 
     def watch(self, build: Callable[..., Any], config: Any, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -197,8 +198,7 @@ class Progress:
         share, step_s = self._in_optimizer.take() / seconds, seconds / count
         batch = getattr(settings, "global_batch_size", 0)
         tokens_per_s = batch * settings.seq_length / step_s
-        left = max((settings.train_iters or iteration) - iteration, 0) * step_s
-        left += self.stages.seconds_left(settings, iteration, step_s)
+        left = max((settings.train_iters or iteration) - iteration, 0) * self._seconds_each(iteration, step_s)
         print_rank_last(progress_line(tokens_per_s, share, left, rate))
         return {
             "step_s": step_s,
@@ -207,6 +207,12 @@ class Progress:
             "optimizer_share": share,
             "seconds_left": left,
         }
+
+    def _seconds_each(self, iteration: int, step_s: float) -> float:
+        """The mean time of a step since the first log, evaluations and saves included; at first a step's own."""
+        now = time.monotonic()
+        began, first = self._began = self._began or (now, iteration)
+        return (now - began) / (iteration - first) if iteration > first else step_s
 
     def _mfu(self, settings: Any, batch: int, step_s: float) -> float | None:
         """The model's operations in a step, as Megatron counts them, over what the GPUs could do in bf16."""

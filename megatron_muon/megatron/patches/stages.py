@@ -1,4 +1,4 @@
-"""Reports what a training does besides steps, and times evaluations and saves for the time left."""
+"""Reports what a training does besides steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,11 @@ from megatron_muon.megatron import FIRST_STEP, LOSS
 from megatron_muon.megatron.tell import tell
 from megatron_muon.patching import Patches
 
-_OF_A_STEP = 1 / 3
-"""Share of a step that its forward pass takes; estimates an evaluation until one has been measured."""
-
 
 class Stages:
-    """Reports when a training builds, reads, evaluates and saves; keeps how long the last two took."""
+    """Reports when a training builds, reads, evaluates and saves."""
 
     def __init__(self) -> None:
-        self._evaluation_s: float | None = None
-        self._save_s = 0.0
         self._evaluates: tuple[str, int] = "", 0
         self._set = 0
 
@@ -41,22 +36,6 @@ class Stages:
         patches.around(training, "evaluate", takes=["data_iterator", "model"])(self.evaluate_set)
         patches.around(training, "save_checkpoint_and_time", takes=["iteration"])(self.save)
 
-    def seconds_left(self, settings: Any, iteration: int, step_s: float) -> float:
-        """What evaluations and saves will take from the log of this iteration, which they follow, to the end."""
-        end, left = settings.train_iters or iteration, 0.0
-        if getattr(settings, "do_valid", False) and settings.eval_interval:
-            each = self._evaluation_s
-            if each is None:
-                counts = settings.eval_iters
-                each = (sum(counts) if isinstance(counts, list) else counts) * step_s * _OF_A_STEP
-            after = 1 + bool(getattr(settings, "do_test", False))
-            left += each * (_multiples(settings.eval_interval, iteration - 1, end) + after)
-        if settings.save:
-            every = settings.save_interval or 0
-            at_the_end = not every or end % every != 0
-            left += self._save_s * (_multiples(every, iteration - 1, end) + at_the_end)
-        return left
-
     def evaluate(
         self, call: Callable[..., Any], prefix: str, forward_step: Any, data: Any, model: Any, iteration: int,
         *args: Any, **kwargs: Any,
@@ -64,9 +43,7 @@ class Stages:
         """Replaces `evaluate_and_print_results`, which evaluates all sets and writes their losses under the prefix."""
         self._evaluates, self._set = (prefix, iteration), 0
         tell("stage", stage="evaluating")
-        began = time.monotonic()
         result = call(prefix, forward_step, data, model, iteration, *args, **kwargs)
-        self._evaluation_s = time.monotonic() - began
         tell("stage", stage=None)
         return result
 
@@ -95,9 +72,9 @@ class Stages:
         tell("stage", stage="saving a checkpoint")
         began = time.monotonic()
         result = call(iteration, *args, **kwargs)
-        self._save_s, settings = time.monotonic() - began, get_args()
+        seconds, settings = time.monotonic() - began, get_args()
         in_background = bool(getattr(settings, "async_save", False))
-        tell("saved", step=iteration, folder=settings.save, seconds=self._save_s, background=in_background)
+        tell("saved", step=iteration, folder=settings.save, seconds=seconds, background=in_background)
         tell("stage", stage=None)
         return result
 
@@ -105,8 +82,3 @@ class Stages:
 def _tell_and_call(stage: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     tell("stage", stage=stage)
     return call(*args, **kwargs)
-
-
-def _multiples(every: int, after: int, end: int) -> int:
-    """How many multiples of `every` there are after one number and up to another."""
-    return end // every - after // every if every else 0

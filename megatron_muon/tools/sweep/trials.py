@@ -32,11 +32,11 @@ from megatron_muon.tools.sweep.grid import Task
 from megatron_muon.tools.train import processes, run_folder, wording
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_LINE, FROM_SET, Request, Resolved, resolve_each
 from megatron_muon.tools.train.run_summary import in_words
-from megatron_muon.tools.train.screen import Screen, Status, progress_bar
+from megatron_muon.tools.train.screen import Screen, Status
 from megatron_muon.tools.train.train import Outcome, execute, prepare
 
 if TYPE_CHECKING:
-    from rich.text import Text
+    pass
 
 FRESH, RESUMED, AGAIN, DONE, CHANGED = "to do", "to resume", "to start again", "done", "changed"
 """States of a run before the sweep: AGAIN was cut off without a checkpoint, CHANGED was trained with other settings."""
@@ -130,8 +130,9 @@ class Display:
     """
 
     def __init__(self, total: int, done: int, jobs: int = 1) -> None:
-        self.screen = Screen(self._lines)
+        self.screen = Screen()
         self._total, self._done, self._start = total, done, time.monotonic()
+        self._all: Status | None = None
         self._rounds: int | None = -(-(total - done) // jobs)
         self._under_way: dict[Plan, Status] = {}
         self._printed: dict[Plan, float] = {}
@@ -139,7 +140,8 @@ class Display:
     def started(self, plan: Plan) -> None:
         """A run begins."""
         self._printed[plan] = time.monotonic()
-        self._under_way[plan] = Status("starting", name=plan.task.name)
+        self._all = self._all or Status(self.screen, self._progress())
+        self._under_way[plan] = Status(self.screen, "starting", name=plan.task.name)
         if not self.screen.live:
             self.screen.print(f"{plan.task.name}: {'goes on' if plan.state == RESUMED else 'started'}")
 
@@ -157,15 +159,15 @@ class Display:
 
     def ended(self, plan: Plan, outcome: Outcome) -> None:
         """A run has ended."""
-        del self._under_way[plan]
+        self._under_way.pop(plan).end()
         self._done += 1
+        if self._all is not None:
+            self._all.enter(self._progress())
         words = in_words(outcome.summary, why=True)
         self.screen.print(f"[{self._done}/{self._total}] {plan.task.name}: {words}, {outcome.summary['seconds']:.0f} s")
 
-    def _lines(self, width: int, plain: bool) -> list[Text]:
-        passed = wording.clock(time.monotonic() - self._start)
-        total = progress_bar(self._done / self._total, f"{self._done}/{self._total} runs  {passed}", width, plain=plain)
-        return [total, *(status.line(width, plain=plain) for status in list(self._under_way.values()))]
+    def _progress(self) -> str:
+        return f"{self._done}/{self._total} runs"
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,8 +37,8 @@ class Watcher:
     """
 
     def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
-        self.status = Status()
-        self.screen = Screen(lambda width, plain: [self.status.line(width, plain=plain)], live=not quiet)
+        self.screen = Screen(live=not quiet)
+        self.status = Status(self.screen)
         self._verbose, self._quiet = verbose, quiet
         self._noted: set[str] = set()
         self._patience, self._stops = _PATIENCE_S, False
@@ -78,7 +78,7 @@ class Watcher:
         """An event of the training."""
         self.status.take(event)
         self._patience = _PATIENCE_S
-        width, kind = self.screen.width, event["event"]
+        kind = event["event"]
         if kind == "step":
             self._noted.clear()  # what is said again in the next interval is news
         if self._quiet or self._verbose:
@@ -86,9 +86,9 @@ class Watcher:
         if kind == "model":
             self.screen.print(f"  model       {model_line(event, is_part=self._is_model_parallel)}")
         elif kind == "step":
-            self.screen.print(wording.step_line(event, width))
+            self.screen.print(wording.step_line(event, self.screen.width))
         elif kind == "validation":
-            self.screen.print(wording.validation_line(event, width), "bold")
+            self.screen.print(wording.validation_line(event), "bold")
         elif kind == "saved":
             self.screen.print(wording.saved_line(event))
 

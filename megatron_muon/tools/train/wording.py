@@ -1,8 +1,4 @@
-"""Turns events, figures, sizes and times into text that fits a line. Plain text, no torch.
-
-A line is made of fields. Where it is wider than it may be, fields take their short form, and then the least important
-ones are left out.
-"""
+"""Turns events, figures, sizes and times into text that fits a line. Plain text, no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +6,10 @@ import math
 import shlex
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 WIDTH = 100
 """Columns that a printed line may take; commands and errors, which are copied, may take more."""
-
-
-SPARE = 9
-"""Fields that are left out before any is shortened."""
 
 
 def printable(text: str) -> str:
@@ -25,62 +17,61 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-class Field(NamedTuple):
-    """A part of a line: its text, a shorter form, and when it is dropped: the highest number first, 0 never."""
-
-    text: str
-    short: str = ""
-    leave: int = 0
-
-
-def fit(fields: Iterable[Field], width: int) -> str:
-    """The fields in a line of at most `width` columns."""
-    given = list(fields)
-    lines = ["  ".join(field.text for field in given), "  ".join(field.text for field in given if field.leave < SPARE)]
-    lines += ["  ".join(f.short or f.text for f in given if f.leave < level) for level in range(SPARE, 0, -1)]
-    return next((line for line in lines if len(line) <= width), lines[-1][:width])
-
-
-_FIGURES: dict[str, Callable[[Any], Field]] = {
-    "loss": lambda loss: Field(f"loss {_number(loss, '.4f')}"),
-    "grad_norm": lambda norm: Field(f"grad norm {_norm(norm)}", f"norm {_norm(norm)}", 3),
-    "lr": lambda rate: Field(f"lr {rate:.1e}", leave=4),
-    "muon_lr": lambda rate: Field(f"Muon's lr {rate:.1e}", f"Muon's {rate:.1e}", 5),
-    "skipped": lambda steps: Field(f"{steps} skipped"),
-    "tokens_per_s": lambda speed: Field(f"{_rate(speed)} tokens/s", f"{_rate(speed)} tok/s"),
-    "mfu": lambda mfu: Field(f"MFU {mfu:.1%}", f"MFU {mfu:.0%}", 1),
-    "optimizer_share": lambda share: Field(f"optimizer {share:.0%}", f"opt {share:.0%}", 2),
-    "peak_bytes": lambda peak: Field(size(peak), leave=SPARE),
-    "seconds_left": lambda left: Field(f"{clock(left)} left"),
+_FIGURES: dict[str, Callable[[Any], str]] = {
+    "loss": lambda loss: f"loss {_number(loss, '.4f')}",
+    "grad_norm": lambda norm: f"grad norm {norm:.2f}" if norm < 1000 else f"grad norm {norm:.2e}",
+    "lr": lambda rate: f"lr {rate:.1e}",
+    "muon_lr": lambda rate: f"Muon's lr {rate:.1e}",
+    "skipped": lambda steps: f"{steps} skipped",
+    "tokens_per_s": lambda speed: f"{speed:,.0f} tokens/s" if speed < 999_500 else f"{speed / 1e6:,.2f} M tokens/s",
+    "mfu": lambda mfu: f"MFU {mfu:.0%}",
+    "optimizer_share": lambda share: f"optimizer {share:.0%}",
+    "peak_bytes": lambda peak: size(peak),
+    "seconds_left": lambda left: f"{clock(left)} left",
 }
 """How the figures of the event `step` are written, in the order of a line."""
 
-_LIVE = ("loss", "tokens_per_s", "mfu", "optimizer_share", "peak_bytes", "seconds_left")
+_SPARE = ("peak_bytes", "lr", "muon_lr", "grad_norm", "optimizer_share", "mfu")
+"""Figures that a line leaves out where it is too narrow, the first of these first."""
+
+_LIVE = ("loss", "tokens_per_s", "mfu", "optimizer_share", "seconds_left")
 
 
 def step_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
     """A log interval: the event `step` of `megatron.TOLD`."""
-    figures = _figures({**event, "skipped": event.get("skipped") or None}, _FIGURES)
-    return fit([Field(f"step {_of(event['step'], event['steps'])}"), *figures], width)
+    shown = {
+        "step": f"step {steps_of(event)}",
+        **_figures({**event, "skipped": event.get("skipped") or None}, _FIGURES),
+    }
+    for spare in _SPARE:
+        if len("  ".join(shown.values())) > width:
+            shown.pop(spare, None)
+    return "  ".join(shown.values())[:width]
 
 
-def live_fields(event: Mapping[str, Any], step: int, steps: int | None) -> list[Field]:
-    """What the live line shows: the last step, and the figures of the last log interval; memory is not spare there."""
-    figures = (field._replace(leave=min(field.leave, 3)) for field in _figures(event, _LIVE))
-    return [Field(f"step {_of(step, steps)}", _of(step, steps)), *figures]
+def live_line(event: Mapping[str, Any]) -> str:
+    """The figures of the last log interval for a live line."""
+    return "  ".join(_figures(event, _LIVE).values())
 
 
-def validation_line(event: Mapping[str, Any], width: int = WIDTH) -> str:
+def steps_of(event: Mapping[str, Any]) -> str:
+    """How many steps are done, of how many."""
+    steps = event.get("steps")
+    return f"{event['step']:>{len(str(steps))}}/{steps}" if steps else str(event["step"])
+
+
+def validation_line(event: Mapping[str, Any]) -> str:
     """An evaluation: the event `validation`."""
     name = f" {event['set']}" if event["set"] else ""
     loss = event["loss"]
-    fields = [Field(f"{event['data']} loss{name} {_number(loss, '.4f')}")]
+    fields = [f"{event['data']} loss{name} {_number(loss, '.4f')}"]
     if math.isfinite(loss) and loss < 20:
-        fields.append(Field(f"perplexity {math.exp(loss):,.2f}", f"ppl {math.exp(loss):,.2f}", 1))
-    when = f"at step {event['step']:,}"
+        fields.append(f"perplexity {math.exp(loss):,.2f}")
     if event["last"] and event["data"] == "validation":
-        when = "after training, on different batches"
-    return fit([*fields, Field(when, leave=3), Field(f"took {duration(event['seconds'])}", leave=SPARE)], width)
+        fields.append("after training, on different batches")
+    else:
+        fields += [f"at step {event['step']:,}", f"took {duration(event['seconds'])}"]
+    return "  ".join(fields)
 
 
 def saved_line(event: Mapping[str, Any]) -> str:
@@ -136,21 +127,9 @@ def size(count: float) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
-def _of(step: int, steps: int | None) -> str:
-    return f"{step:>{len(str(steps))}}/{steps}" if steps else str(step)
-
-
 def _number(value: float, form: str) -> str:
     return format(value, form) if math.isfinite(value) else "not a number"
 
 
-def _figures(event: Mapping[str, Any], names: Iterable[str]) -> list[Field]:
-    return [_FIGURES[name](event[name]) for name in names if event.get(name) is not None]
-
-
-def _norm(norm: float) -> str:
-    return f"{norm:.2f}" if norm < 1000 else f"{norm:.2e}"
-
-
-def _rate(speed: float) -> str:
-    return f"{speed:,.0f}" if speed < 999_500 else f"{speed / 1e6:,.2f} M"
+def _figures(event: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
+    return {name: _FIGURES[name](event[name]) for name in names if event.get(name) is not None}
