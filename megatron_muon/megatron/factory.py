@@ -33,7 +33,7 @@ from megatron_muon.fsdp.agreement import compare_settings
 from megatron_muon.fsdp.build import offload_run
 from megatron_muon.megatron.builder import MuonBuilder
 from megatron_muon.megatron.chained import MuonChainedOptimizer
-from megatron_muon.megatron.flags.logits import asked
+from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.main_weights import MainWeights
 from megatron_muon.megatron.model import selection
 from megatron_muon.megatron.qk_clip import QKClip

@@ -28,6 +28,9 @@ PLACES = ("--tensorboard-dir", "--save", "--load")
 EVENT_FILES = "events.out.tfevents.*"
 """The files of a TensorBoard folder."""
 
+TRACES, TRACE = "torch_profile", "rank-*.json.gz"
+"""Where Megatron writes the traces of --use-pytorch-profiler: a folder beside --tensorboard-dir, a file for a rank."""
+
 
 @dataclass(frozen=True)
 class RunFolder:

@@ -25,7 +25,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron_muon.core.rows import local_rows
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.shards import noted_part
-from megatron_muon.megatron.flags.logits import asked
+from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.model.parameters import fused_rows
 from megatron_muon.megatron.patches.attention import record_max_logits
 

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerAction
 from megatron_muon.cli import main
 from megatron_muon.core.probe import SILENT, PhaseTimer, span
 from megatron_muon.errors import UserError
-from megatron_muon.megatron.flags import arguments, monitoring
+from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.patches import profiling
 from megatron_muon.tools.train import traces
 from megatron_muon.tools.train.processes import Nodes
@@ -96,7 +96,8 @@ STEPS = ("--profile", "--use-pytorch-profiler", "--tensorboard-dir", "events", "
 def test_a_profile_that_would_not_be_written_is_refused(parser, flags, why):
     args = arguments.parse(parser, ["--mock-data", "--train-iters", "30", *flags])
     if why is None:
-        monitoring.check_profile(args, on_cpu=True)
+        args.transformer_impl = "local"
+        arguments.check_settings(args, device="cpu", environ={})
         return
     with pytest.raises(UserError) as refused:
         arguments.check_settings(args, device="cpu", environ={})
@@ -105,10 +106,10 @@ def test_a_profile_that_would_not_be_written_is_refused(parser, flags, why):
 
 def test_wandb_that_is_not_installed_is_refused_on_every_rank(parser, monkeypatch):
     args = arguments.parse(parser, ["--mock-data", "--wandb-project", "mine"])
-    monkeypatch.setattr(monitoring.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(arguments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"--wandb-project mine: wandb is not installed; type pip install"):
         arguments.check_settings(args, device="cpu", environ={})
-    monitoring.check_wandb(args, elsewhere=True)
+    arguments.check_settings(args, device="cuda", environ={}, elsewhere=True)
 
 
 # `train --profile`

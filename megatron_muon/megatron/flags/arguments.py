@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from megatron_muon.core.numbers import check_numbers, flag_of
 from megatron_muon.errors import Reasons, UserError, install
-from megatron_muon.megatron.flags import monitoring, refusals
+from megatron_muon.megatron.flags import refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
 from megatron_muon.megatron.flags.suggest import did_you_mean
@@ -173,10 +173,6 @@ def check_settings(
     with reasons:
         refuse_hybrid(args)
     with reasons:
-        monitoring.check_profile(args, on_cpu=on_cpu)
-    with reasons:
-        monitoring.check_wandb(args, elsewhere=elsewhere)
-    with reasons:
         refusals.check(MuonRun(settings=args, model=args, ddp=args, on_cpu=on_cpu, has_model=False))
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
@@ -186,7 +182,35 @@ def check_settings(
     with reasons:
         if args.load and writes:
             check_load(args)
+    start, end = args.profile_step_start, args.profile_step_end
+    steps = f"--profile-step-start {start} --profile-step-end {end}"
     independent = (
+        (
+            args.use_pytorch_profiler and not args.profile,
+            "--use-pytorch-profiler does nothing without --profile; add it, or leave both out",
+        ),
+        (
+            args.profile and start >= end,
+            f"{steps}: no step lies between them; the second number must be larger",
+        ),
+        (
+            args.profile and args.train_iters is not None and end > args.train_iters,
+            f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends before; "
+            "give earlier steps (`train`: --profile-steps FIRST:END), or train longer",
+        ),
+        (
+            args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None,
+            "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too, such as "
+            "--tensorboard-dir runs/profiled/tensorboard",
+        ),
+        (
+            args.profile and on_cpu and not args.use_pytorch_profiler,
+            "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU",
+        ),
+        (
+            args.wandb_project and not elsewhere and importlib.util.find_spec("wandb") is None,
+            f"--wandb-project {args.wandb_project}: wandb is not installed; {install('wandb')}, or leave the flag out",
+        ),
         (
             te_asked and not te_here,
             f"--transformer-impl {TE}: Transformer Engine is not installed; {install('te')} on a "

@@ -142,7 +142,7 @@ def use_factory(patches: Patches) -> None:
 def accept_local_logits(patches: Patches) -> None:
     """Let validation take `--qk-clip` and `--log-max-attention-logit` with local attention, which shows its logits too.
 
-    0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.logits` checks everything else.
+    0.19 asserts Transformer Engine 2.9 for both, whatever attends. `flags.refusals` checks everything else.
     """
     texts = (f"{flag} is only supported with TE" for flag in ("--qk-clip", "--log-max-attention-logit"))
     _require_validation(*texts, check="which attention it asks for")

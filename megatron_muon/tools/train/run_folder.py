@@ -32,8 +32,16 @@ from megatron_muon.checkpoint import files
 from megatron_muon.checkpoint.locks import Lock
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import FACTS, WANDB_RUN
-from megatron_muon.megatron.flags.monitoring import TRACE, TRACES
-from megatron_muon.megatron.places import CHECKPOINTS, EVENT_FILES, PLACES, TENSORBOARD, foreign_file, held_by
+from megatron_muon.megatron.places import (
+    CHECKPOINTS,
+    EVENT_FILES,
+    PLACES,
+    TENSORBOARD,
+    TRACE,
+    TRACES,
+    foreign_file,
+    held_by,
+)
 from megatron_muon.megatron.places import CONFIG as CONFIG
 from megatron_muon.megatron.places import LOG as LOG
 from megatron_muon.megatron.places import RUN as RUN

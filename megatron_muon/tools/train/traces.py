@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_muon.checkpoint import files
-from megatron_muon.megatron.flags.monitoring import TRACES
+from megatron_muon.megatron.places import TRACES
 from megatron_muon.tools.train.node import names_own_step
 from megatron_muon.tools.train.run_folder import RUN, RunFolder, traces_of
 
