@@ -108,8 +108,8 @@ def _optimizer(run: MuonRun) -> Rules:
         layer_wise = layer_wise or "use_layer_wise_distributed_optimizer=True"
     yield (
         layer_wise and under_fsdp,
-        f"{layer_wise} is megatron-core's layer-wise Muon, which deals out whole layers, and Megatron-FSDP has cut them "
-        "into rows by then; use --optimizer muon, whose owner scheme gives every matrix one owner too",
+        f"{layer_wise} is megatron-core's layer-wise Muon, which deals out whole layers, and Megatron-FSDP has cut "
+        "them into rows by then; use --optimizer muon, whose owner scheme gives every matrix one owner too",
     )
     for flag in run.given(ADAPTIVE):
         yield not is_adaptive, f"{flag} needs --optimizer adaptive_muon; add it or leave {flag} out"
