@@ -15,10 +15,9 @@ from typing import NoReturn
 
 from megatron_muon.core.numbers import check_numbers, flag_of
 from megatron_muon.errors import Reasons, UserError, install
-from megatron_muon.megatron.flags import refusals
+from megatron_muon.megatron.flags import config_file, refusals
 from megatron_muon.megatron.flags.path_checks import check_load, check_places, require_data
 from megatron_muon.megatron.flags.refusals import MUONS, MuonRun
-from megatron_muon.megatron.flags.suggest import did_you_mean
 from megatron_muon.settings import TP_MODE, MuonSettings, RunSettings
 
 MODEL_FLAGS = (
@@ -81,9 +80,7 @@ def parse(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
     if {"--help", "-h"} & set(argv):  # argparse would print it and exit, here in the middle of another command
         raise UserError("--help takes no other command's place; type: python -m megatron_muon.pretrain_gpt --help")
     args, unknown = parser.parse_known_args(list(argv))
-    for flag in [token.split("=")[0] for token in unknown if token.startswith("--")]:
-        hint = did_you_mean(flag, parser._option_string_actions) or "; see pretrain_gpt.py --help"
-        raise UserError(f"unknown flag {flag}{hint}")
+    config_file.refuse_unknown_flags(unknown, parser._option_string_actions)
     if unknown:
         raise UserError(f"unexpected argument {unknown[0]!r}: flags begin with --")
     return args

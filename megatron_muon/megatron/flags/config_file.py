@@ -27,7 +27,7 @@ import argparse
 import os
 import re
 import string
-from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -136,12 +136,7 @@ def merge(config: ExperimentConfig, user_argv: Sequence[str]) -> list[str]:
 def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, software: str = "") -> None:
     """Refuse flags that the parser of `software` does not have, and values where a flag takes none or the reverse."""
     actions = parser._option_string_actions
-    unknown = [flag for flag, _ in config.flags if flag not in actions]
-    if unknown:
-        hint = did_you_mean(unknown[0], actions) if len(unknown) == 1 else ""
-        whose = f"{software} does not know " if software else "unknown flag" + "s" * (len(unknown) > 1) + " "
-        remedy = hint or (f"; leave out what is not needed with {UNSET_FLAG} FLAG" if software else "")
-        raise UserError(f"{config.origins.get(unknown[0], config.path)}: {whose}{', '.join(unknown)}{remedy}")
+    refuse_unknown(config, actions, software=software)
     for flag, values in config.flags:
         file, takes = config.origins.get(flag, config.path), actions[flag].nargs
         if takes == 0 and values:
@@ -149,6 +144,23 @@ def check_flags(config: ExperimentConfig, parser: argparse.ArgumentParser, *, so
             raise UserError(f"{file}: {flag} takes no value, found {given!r}; write '{flag}: true' or leave it out")
         if takes in (None, "+") and not values:
             raise UserError(f"{file}: {flag} needs a value, found true or an empty list")
+
+
+def refuse_unknown(config: ExperimentConfig, known: Collection[str], *, software: str = "") -> None:
+    """Refuse flags of a file that are not among those of `software`."""
+    unknown = [flag for flag, _ in config.flags if flag not in known]
+    if unknown:
+        hint = did_you_mean(unknown[0], known) if len(unknown) == 1 else ""
+        whose = f"{software} does not know " if software else "unknown flag" + "s" * (len(unknown) > 1) + " "
+        remedy = hint or (f"; leave out what is not needed with {UNSET_FLAG} FLAG" if software else "")
+        raise UserError(f"{config.origins.get(unknown[0], config.path)}: {whose}{', '.join(unknown)}{remedy}")
+
+
+def refuse_unknown_flags(argv: Sequence[str], known: Collection[str]) -> None:
+    """Refuse a flag of a command line that is not known, with the nearest one."""
+    for flag in (token.partition("=")[0] for token in argv if token.startswith("--")):
+        if flag not in known:
+            raise UserError(f"unknown flag {flag}{did_you_mean(flag, known) or '; see pretrain_gpt.py --help'}")
 
 
 def given_flags(user_argv: Sequence[str]) -> frozenset[str]:

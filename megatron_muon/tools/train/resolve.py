@@ -18,11 +18,21 @@ import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from megatron_muon.errors import RunFailedError, UserError, missing_extra, settling
-from megatron_muon.megatron.flags.config_file import UNSET_FLAG, ExperimentConfig, given_flags, pairs
+from megatron_muon.megatron.flags import names
+from megatron_muon.megatron.flags.config_file import (
+    UNSET_FLAG,
+    ExperimentConfig,
+    given_flags,
+    load_config,
+    pairs,
+    refuse_unknown,
+    refuse_unknown_flags,
+)
 from megatron_muon.megatron.flags.suggest import did_you_mean, plain
 from megatron_muon.megatron.places import CHECKPOINTS, PLACES, RUN, RunFolder, beside, locate, read_json
 from megatron_muon.tools.train import traces
@@ -132,9 +142,14 @@ class Resolved:
 def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """What is settled for each request, or what the user got wrong; each in a fork of one process.
 
+    What needs no Megatron to find is found first: where each has such a mistake, no process is started.
+
     Raises:
         RunFailedError: a process failed; what it printed has been shown.
     """
+    early = [_refused_early(request) for request in requests]
+    if all(early):
+        return [error for error in early if error is not None]
     with tempfile.TemporaryDirectory(prefix="resolve-") as folder:
         asked, answers = Path(folder, "asked"), Path(folder, "answers")
         asked.write_bytes(pickle.dumps(list(requests)))
@@ -151,6 +166,27 @@ def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
             print(done.stdout + done.stderr, end="", file=sys.stderr)
             raise RunFailedError(f"the settings could not be checked (status {done.returncode}); see above")
         return list(pickle.loads(answers.read_bytes()))
+
+
+def _refused_early(request: Request) -> UserError | None:
+    """A file that cannot be read, or flags and keys that are not pretrain_gpt.py's, where these are known."""
+    try:
+        config = load_config(request.config, overridden={*given_flags(request.flags), *_overridden(request)})
+        if known := names.kept():
+            for key, value in request.sets:
+                if value.lower() != "null":  # which may take away what nothing knows
+                    flag_named(key, known)
+            refuse_unknown(config, known, software=f"megatron-core {metadata.version('megatron-core')}")
+            refuse_unknown_flags(request.flags, {*known, UNSET_FLAG})
+    except UserError as error:
+        return error
+    return None
+
+
+def _overridden(request: Request) -> set[str]:
+    """Flags of the file that do not matter, as `request.sets` or its folder take their places."""
+    flags = {f"--{name}" for key, _ in request.sets for name in (plain(key), key.lstrip("-"))}
+    return flags | ({"--tensorboard-dir"} if request.out is not None and not request.keeps_places else set())
 
 
 def answer() -> None:
@@ -213,18 +249,17 @@ def settle(request: Request) -> Resolved:
     devices = [value for key, value in request.sets if plain(key) == "device"]
     sets = [(key, value) for key, value in request.sets if plain(key) != "device"]
     argv = ["--config", request.config, *(["--device", devices[-1]] if devices else []), *request.flags]
-    overridden = {f"--{name}" for key, _ in sets for name in (plain(key), key.lstrip("-"))}
-    if request.out is not None and not request.keeps_places:
-        overridden |= {"--tensorboard-dir"}
     amended: _Amended
 
     def amend(parser: argparse.ArgumentParser, config: ExperimentConfig | None, typed: list[str]) -> list[str]:
         nonlocal amended
         assert config is not None
+        if not names.kept():
+            names.keep(parser._option_string_actions)
         amended = _amend(request, sets, parser._option_string_actions, config, typed, ranks)
         return amended.argv
 
-    settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=overridden)
+    settled = launch.prepare(argv, writes=request.writes, amend=amend, overridden=_overridden(request))
     if request.writes and settled.device == "cuda":  # a dry run or submit is for another machine
         check_gpus(ranks, gpus)
     config, actions = settled.config, settled.parser._option_string_actions
@@ -330,7 +365,7 @@ def _saving(folder: RunFolder, values: Mapping[str, str], said: Collection[str])
     return flags
 
 
-def flag_named(key: str, actions: Mapping[str, argparse.Action]) -> str:
+def flag_named(key: str, actions: Collection[str]) -> str:
     """The flag that a key of `--set` means: `lr`, `--lr`, `muon_lr` and `muon-lr`; a UserError where there is none."""
     flags = {plain(flag): flag for flag in actions if flag.startswith("--")}
     flag = f"--{key.lstrip('-')}"

@@ -1,0 +1,58 @@
+"""Names of flags that are kept between commands: mistakes are answered without Megatron, in the words that it has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_muon.megatron.flags import names
+from megatron_muon.megatron.flags.arguments import build_parser
+
+MISTAKES = [
+    (("train", "--config", "nope.yaml"), "cannot read configuration 'nope.yaml': No such file or directory"),
+    (("train", "--config", "a.yaml", "--num-layres", "2"), "unknown flag --num-layres; did you mean --num-layers?"),
+    (
+        ("train", "--config", "a.yaml", "--set", "num_layres=2"),
+        "there is no flag --num-layres; did you mean num-layers?",
+    ),
+    (("train", "--config", "wrong.yaml"), "does not know --num-layres; did you mean --num-layers?"),
+    (("sweep", "--config", "a.yaml", "--grid", "num_layres=2,3"), "there is no flag --num-layres"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, flag in (("a.yaml", "--num-layers"), ("wrong.yaml", "--num-layres")):
+        (tmp_path / name).write_text(f"MODEL_ARGS:\n  {flag}: 2\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("argv", "said"), MISTAKES)
+def test_a_mistake_is_answered_without_megatron(folder: Path, argv: tuple[str, ...], said: str) -> None:
+    names.keep(build_parser()._option_string_actions)
+    code = (
+        "import sys\nfrom megatron_muon.cli import main\nfrom megatron_muon.tools.train import resolve\n"
+        f"status = main({argv!r})\nsys.exit('torch' in sys.modules or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
+    assert (done.returncode, said in done.stderr) == (2, True), done.stderr
+
+
+def test_names_of_another_state_are_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names.kept() == frozenset()
+    names.keep(["--b", "--a"])
+    assert names.kept() == {"--a", "--b"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "another")
+    assert names.kept() == frozenset()
+    names._file().write_text("no JSON")
+    assert names.kept() == frozenset()
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    names.keep(["--a"])
+    assert names.kept() == frozenset()
