@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron_muon import shipped
 from megatron_muon.core.cost import AUTO, Iteration
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.core.memory import moment_bytes
@@ -160,6 +161,7 @@ def _read(args: argparse.Namespace) -> tuple[MuonSettings, list[Group], int, tra
         iteration = iteration_of()
         vars(settings).update(muon_coefficient_type=iteration.coefficient_type, muon_num_ns_steps=iteration.steps)
         return settings, [transformers_model.read_model(args.hf, args.world_size)], args.world_size, None
+    shipped.require(args.config)
     with quiet_imports():
         from megatron_muon import cpu
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_muon import shipped
 from megatron_muon.core.layout import MAX_RANKS
 from megatron_muon.errors import ExitStatus, UserError, quiet_imports
 from megatron_muon.tools.parser import positive, write_json
@@ -79,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--ranks {wrong[0]} is not a rank of {args.world_size}; they go from 0 to {args.world_size - 1}"
         )
+    shipped.require(args.config)
     hardware = hardware_of(args)
     with quiet_imports():
         from megatron_muon import cpu

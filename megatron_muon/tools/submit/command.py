@@ -176,6 +176,7 @@ def check_flags(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> lis
     from megatron_muon.errors import quiet_imports
     from megatron_muon.megatron.flags import config_file
 
+    shipped.require(args.config)
     with quiet_imports():
         from megatron_muon.megatron.flags import arguments
 
