@@ -13,9 +13,9 @@ ROOT = str(Path(__file__).resolve().parents[2])
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-from tests.functional import cli, warm  # noqa: E402
-from tests.functional.killable import Killable  # noqa: E402
-from tests.functional.pool import Pool  # noqa: E402
+from tests.support import cli, warm  # noqa: E402
+from tests.support.killable import Killable  # noqa: E402
+from tests.support.pool import Pool  # noqa: E402
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

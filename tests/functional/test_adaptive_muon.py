@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.case import STRATEGIES, Case
-from tests.functional.model import Trainer, sabotaged
-from tests.functional.pool import Pool
-from tests.functional.reference import Reference
-from tests.functional.wide import wide_but
+from tests.support.case import STRATEGIES, Case
+from tests.support.model import Trainer, sabotaged
+from tests.support.pool import Pool
+from tests.support.reference import Reference
+from tests.support.wide import wide_but
 
 STEPS = 5
 CHECKED = (1, 2, STEPS)
@@ -218,7 +218,7 @@ def test_stacked_experts_are_matrices_of_their_own(ranks: Pool, method: str) -> 
 
 
 def check_alone(seen: dict[Any, Any], case: Case, name: str, expert: int, shape: Any, *, atol: float) -> None:
-    from tests.functional.case import gradient_of, initial_value
+    from tests.support.case import gradient_of, initial_value
 
     reference = Reference(case.but(stacked=0), {name: shape[1:]}, steps=STEPS)
     with torch.no_grad():

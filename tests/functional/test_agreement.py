@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import megatron_muon
-from tests.functional import frameworks, model
-from tests.functional.case import Case
-from tests.functional.pool import Pool
 from tests.functional.test_layouts import LAYOUTS
-from tests.functional.wide import wide_but
+from tests.support import frameworks, model
+from tests.support.case import Case
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 
 def refusals(rank: int, world_size: int) -> list[str]:

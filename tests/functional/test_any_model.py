@@ -19,9 +19,9 @@ import torch
 
 import megatron_muon
 from megatron_muon.cli import main
-from tests.functional import frameworks
-from tests.functional.pool import Pool
-from tests.functional.wide import wide_but
+from tests.support import frameworks
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 STEPS = 5
 ATOL = 1e-6
@@ -403,7 +403,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 import megatron_muon
 from megatron_muon.cli import main
-from tests.functional import frameworks
+from tests.support import frameworks
 import torch
 torch.manual_seed(0)
 training = frameworks.fsdp2()

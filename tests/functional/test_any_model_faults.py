@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from tests.functional import frameworks
-from tests.functional.pool import Pool
-from tests.functional.wide import wide_but
+from tests.support import frameworks
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 VICTIM = "layers.0.0.weight"
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from tests.functional import cli
+from tests.support import cli
 
 pytestmark = pytest.mark.timeout(150)
 

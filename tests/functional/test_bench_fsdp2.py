@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megatron_muon.tools.train import processes
-from tests.functional import cli
+from tests.support import cli
 
 pytestmark = [
     pytest.mark.timeout(300),

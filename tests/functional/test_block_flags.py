@@ -5,7 +5,7 @@ import math
 import pytest
 
 from megatron_muon.tools.train.events import read_events
-from tests.functional import cli
+from tests.support import cli
 
 ADAPTIVE = ("--optimizer", "adaptive_muon", "--use-megatron-fsdp", "--muon-extra-scale-factor", "0.02")
 SHARDED = ("--data-parallel-sharding-strategy", "optim_grads_params")

@@ -19,13 +19,13 @@ import pytest
 from megatron_muon.checkpoint import checksums, files
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
-from tests.functional import cli
-from tests.functional.case import Case, batches
-from tests.functional.killable import Killable
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool, RankError
-from tests.functional.training import Trainings, train
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.case import Case, batches
+from tests.support.killable import Killable
+from tests.support.model import Trainer
+from tests.support.pool import Pool, RankError
+from tests.support.training import Trainings, train
+from tests.support.wide import wide_but
 
 FLAGS = (
     *(*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params", "--muon-fp32-matmul-prec", "highest"),

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.functional import cli
-from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import DIVISIBLE, EXACT, FULL, SWIGLU, differences, saved, strategy, warnings
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 TP = ("--tensor-model-parallel-size", "2")
 SEQUENCE = (*TP, "--sequence-parallel")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.case import STRATEGIES, Case, batches
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool
-from tests.functional.wide import wide_but
+from tests.support.case import STRATEGIES, Case, batches
+from tests.support.model import Trainer
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 
 def state_keys(rank: int, world_size: int, *, case: Case) -> Any:

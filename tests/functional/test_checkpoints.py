@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_muon.checkpoint import checksums, content, files
-from tests.functional import cli
-from tests.functional.pool import Pool
-from tests.functional.training import Trainings, train
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.pool import Pool
+from tests.support.training import Trainings, train
+from tests.support.wide import wide_but
 
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")
 EXPERTS = (*SWIGLU, "--num-experts", "4", "--moe-router-topk", "2", "--expert-model-parallel-size", "2")

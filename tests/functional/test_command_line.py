@@ -14,7 +14,7 @@ from megatron_muon import cli as command
 from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron.layout_file import read_layout
 from megatron_muon.tools.train.events import read_events
-from tests.functional import cli
+from tests.support import cli
 
 SHARDED = (*cli.MUON, "--data-parallel-sharding-strategy", "optim_grads_params")
 SWIGLU = ("--swiglu", "--normalization", "RMSNorm", "--disable-bias-linear")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional import cli
+from tests.support import cli
 
 STEPS = 10
 ARGS = (

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from tests.functional import test_exact_updates as exact
 from tests.functional import test_offload as offload
-from tests.functional.case import Case
-from tests.functional.delayed import DelayedError, delayed_collectives
-from tests.functional.pool import Pool, RankError
-from tests.functional.wide import wide_but
+from tests.support.case import Case
+from tests.support.delayed import DelayedError, delayed_collectives
+from tests.support.pool import Pool, RankError
+from tests.support.wide import wide_but
 
 CASES = {
     "owner": Case(layers=1, optimizer=exact.SMALL_WAVES),
@@ -88,7 +88,7 @@ MISUSES = {
     "not waited for": r"rank 0 never waited for allreduce 2 of ranks \[0, 1\]",
     "another order": r"rank 0 waits for allreduce 1 .*: rank 1 waits for allreduce 2 .*ranks must wait in one order",
     "another collective": r"rank 0 waits for allreduce 1 .*: rank 1 waits for barrier 1 ",
-    "refused": r"delayed collectives do not know ProcessGroup\.send: add it to tests\.functional\.delayed",
+    "refused": r"delayed collectives do not know ProcessGroup\.send: add it to tests\.support\.delayed",
 }
 
 

@@ -26,11 +26,11 @@ from benchmarks import step, train
 from megatron_muon import cli as ours
 from megatron_muon.errors import UserError
 from megatron_muon.tools.parser import CommandParser
-from tests.functional import cli
-from tests.functional.cli import ROOT, make_corpus
-from tests.functional.documented import LEFT_OUT, NOT_HERE, PROGRAM, STAND_INS, Command, commands, names_of_tests, pages
-from tests.functional.pool import Pool
-from tests.functional.training import Trainings
+from tests.support import cli
+from tests.support.cli import ROOT, make_corpus
+from tests.support.documented import LEFT_OUT, NOT_HERE, PROGRAM, STAND_INS, Command, commands, names_of_tests, pages
+from tests.support.pool import Pool
+from tests.support.training import Trainings
 
 pytestmark = pytest.mark.timeout(600)
 

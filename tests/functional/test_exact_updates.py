@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.case import STRATEGIES, Case
-from tests.functional.model import Trainer, sabotaged
-from tests.functional.pool import Pool
-from tests.functional.reference import Reference
-from tests.functional.wide import wide_but
+from tests.support.case import STRATEGIES, Case
+from tests.support.model import Trainer, sabotaged
+from tests.support.pool import Pool
+from tests.support.reference import Reference
+from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.usefixtures("delayed_too")
 

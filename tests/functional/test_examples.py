@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.functional import cli
+from tests.support import cli
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
 

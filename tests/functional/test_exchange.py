@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.core.probe import SILENT
-from tests.functional.pool import Pool
-from tests.functional.wide import wide_but
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.usefixtures("delayed_too")
 
@@ -65,7 +65,7 @@ def updates(
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
-    from tests.unit.rows import ByMatrix
+    from tests.support.rows import ByMatrix
 
     chance = random.Random(seed)
     matrices = []
@@ -178,7 +178,7 @@ def of_small_magnitude(rank: int, world_size: int, *, scale: float) -> list[torc
     from megatron_muon.core.memory import Memory
     from megatron_muon.core.orthogonalize import Orthogonalizer
     from megatron_muon.core.plan import make_plan
-    from tests.unit.rows import ByMatrix
+    from tests.support.rows import ByMatrix
 
     layout = Layout(world_size, (row_sharded("w", (64, 32), [32] * world_size),))
     orthogonalizer = Orthogonalizer(Iteration(precision="highest"))

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from megatron_muon import cli
-from tests.functional.cli import make_corpus
-from tests.functional.pool import Pool
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support.cli import make_corpus
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 TOLERANCE = 1e-4
 """Of logits, in fp32: the two add up in other orders. Seen: 3e-7 of logits up to 1.5."""

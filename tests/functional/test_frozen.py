@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.case import Case, batches
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool
-from tests.functional.reference import Reference, is_matrix
-from tests.functional.wide import wide_but
+from tests.support.case import Case, batches
+from tests.support.model import Trainer
+from tests.support.pool import Pool
+from tests.support.reference import Reference, is_matrix
+from tests.support.wide import wide_but
 
 STEPS = 3
 FIRST_LAYER = Case(frozen=("layers.0", "word_embeddings"))

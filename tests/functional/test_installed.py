@@ -18,7 +18,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.functional import cli
+from tests.support import cli
 
 pytestmark = [pytest.mark.wide, pytest.mark.timeout(600)]
 

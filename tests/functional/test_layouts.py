@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.functional.case import STRATEGIES, Case, batches
-from tests.functional.model import Trainer, ddp_statistics
-from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import TEN, assert_same_bits, check, run
-from tests.functional.wide import wide_but
+from tests.support.case import STRATEGIES, Case, batches
+from tests.support.model import Trainer, ddp_statistics
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.usefixtures("delayed_too")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from megatron_muon.tools.train.events import read_events
-from tests.functional import cli
-from tests.functional.case import Case
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool
 from tests.functional.test_layouts import MOE, TP
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.case import Case
+from tests.support.model import Trainer
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 QUIET = {"weight_decay": 0.0, "lr": 0.01}
 CASES = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.case import Case, gradient_of
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool
-from tests.functional.wide import wide_but
+from tests.support.case import Case, gradient_of
+from tests.support.model import Trainer
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 
 def one_bad_gradient(rank: int, world_size: int, *, strategies: tuple[str, ...], bad: float, victim: str) -> Any:

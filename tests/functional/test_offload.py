@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional import cli
-from tests.functional.case import Case
-from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved
 from tests.functional.test_layouts import MOE, TP
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.case import Case
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.usefixtures("every_way")
 
@@ -37,7 +37,7 @@ LAYOUTS = {
 def train(rank: int, world_size: int, *, case: Case, settings: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
     """In a worker: this rank's weights and momentum after `STEPS` steps with each of the settings."""
     from megatron_muon.offload.run import close_runs
-    from tests.functional.model import Trainer
+    from tests.support.model import Trainer
 
     results = []
     for setting in settings:
@@ -159,7 +159,7 @@ def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str)
     from megatron_muon.offload import store
     from megatron_muon.offload.codecs import codec_of
     from megatron_muon.offload.files import MomentumFile
-    from tests.unit.streams import Driver
+    from tests.support.streams import Driver
 
     driver = Driver()  # nothing here can lock memory for a GPU
     torch.cuda.cudart = lambda: driver

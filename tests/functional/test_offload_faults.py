@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from megatron_muon.checkpoint import files
-from tests.functional import cli
-from tests.functional.killable import Killable, wait_for_iteration
-from tests.functional.pool import Pool
 from tests.functional.test_checkpoints import differences, saved
-from tests.functional.training import Trainings, train
+from tests.support import cli
+from tests.support.killable import Killable, wait_for_iteration
+from tests.support.pool import Pool
+from tests.support.training import Trainings, train
 
 pytestmark = pytest.mark.timeout(200)
 

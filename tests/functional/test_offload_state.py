@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional import cli, test_layouts
-from tests.functional.case import Case
-from tests.functional.pool import Pool
+from tests.functional import test_layouts
 from tests.functional.test_checkpoints import FULL, SWIGLU, differences, saved, warnings
 from tests.functional.test_offload import BUFFER_MB, differing
-from tests.functional.training import Trainings
-from tests.functional.training import train as train_run
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.case import Case
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.training import train as train_run
+from tests.support.wide import wide_but
 
 STEPS = 5
 
@@ -45,8 +46,8 @@ def train(
     """
     from megatron_muon.megatron import scalar_state
     from megatron_muon.offload.run import close_runs
-    from tests.functional.case import gradient_of
-    from tests.functional.model import Trainer
+    from tests.support.case import gradient_of
+    from tests.support.model import Trainer
 
     def poisoned(name: str, shape: Any, step: int) -> torch.Tensor:
         return gradient_of(name, shape, step) * float("nan")

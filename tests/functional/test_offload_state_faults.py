@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from megatron_muon.checkpoint import files
-from tests.functional import cli, test_offload_faults
-from tests.functional.case import Case
-from tests.functional.pool import Pool
+from tests.functional import test_offload_faults
 from tests.functional.test_checkpoints import differences, saved
 from tests.functional.test_offload_faults import FAULTY_STEP, error_of, lying_there
-from tests.functional.training import Trainings, train
+from tests.support import cli
+from tests.support.case import Case
+from tests.support.pool import Pool
+from tests.support.training import Trainings, train
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.wide]
 
@@ -125,7 +126,7 @@ LIMIT_MB = 100
 def train_within(rank: int, world_size: int, *, limit_mb: int, setting: dict[str, Any]) -> str:
     """In a worker: two steps of a large model in so much more memory; empty, or what torch says when that ends."""
     from megatron_muon.offload.run import close_runs
-    from tests.functional import model
+    from tests.support import model
 
     make = model._optimizer
 

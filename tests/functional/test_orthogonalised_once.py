@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.functional.case import STRATEGIES, Case, batches
-from tests.functional.model import Trainer, sabotaged
-from tests.functional.pool import Pool
-from tests.functional.wide import wide_but
+from tests.support.case import STRATEGIES, Case, batches
+from tests.support.model import Trainer, sabotaged
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 STEPS = 2
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from tests.functional.pool import Pool
+from tests.support.pool import Pool
 
 WORDS, WIDTH = 64, 16
 

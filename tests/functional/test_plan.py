@@ -10,10 +10,10 @@ import pytest
 
 from megatron_muon import cli as command
 from megatron_muon.errors import ExitStatus
-from tests.functional import cli
-from tests.functional.pool import Pool
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 MODEL = {
     "--num-layers": "3",

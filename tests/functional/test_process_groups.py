@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional.pool import Pool
+from tests.support.pool import Pool
 
 
 def on_nodes(rank: int, nodes: list[tuple[int, int]] | None) -> None:

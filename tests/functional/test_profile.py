@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.functional import cli
-from tests.functional.pool import Pool
-from tests.functional.training import Trainings
+from tests.support import cli
+from tests.support.pool import Pool
+from tests.support.training import Trainings
 
 ONCE = ("optimizer", "grad-norm", "optimizer-inner-step", "muon", "adam", "optimizer-copy-main-to-model-params")
 PHASES = ("momentum", "gather wave 0", "gather_wait wave 0", "send_back wave 0", "scatter_wait wave 0", "apply")

@@ -17,15 +17,15 @@ import torch
 
 from megatron_muon.errors import UserError
 from megatron_muon.tools.train.events import read_events
-from tests.functional import cli
-from tests.functional.case import LATENT, STRATEGIES, Case, batches, gradient_of, values_of
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool
-from tests.functional.reference import Reference
 from tests.functional.test_exact_updates import Seen
 from tests.functional.test_layouts import LAYOUTS, OUTER, SHARDED, TP, TRAINED
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.case import LATENT, STRATEGIES, Case, batches, gradient_of, values_of
+from tests.support.model import Trainer
+from tests.support.pool import Pool
+from tests.support.reference import Reference
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 TEN = 10
 THRESHOLD = 1.0

@@ -26,9 +26,9 @@ from megatron_muon import cli as command
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
 from megatron_muon.tools.train.events import read_events
-from tests.functional import cli
-from tests.functional.pool import Pool
-from tests.functional.training import Trainings
+from tests.support import cli
+from tests.support.pool import Pool
+from tests.support.training import Trainings
 
 CLUSTER = cli.ROOT / "scripts/slurm/local_cluster.sh"
 SCRIPT = cli.ROOT / "scripts/slurm/pretrain.sbatch"

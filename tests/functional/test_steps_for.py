@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.functional.case import Case
-from tests.functional.pool import Pool
 from tests.functional.test_exact_updates import TEN, assert_same_bits, check, run
-from tests.functional.wide import wide_but
+from tests.support.case import Case
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 STEPS = {"muon_ns_steps_for": ["linear_fc*=3", "linear_fc2=8", "layers.0.*qkv=4"]}
 BY_NAME = (("linear_fc", 3), ("linear_fc2", 8), ("layers.0.self_attention.linear_qkv", 4))

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_muon.cli import main
-from tests.functional import cli
 from tests.functional.test_train import Running, command, write_config
+from tests.support import cli
 
 pytestmark = pytest.mark.timeout(700)
 

@@ -18,9 +18,9 @@ import pytest
 
 from megatron_muon.errors import ExitStatus
 from megatron_muon.megatron import FIRST_STEP, STATUS_FOLDER, TOLD
-from tests.functional import cli, warm
 from tests.functional.test_train import Running, command, write_config
-from tests.functional.training import train
+from tests.support import cli, warm
+from tests.support.training import train
 
 pytestmark = pytest.mark.timeout(300)
 

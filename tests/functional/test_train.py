@@ -22,7 +22,7 @@ from megatron_muon.tools.train import processes
 from megatron_muon.tools.train.events import read_events
 from megatron_muon.tools.train.records import read_record
 from megatron_muon.tools.train.summary import next_commands
-from tests.functional import cli, warm
+from tests.support import cli, warm
 
 SECONDS = cli.SECONDS
 MANY = "100000"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.functional.pool import Pool
+from tests.support.pool import Pool
 
 Found = tuple[int, int, dict[tuple[int, int], str], str]
 

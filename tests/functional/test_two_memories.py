@@ -18,9 +18,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_muon.tools.train.events import read_events
-from tests.functional import cli
-from tests.functional.case import Case
-from tests.functional.pool import Pool
 from tests.functional.test_any_model import (
     FRAMEWORKS,
     ON_FOUR,
@@ -34,8 +31,11 @@ from tests.functional.test_checkpoint_layouts import HSDP
 from tests.functional.test_checkpoints import DIVISIBLE, EXPERTS, FULL, SWIGLU, differences, saved, strategy, warnings
 from tests.functional.test_offload import BUFFER_MB
 from tests.functional.test_qk_clip import CLIP, curve
-from tests.functional.training import Trainings
-from tests.functional.wide import wide_but
+from tests.support import cli
+from tests.support.case import Case
+from tests.support.pool import Pool
+from tests.support.training import Trainings
+from tests.support.wide import wide_but
 
 EVERYTHING = {"muon_offload_state": "all", "muon_offload_buffer_mb": BUFFER_MB, "muon_offload_fraction": 0.5}
 
@@ -98,8 +98,8 @@ def test_any_model_with_momentum_off_the_gpu_trains_and_goes_on(ranks: Pool, tmp
 def step_with_momentum_lent_from_host_memory(rank: int, world_size: int, *, kind: str) -> str:
     """In a worker: what becomes of a step that computes with records where a host keeps them."""
     from megatron_muon.offload.store import RecordStore
-    from tests.functional import frameworks
-    from tests.functional.two_memories import CPU, PlaceError
+    from tests.support import frameworks
+    from tests.support.two_memories import CPU, PlaceError
 
     make = RecordStore.__init__
     with mock.patch.object(RecordStore, "__init__", lambda *args, **given: make(*args, **{**given, "device": CPU})):
@@ -175,8 +175,8 @@ def with_bug(bug: str) -> Iterator[None]:
 def refusals(rank: int, world_size: int) -> dict[str, str]:
     """In a worker: what becomes of a state dict of weights, and of a look at what a checkpoint has, with each bug."""
     from megatron_muon.megatron.checkpoint import loading
-    from tests.functional.model import Trainer
-    from tests.functional.two_memories import PlaceError
+    from tests.support.model import Trainer
+    from tests.support.two_memories import PlaceError
 
     found = {}
     for bug in BUGS:
@@ -201,7 +201,7 @@ def test_saving_and_loading_as_they_once_were_are_refused(ranks: Pool) -> None:
 
 def rules(rank: int, world_size: int) -> dict[str, str]:
     """In a worker: what becomes of some operations."""
-    from tests.functional.two_memories import PlaceError
+    from tests.support.two_memories import PlaceError
 
     host, device = torch.ones(2), torch.ones(2, device="cuda")
     found = {}

@@ -1,11 +1,11 @@
-"""What `python -m tests.functional.typed` types and watches; wide cases type two pages, the command alone all."""
+"""What `python -m tests.support.typed` types and watches; wide cases type two pages, the command alone all."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.functional import typed
-from tests.functional.documented import Command
+from tests.support import typed
+from tests.support.documented import Command
 
 
 @pytest.mark.parametrize(

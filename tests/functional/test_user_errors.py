@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_muon.megatron.data import prepare
-from tests.functional import cli
+from tests.support import cli
 
 pytestmark = pytest.mark.timeout(300)
 

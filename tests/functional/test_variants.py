@@ -15,9 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.functional.case import STRATEGIES, Case
-from tests.functional.model import Trainer
-from tests.functional.pool import Pool
 from tests.functional.test_adaptive_muon import ATOL
 from tests.functional.test_exact_updates import (
     BLOCKS,
@@ -28,7 +25,10 @@ from tests.functional.test_exact_updates import (
     run,
 )
 from tests.functional.test_layouts import LAYOUTS, TP
-from tests.functional.wide import wide_but
+from tests.support.case import STRATEGIES, Case
+from tests.support.model import Trainer
+from tests.support.pool import Pool
+from tests.support.wide import wide_but
 
 pytestmark = pytest.mark.timeout(330)
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_muon.tools.train.events import read_events
 from megatron_muon.tools.train.run_folder import read_json
-from tests.functional import cli, offline_run
 from tests.functional.test_metrics import documented
+from tests.support import cli, offline_run
 
 pytest.importorskip("wandb", reason="needs the extra `wandb`, which the lock file leaves out: it brings 20 packages")
 pytestmark = pytest.mark.wide

@@ -17,7 +17,7 @@ from torch.optim import _muon as torch_muon
 import megatron_muon
 from megatron_muon.core.errors import UserError
 from megatron_muon.offload.run import close_runs
-from tests.unit.small_model import Model
+from tests.support.small_model import Model
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
 

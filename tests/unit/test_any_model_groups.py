@@ -11,7 +11,7 @@ from torch import nn
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from tests.unit.small_model import Model
+from tests.support.small_model import Model
 
 TORCHS = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
 

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import megatron_muon
 from megatron_muon.core.errors import UserError
 from megatron_muon.fsdp.selection import select
-from tests.unit.small_model import Model
+from tests.support.small_model import Model
 
 
 def test_who_takes_what_can_be_read_and_changed() -> None:

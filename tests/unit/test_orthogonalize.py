@@ -24,7 +24,7 @@ from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 from megatron_muon.core.probe import SILENT
 from megatron_muon.core.route import blocks_of, make_stacks
-from tests.unit.rows import ByMatrix
+from tests.support.rows import ByMatrix
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
 

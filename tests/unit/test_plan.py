@@ -19,7 +19,7 @@ from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.plan import MIN_WAVES, Plan, make_plan
 from megatron_muon.tools.plan.estimate import HARDWARE, Group, Settings, plan_group
 from megatron_muon.tools.plan.memory import extra_bytes
-from tests.unit.buffers import smallest_bytes
+from tests.support.buffers import smallest_bytes
 
 STANDARD = Iteration(method="standard")
 

@@ -29,7 +29,7 @@ from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import PAGE, MomentumFile
 from megatron_muon.offload.ring import Piece, Ring
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
-from tests.unit.streams import Event, Gpu, Stream
+from tests.support.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
 
 SHAPES = [(16, 32)] * 12 + [(1, 48)] * 2  # the last two lie whole on rank 0

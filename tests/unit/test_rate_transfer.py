@@ -12,7 +12,7 @@ from megatron_muon import cli
 from megatron_muon.errors import UserError
 from megatron_muon.tools.report.arms import find_runs, read_arms
 from megatron_muon.tools.report.transfer import families, transfer_table
-from tests.unit.made_runs import make_run
+from tests.support.made_runs import make_run
 
 RATES = ("0.01", "0.02", "0.04")
 BEST = {("spectral", 64): 0.04, ("spectral", 256): 0.01, ("shape_scaling", 64): 0.02, ("shape_scaling", 256): 0.02}

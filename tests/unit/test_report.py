@@ -12,7 +12,7 @@ from megatron_muon.tools.report.comparison import best_arms, compare, reach, sho
 from megatron_muon.tools.report.page import Report
 from megatron_muon.tools.train.events import read_events
 from megatron_muon.tools.train.records import read_record
-from tests.unit.made_runs import falling, make_run
+from tests.support.made_runs import falling, make_run
 
 
 @pytest.fixture(scope="module")

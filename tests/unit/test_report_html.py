@@ -15,7 +15,7 @@ from megatron_muon.tools.report.arms import find_runs, read_arms
 from megatron_muon.tools.report.html import html_page
 from megatron_muon.tools.report.markdown import FOLD, FOLD_END, table
 from megatron_muon.tools.report.page import Report
-from tests.unit.made_runs import falling, make_run
+from tests.support.made_runs import falling, make_run
 
 TAGS = {
     *{"html", "head", "meta", "title", "style", "body", "nav", "main", "h1", "h2", "p", "a", "strong", "code", "span"},

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from megatron_muon.tools.report.arms import find_runs, read_arms
 from megatron_muon.tools.report.page import Report
-from tests.unit.made_runs import falling, make_run
+from tests.support.made_runs import falling, make_run
 
 Make = Callable[..., None]
 Draw = Callable[[], dict[str, Figure]]

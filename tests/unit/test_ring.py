@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.offload.files import PAGE, in_pages
 from megatron_muon.offload.ring import Piece, Ring, aligned, lock, transfer_memory, unlock
-from tests.unit.streams import Driver
+from tests.support.streams import Driver
 
 CPU = torch.device("cpu")
 PAGES = 12

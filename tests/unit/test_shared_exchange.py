@@ -22,8 +22,8 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan, make_plan
 from megatron_muon.core.probe import Probe
 from megatron_muon.core.slices import BlockSlice
-from tests.unit.buffers import smallest_bytes
-from tests.unit.rows import ByMatrix
+from tests.support.buffers import smallest_bytes
+from tests.support.rows import ByMatrix
 
 Shapes = Sequence[tuple[int, int]]
 

@@ -28,7 +28,7 @@ from megatron_muon.fsdp.selection import steps_of
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.layout_file import read_layout, write_layout
 from megatron_muon.settings import steps_for
-from tests.unit.rows import ByMatrix
+from tests.support.rows import ByMatrix
 
 NAMES = ["layers.0.qkv.weight", "layers.0.fc1.weight", "layers.1.qkv.weight", "layers.1.fc1.weight"]
 RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data")

@@ -15,7 +15,7 @@ from megatron_muon.tools.sweep.results import Results, Row
 from megatron_muon.tools.train import run_folder, screen
 from megatron_muon.tools.train.resolve import FROM_FOLDER, FROM_SET, Flag, Request, Resolved, check_gpus
 from megatron_muon.tools.train.run_folder import RunFolder
-from tests.unit.made_runs import falling, make_run
+from tests.support.made_runs import falling, make_run
 
 # The grid
 

@@ -22,7 +22,7 @@ from megatron_muon.tools.train.resolve import FROM_LINE, Flag, Request, Resolved
 from megatron_muon.tools.train.run_folder import RunFolder, check_free, clear, config_hash, config_text, name_of
 from megatron_muon.tools.train.run_summary import summary_of
 from megatron_muon.tools.train.train import _exit_status, prepare
-from tests.unit.made_runs import make_run
+from tests.support.made_runs import make_run
 
 # The folder
 

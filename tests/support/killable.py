@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from tests.functional import pool, warm
-from tests.functional.cli import ROOT
+from tests.support import pool, warm
+from tests.support.cli import ROOT
 
 SECONDS = 90.0
 
@@ -28,7 +28,7 @@ class Killable:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [str(warm.PYTHON), "-m", "tests.functional.killable"],
+            [str(warm.PYTHON), "-m", "tests.support.killable"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -93,7 +93,7 @@ def _fork(rank: int, task: dict[str, Any], store: Path) -> int:
     if pid:
         return pid
     kwargs = {"argv": task["argv"], "folder": task["folder"]}
-    kind, _ = pool._answer(rank, "tests.functional.training", "train", task["ranks"], str(store), None, kwargs)
+    kind, _ = pool._answer(rank, "tests.support.training", "train", task["ranks"], str(store), None, kwargs)
     os._exit(int(kind != "done"))
 
 

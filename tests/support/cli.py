@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from megatron_muon.megatron.data import prepare
-from tests.functional import warm
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 200.0

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_muon import cpu
 from megatron_muon.cpu import devices
-from tests.unit.streams import Driver
+from tests.support.streams import Driver
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_", "aten::index"}

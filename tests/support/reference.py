@@ -13,7 +13,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import AdaptiveMuon, Muon, MuonHyperball
 from emerging_optimizers.scalar_optimizers import Lion
 
-from tests.functional.case import HYBRID, LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
+from tests.support.case import HYBRID, LATENT, QUERY_LATENT, Case, cosine, gradient_of, initial_value
 
 
 def is_matrix(case: Case, name: str, shape: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """Types the commands of README.md and docs/ where the quickstart has run, and watches the quickstart's files.
 
-    python -m tests.functional.typed [PAGE...]
+    python -m tests.support.typed [PAGE...]
 
 Each command runs in a shell, page by page, in the order of the page. The variable STEPS (2) shortens trainings to that
 many iterations and takes one point and one seed of a sweep; with STEPS= every command runs at its whole length. A line
@@ -18,8 +18,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.functional import cli, warm
-from tests.functional.documented import LEFT_OUT, STAND_INS, Command, commands, pages
+from tests.support import cli, warm
+from tests.support.documented import LEFT_OUT, STAND_INS, Command, commands, pages
 
 STEPS = os.environ.get("STEPS", "2")
 SMALL = "--micro-batch-size 1 --global-batch-size 12 --seq-length 64 --max-position-embeddings 64"

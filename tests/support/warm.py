@@ -74,7 +74,7 @@ class WarmPython:
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
             with self._log.open("wb") as stream:
                 self._process = subprocess.Popen(
-                    [COLD, "-m", "tests.functional.warm", self._address],
+                    [COLD, "-m", "tests.support.warm", self._address],
                     cwd=ROOT, env=environ, stdin=subprocess.PIPE, stdout=stream, stderr=stream, start_new_session=True,
                 )  # fmt: skip
             if shared:

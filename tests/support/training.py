@@ -11,8 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.functional.cli import Run
-from tests.functional.pool import Pool
+from tests.support.cli import Run
+from tests.support.pool import Pool
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.functional.cli import ROOT
+from tests.support.cli import ROOT
 
 PROGRAM = re.compile(
     r"(sudo )?([A-Z_]+=\S+ )*"

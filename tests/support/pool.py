@@ -26,10 +26,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.functional import warm
+from tests.support import warm
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
+TESTS = ROOT / "tests" / "functional"
 MAX_RANKS = 4
 COLLECTIVE_S = 60
 ANSWER_S = 400  # delayed sums of teams, of two times four ranks on two cores, take up to 300
@@ -96,11 +96,11 @@ class Pool:
 
     def delayed(self, seed: int = 1) -> contextlib.AbstractContextManager[Pool]:
         """Tasks run with delayed collectives (delayed.py) meanwhile."""
-        return self._within("tests.functional.delayed", "delayed_collectives", seed)
+        return self._within("tests.support.delayed", "delayed_collectives", seed)
 
     def two_memories(self) -> contextlib.AbstractContextManager[Pool]:
         """Tasks run where a GPU's memory is not the host's (two_memories.py) meanwhile."""
-        return self._within("tests.functional.two_memories", "two_memories")
+        return self._within("tests.support.two_memories", "two_memories")
 
     @property
     def pids(self) -> list[int]:
@@ -141,14 +141,14 @@ class _Worker:
         with multiprocessing.connection.Listener(address) as listener:
             with self.log.open("wb") as log:
                 self.process = subprocess.Popen(
-                    [str(warm.PYTHON), "-m", "tests.functional.pool", str(index), address],
+                    [str(warm.PYTHON), "-m", "tests.support.pool", str(index), address],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     stdin=subprocess.DEVNULL,
                     cwd=ROOT,
                     env={
                         **os.environ,
-                        "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)]),
+                        "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
                         **warm.PROCESS.environment(),
                     },
                 )

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.functional.case import SEQUENCE, Case, batches, gradient_of
-from tests.functional.gpt import build_gpt, cut_along, global_name, transformer_config
+from tests.support.case import SEQUENCE, Case, batches, gradient_of
+from tests.support.gpt import build_gpt, cut_along, global_name, transformer_config
 
 
 class Trainer:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.functional.case import HYBRID, LATENT, QUERY_LATENT, SEQUENCE, STACKED, Case, initial_value
+from tests.support.case import HYBRID, LATENT, QUERY_LATENT, SEQUENCE, STACKED, Case, initial_value
 
 
 def global_name(name: str, first_expert: int) -> str:
