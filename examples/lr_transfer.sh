@@ -24,4 +24,4 @@ for mode in $modes; do
     megatron-muon sweep --config configs/lr-transfer.yaml --nproc 1 --jobs 2 --out "$out/$mode" "${grids[@]}" \
         --set "data_path=$corpus" --set "muon_scale_mode=$mode" --set "muon_extra_scale_factor=$factor" "$@"
 done
-[[ " $* " == *" --dry-run "* ]] || megatron-muon report "$out" --transfer hidden_size --out "$out/report"
+[[ " $* " == *" --dry-run "* ]] || python examples/lr_transfer.py "$out" --out "$out/report"

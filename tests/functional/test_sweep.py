@@ -79,8 +79,8 @@ def test_rates_across_widths_as_the_example_sweeps_them(tmp_path):
     short = ("--train-iters", "2", "--eval-iters", "1", "--eval-interval", "1", "--log-interval", "1")
     run = cli.run([*script, *short], tmp_path, seconds=3 * cli.SECONDS, env=few).checked()
     assert "2 runs in " in run.output
-    page = (tmp_path / "out" / "report" / "report.md").read_text()
-    assert "## Learning rates across `hidden_size`" in page
+    page = (tmp_path / "out" / "report" / "rate-transfer.md").read_text()
+    assert "| unit_rms_norm | 64 |" in page or "| all | 64 |" in page, page
     assert (tmp_path / "out" / "report" / "rate-transfer.png").exists()
     anew = {**places, "OUT": str(tmp_path / "anew"), "MODES": "spectral"}
     dry = cli.run([*script, "--dry-run"], tmp_path, seconds=3 * cli.SECONDS, env=anew).checked()

@@ -53,7 +53,6 @@ LEFT_OUT = {
     r"(?!.*--dry-run).*(megatron-muon submit|sbatch)": "needs a SLURM cluster; Reader tries it dry",
     r".*--peers deepspeed": "needs DeepSpeed; see test_bench_peers.py",
     r"\./examples/": "sweeps for an hour; see test_sweep.py",
-    r"megatron-muon report runs/lr-transfer": "reports the runs of examples/lr_transfer.sh",
 }
 """Commands that are not typed, by a pattern of their beginning, with the reason."""
 

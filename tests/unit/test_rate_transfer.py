@@ -1,19 +1,17 @@
-"""`megatron-muon report --transfer`: whether a rate found at one width holds at others, from runs as they are left."""
+"""`examples/lr_transfer.py`: whether a rate found at one width holds at others, from runs as they are left."""
 
 from __future__ import annotations
 
-import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from megatron_muon import cli
-from megatron_muon.errors import UserError
-from megatron_muon.tools.report.arms import find_runs, read_arms
-from megatron_muon.tools.report.transfer import families, transfer_table
 from tests.support.made_runs import make_run
 
+ROOT = Path(__file__).resolve().parents[2]
 RATES = ("0.01", "0.02", "0.04")
 BEST = {("spectral", 64): 0.04, ("spectral", 256): 0.01, ("shape_scaling", 64): 0.02, ("shape_scaling", 256): 0.02}
 """With one mode the best rate moves by four, with the other it stays."""
@@ -36,40 +34,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_what_a_narrow_models_rate_loses_on_a_wide_one(runs: Path) -> None:
-    found = {family.name: family for family in families(read_arms(find_runs([runs]))[0], "hidden_size")}
-    spectral, shape = (
-        found[f"muon_scale_mode={mode}, muon_extra_scale_factor={factor}"]
-        for mode, factor in (("spectral", "0.1"), ("shape_scaling", "1.0"))
-    )
-    assert len(found) == 2, "heads follow from the width and make no family"
-    for family, mode in ((spectral, "spectral"), (shape, "shape_scaling")):
-        assert [line.value for line in family.lines] == ["64", "256"]
-        assert [line.best for line in family.lines] == [BEST[mode, 64], BEST[mode, 256]]
-    assert spectral.lines[1].lost(spectral.lines[0].best) == pytest.approx(0.2, abs=1e-5)
-    assert spectral.lines[1].at_edge
-    assert shape.lines[1].lost(shape.lines[0].best) == 0.0
-    assert shape.lines[0].tried[-1] == 0.04 not in shape.lines[0].losses, "it diverged"
-    assert shape.lines[0].lost(0.04) is None
-    assert not shape.lines[0].at_edge
-    rows = transfer_table(list(found.values()), "hidden_size").splitlines()
-    assert sum("0.01, at the edge" in row and row.endswith("+0.2000 |") for row in rows) == 1
-
-
-def test_a_setting_that_is_the_same_in_all_runs_is_refused(runs: Path) -> None:
-    arms, _ = read_arms(find_runs([runs]))
-    with pytest.raises(
-        UserError, match=r"--transfer ffn_hidden_size is the same in all runs; they differ in .*hidden_size"
-    ):
-        families(arms, "ffn_hidden_size")
-
-
-def test_the_report_has_picture_table_and_figures(runs: Path, tmp_path: Path) -> None:
-    assert cli.main(["report", str(runs), "--transfer", "hidden-size", "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "report.md").read_text("utf-8")
-    assert "## Learning rates across `hidden_size`" in page
-    assert "![final loss against learning rate, by hidden_size](rate-transfer.png)" in page
+def test_what_a_narrow_models_rate_loses_on_a_wide_one(runs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "examples/lr_transfer.py", str(runs), "--out", str(tmp_path)]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[2:]]
+    assert {(mode, width): rate for mode, width, rate, *_ in rows} == {
+        ("spectral", "64"): "0.04, at the edge",
+        ("spectral", "256"): "0.01, at the edge",
+        ("shape_scaling", "64"): "0.02, at the edge",  # what comes after it diverged
+        ("shape_scaling", "256"): "0.02",
+    }
+    assert {(mode, width): lost for mode, width, _, _, lost in rows}["spectral", "256"] == "+0.2000"
     assert (tmp_path / "rate-transfer.png").stat().st_size > 10_000
-    figures = json.loads((tmp_path / "report.json").read_text("utf-8"))["transfer"]
-    assert figures["setting"] == "hidden_size"
-    assert figures["families"][0]["lines"][0]["losses"]["0.02"]["count"] == 1
+    assert shown.strip() in (tmp_path / "rate-transfer.md").read_text()
+
+
+def test_a_setting_that_is_the_same_in_all_runs_is_refused(runs: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "examples/lr_transfer.py", str(runs), "--out", str(tmp_path), "--setting", "seq_length"]
+    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (refused.returncode, "--setting seq_length is the same in all runs" in refused.stderr) == (1, True)

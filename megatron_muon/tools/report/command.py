@@ -23,7 +23,6 @@ EXAMPLES = """\
 examples:
   megatron-muon report runs/compare --out runs/compare/report
   megatron-muon report runs/first runs/second --out runs/report
-  megatron-muon report runs/lr-transfer --transfer hidden_size --out runs/lr-transfer/report
 """
 
 
@@ -33,9 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EXAMPLES
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run or of a sweep")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the page and pictures go")
-    parser.add_argument("--transfer", default="", metavar="KEY",
-        help="show whether a learning rate found at one value of this setting holds at others, as hidden_size; what "
-        "follows from it, such as a number of heads, need not be named")  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -45,8 +41,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_muon.tools.report.page import FIGURES, HTML, PAGE, Report, count
 
     arms, empty = read_arms(find_runs(args.runs))
-    transfer = args.transfer.lstrip("-").replace("-", "_")
-    report = Report(arms, empty, transfer=transfer)
+    report = Report(arms, empty)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         pictures = report.draw(args.out)

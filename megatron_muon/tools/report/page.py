@@ -23,7 +23,6 @@ from megatron_muon.tools.report.comparison import (
 )
 from megatron_muon.tools.report.headline import HOW_STEPS_ARE_COUNTED, at_most, headline
 from megatron_muon.tools.report.markdown import FOLD, FOLD_END, code, indented, plain, table
-from megatron_muon.tools.report.transfer import ABOUT, families, transfer_table
 from megatron_muon.tools.train.events import WARMUP_STEPS
 from megatron_muon.tools.train.records import LAST_STEPS, Record
 from megatron_muon.tools.train.wording import printable
@@ -32,7 +31,6 @@ PAGE, HTML, FIGURES = "report.md", "report.html", "report.json"
 
 LOSSES = {f"loss-{axis}.png": axis for axis in plots.AXES}
 RATES, STEP_TIMES, MEMORY = "final-loss-by-rate.png", "step-time.png", "memory.png"
-TRANSFER = "rate-transfer.png"
 
 _MOST_LETTERS = 32
 """Of a setting's value in a picture."""
@@ -62,11 +60,10 @@ _Cell = Callable[[Arm], str | None]
 
 
 class Report:
-    """What is said of arms; `empty` are runs without a step, `transfer` the setting that rates are carried over."""
+    """What is said of arms; `empty` are runs without a step."""
 
-    def __init__(self, arms: Sequence[Arm], empty: Sequence[Record], *, transfer: str = "") -> None:
-        self.arms, self.empty, self.transfer = arms, empty, transfer
-        self.families = families(arms, transfer) if transfer else []
+    def __init__(self, arms: Sequence[Arm], empty: Sequence[Record]) -> None:
+        self.arms, self.empty = arms, empty
         self.runs = [run for arm in arms for run in arm.runs]
         self.best, self.shown = best_arms(arms), shown_arms(arms)
         self.compared = compare(self.best)
@@ -84,9 +81,6 @@ class Report:
         ]
         drawn = {name: plots.draw_losses(out / name, curves, axis, self.concluded) for name, axis in LOSSES.items()}
         drawn[RATES] = not not_comparable(self.arms) and plots.draw_rates(out / RATES, self.arms, final=self.final)
-        if self.families:
-            plots.draw_transfer(out / TRANSFER, self.families, key=self.transfer, final=self.final)
-        drawn[TRANSFER] = bool(self.families)
         times = {"milliseconds of a training step (median)": {name: arm.step_parts() for name, arm in named.items()}}
         drawn[STEP_TIMES] = plots.draw_bars(out / STEP_TIMES, times, width=10.0)
         states = {name: arm.runs[0].state_bytes for name, arm in named.items()}
@@ -117,11 +111,6 @@ class Report:
         if RATES in pictures:
             parts += ["## Final loss against learning rate", _ABOUT_RATES.format(final=self.final)]
             parts += [f"![final loss against learning rate]({RATES})"]
-        if self.families:
-            parts += [f"## Learning rates across {code(self.transfer)}", transfer_table(self.families, self.transfer)]
-            first = code(self.families[0].lines[0].value)
-            parts += [ABOUT.format(key=code(self.transfer), final=self.final, first=first)]
-            parts += [f"![final loss against learning rate, by {plain(self.transfer)}]({TRANSFER})"]
         parts += ["## All settings", self._all_arms()]
         if STEP_TIMES in pictures:
             parts += ["## Time of a step", _ABOUT_TIMES, f"![parts of a step's time]({STEP_TIMES})", self._times()]
@@ -158,10 +147,7 @@ class Report:
             optimizers = {"optimizer": one.arm.optimizer, "baseline": one.baseline.optimizer}
             comparisons.append(optimizers | figures)
         found = {"compared_by": self.final, "not_comparable": not_comparable(self.arms)}
-        carried = {"transfer": {"setting": self.transfer, "families": self.families}} if self.transfer else {}
-        return msgspec.to_builtins(
-            {**found, **carried, "settings": settings, "comparisons": comparisons}, str_keys=True
-        )
+        return msgspec.to_builtins({**found, "settings": settings, "comparisons": comparisons}, str_keys=True)
 
     def _side_by_side(self) -> str:
         def lowest(arm: Arm) -> Spread | None:

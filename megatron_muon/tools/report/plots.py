@@ -18,7 +18,6 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from megatron_muon.tools.report.arms import Arm, CurvePoint, Spread, display_name
 from megatron_muon.tools.report.comparison import Comparison
-from megatron_muon.tools.report.transfer import Family
 
 _COLOURS = ("#1f4e99", "#c8511b", "#2d7d46", "#7b3fa0", "#8a6d1d", "#444444")
 _DASHES = ("-", (0, (5, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), (0, (9, 3)), (0, (3, 1, 1, 1, 1, 1)))
@@ -125,25 +124,6 @@ def draw_rates(file: Path, arms: Sequence[Arm], *, final: str) -> bool:
         _label_rates(panel, rates, final)
         _add_legend([panel])
     return True
-
-
-def draw_transfer(file: Path, families: Sequence[Family], *, key: str, final: str) -> None:
-    """Final loss against learning rate: a panel for each family, a line for each value of the setting `key`."""
-    values = list(dict.fromkeys(line.value for family in families for line in family.lines))
-    with _figure(file, panels=len(families), width=5.0, height=4.4) as panels:
-        for panel, family in zip(panels, families, strict=True):
-            panel.set_xscale("log")
-            for line in family.lines:
-                number = values.index(line.value)
-                for rate, loss in line.losses.items():
-                    _draw_point(panel, rate, loss, number)
-                means = [loss.mean for loss in line.losses.values()]
-                panel.plot(list(line.losses), means, label=f"{key} {line.value}", **_style(number))
-                star = {"marker": "*", "markersize": 15, "markeredgecolor": "black", "zorder": 5}
-                panel.plot([line.best], [line.losses[line.best].mean], color=_style(number)["color"], **star)
-            panel.set_title(textwrap.fill(family.name, 40))
-            _label_rates(panel, sorted({rate for line in family.lines for rate in line.losses}), final)
-        _add_legend(panels)
 
 
 def draw_bars(file: Path, panels: Mapping[str, Bars], *, width: float, unit: float = 1.0) -> bool:
