@@ -44,13 +44,14 @@ class MomentumFile:
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (open until `close`)
         try:
             os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError:
+            self.close()
+            raise
+        self.direct = True
+        try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_DIRECT)
-            self.direct = True
-        except OSError as error:
+        except OSError:  # a file system without direct I/O
             self.direct = False
-            if error.errno != errno.EINVAL:  # a file system without direct I/O
-                self.close()
-                raise
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
