@@ -43,7 +43,8 @@ class MomentumFile:
         self.size = size
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (open until `close`)
         try:
-            os.posix_fallocate(self._file.fileno(), 0, size)
+            if size:  # else the system calls it invalid
+                os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError:
             self.close()
             raise
