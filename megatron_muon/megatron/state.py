@@ -76,7 +76,7 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
     of_others: dict[str, list[RecordStore]] = {}
     for store in optimizer.stores:
         if store not in stores:
-            of_others.setdefault(f"{store.content.what} {store.codec.name}", []).append(store)
+            of_others.setdefault(f"{store.what} {store.codec.name}", []).append(store)
     kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
     reported = {kind: _report_stores(kind, stores, momentum)}
     for name, others in of_others.items():

@@ -85,6 +85,7 @@ class RecordStore(MomentumStore):
         what: str = "momentum",
     ) -> None:
         self.on_disk = False
+        self.what = what
         self.names = names
         self.shards = shards
         self.places = places
@@ -136,11 +137,6 @@ class RecordStore(MomentumStore):
         """Wait for what was read ahead of a step, so that `failure` has what could not be."""
         for staged in self._staged.values():
             staged.ready.result()
-
-    @property
-    def in_step(self) -> bool:
-        """Whether a step has begun and not ended, so that some records are older than others."""
-        return bool(self._asked)
 
     @property
     def bytes(self) -> dict[str, int]:

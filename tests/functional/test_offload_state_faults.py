@@ -47,7 +47,7 @@ def train_with(
 
     def meet_fault(self: Any) -> None:
         if rank == on_rank and len(done) == FAULTY_STEP:
-            store = next(store for store in self.stores if store.disk._what == what)
+            store = next(store for store in self.stores if store.what == what)
             undo.append(getattr(test_offload_faults, fault)(store))
 
     def save_with_fault(self: Any, **how: Any) -> Any:
