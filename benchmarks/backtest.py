@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from megatron_muon.core.cost import DENSE, GRAM, KERNEL, STANDARD, SUM_BYTES, Iteration, ProductCounts
 from megatron_muon.core.layout import Layout, row_sharded
-from megatron_muon.core.route import BlockKind
+from megatron_muon.core.slices import BlockKind
 from megatron_muon.tools.plan.estimate import HARDWARE, LINK_SHARE, Group, GroupPlan, Hardware, Settings, plan_group
 from megatron_muon.tools.plan.host import of_iteration
 from megatron_muon.tools.plan.training_step import holder_bytes, owner_bytes

@@ -35,7 +35,7 @@ from emerging_optimizers.orthogonalized_optimizers import muon_utils
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.probe import SILENT, PhaseTimer, Probe
-from megatron_muon.core.route import BlockKind
+from megatron_muon.core.slices import BlockKind
 from megatron_muon.core.teams import TeamGroup
 from megatron_muon.patching import Patches
 

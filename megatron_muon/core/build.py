@@ -17,9 +17,9 @@ from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
-from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, NOWHERE, BlockKind, Route, blocks_of, make_route
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, NOWHERE, Route, make_route
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.slices import Team
+from megatron_muon.core.slices import BlockKind, Team, blocks_of
 from megatron_muon.core.teams import make_teams
 from megatron_muon.core.tuning import tune
 

@@ -3,8 +3,7 @@
 A *matrix* is a parameter as Muon sees it, a *shard* the rectangle of it that one rank of the group holds. Fused
 projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group.
 Orthogonalising them together would mix their singular vectors, so the rows of a matrix are split into *blocks*.
-Layouts are frozen, checked once for tiling, and known to every rank alike; they need no torch. This module does not
-decide who orthogonalises what.
+Layouts are frozen, checked once for tiling, and known to every rank alike.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ import hashlib
 import itertools
 import math
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,8 @@ MAX_NUMEL = 1 << 40
 
 Rectangle = tuple[int, int, int, int]
 """`(row_start, rows, col_start, cols)` of a whole matrix."""
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class LayoutError(ValueError):
@@ -114,6 +117,40 @@ class Shard:
         return owner if owner in holders else holders[owner * len(holders) // world_size]
 
 
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Who holds the shards of matrices that are cut alike, as columns of numbers.
+
+    Attributes:
+        shards: of each of the matrices.
+        ranks: of each pair of a rank and a shard that it holds.
+        numbers: of the shard in each pair.
+        elements: of each shard.
+        rectangles: of each shard, a row as `Rectangle`.
+    """
+
+    shards: tuple[Shard, ...]
+    ranks: Ints
+    numbers: Ints
+    elements: Ints
+    rectangles: Ints
+
+    @classmethod
+    def of(cls, shards: tuple[Shard, ...]) -> Holders:
+        """The holders of `shards`."""
+        pairs = [(holder, number) for number, shard in enumerate(shards) for holder in shard.holders]
+        ranks, numbers = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        corners = itertools.chain.from_iterable((s.row_start, s.rows, s.col_start, s.cols) for s in shards)
+        rectangles = np.fromiter(corners, np.int64, 4 * len(shards)).reshape(-1, 4)
+        return cls(shards, ranks, numbers, rectangles[:, 1] * rectangles[:, 3], rectangles)
+
+    def sources(self, owner: int, world_size: int) -> Ints:
+        """For each shard the rank from which `owner` has it."""
+        if len(self.ranks) == len(self.shards):
+            return self.ranks
+        return np.array([shard.source(owner, world_size) for shard in self.shards], dtype=np.int64)
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks.
@@ -153,37 +190,25 @@ class Matrix:
             LayoutError: names the matrix and the first gap, overlap or overhang.
         """
         rows, cols = self.shape
-        starting: dict[int, list[Shard]] = {}  # by first row
         for shard in self.shards:
             if min(shard.rows, shard.cols) < 1:
                 raise LayoutError(f"{self.name}: rank {shard.rank} has an empty shard; leave empty shards out")
-            if min(shard.row_start, shard.col_start) < 0 or (
-                shard.row_start + shard.rows > rows or shard.col_start + shard.cols > cols
-            ):
+            if not (0 <= shard.row_start <= rows - shard.rows and 0 <= shard.col_start <= cols - shard.cols):
                 raise LayoutError(f"{self.name}: the shard of rank {shard.rank} leaves the matrix {rows} x {cols}")
+        edges = sorted({0, rows, *(s.row_start for s in self.shards), *(s.row_start + s.rows for s in self.shards)})
+        starting: dict[int, list[Shard]] = {}  # by first row
+        for shard in self.shards:
             starting.setdefault(shard.row_start, []).append(shard)
-        edges = sorted({0, rows, *starting, *(shard.row_start + shard.rows for shard in self.shards)})
         band: list[Shard] = []  # those with rows between two edges
         for top, bottom in itertools.pairwise(edges):
             band = [shard for shard in band if shard.row_start + shard.rows > top] + starting.get(top, [])
-            spans = [(shard.col_start, shard.col_start + shard.cols) for shard in band]
             reached = 0
-            for first, end in [*sorted(spans), (cols, cols)]:
+            for first, end in [*sorted((s.col_start, s.col_start + s.cols) for s in band), (cols, cols)]:
                 if first != reached:
                     fault = "no rank holds" if first > reached else "several ranks hold"
                     low, high = sorted((reached, first))
                     raise LayoutError(f"{self.name}: {fault} rows {top} to {bottom - 1}, columns {low} to {high - 1}")
                 reached = end
-
-
-def check_ranks(world_size: int) -> None:
-    """Check that a plan can count for each rank.
-
-    Raises:
-        LayoutError: there are more than `MAX_RANKS`.
-    """
-    if world_size > MAX_RANKS:
-        raise LayoutError(f"{world_size:,} ranks are too many; at most {MAX_RANKS:,} can be planned")
 
 
 @dataclass(frozen=True)
@@ -199,7 +224,8 @@ class Layout:
     matrices: tuple[Matrix, ...]
 
     def __post_init__(self) -> None:
-        check_ranks(self.world_size)
+        if self.world_size > MAX_RANKS:
+            raise LayoutError(f"{self.world_size:,} ranks are too many; at most {MAX_RANKS:,} can be planned")
         seen: set[str] = set()
         checked: set[tuple[int, tuple[int, int]]] = set()
         for matrix in self.matrices:
@@ -214,10 +240,8 @@ class Layout:
                 matrix.check_tiling()
                 checked.add(cut)
             if split.rows != matrix.shape[0]:
-                raise LayoutError(
-                    f"{name}: blocks of {split.groups} x {list(split.parts)} rows do not make its "
-                    f"{matrix.shape[0]} rows"
-                )
+                blocks = f"{split.groups} x {list(split.parts)}"
+                raise LayoutError(f"{name}: blocks of {blocks} rows do not make its {matrix.shape[0]} rows")
 
     def _check_holders(self, matrix: Matrix) -> None:
         name, held = matrix.name, set[int]()
@@ -233,12 +257,24 @@ class Layout:
         content = hashlib.sha256(repr(self.world_size).encode())
         of_shards: dict[int, bytes] = {}
         for matrix in self.matrices:
-            split = matrix.split
+            split, cut = matrix.split, id(matrix.shards)
             content.update(repr((matrix.name, matrix.shape, matrix.steps, split.groups, split.parts)).encode())
-            if id(matrix.shards) not in of_shards:
-                of_shards[id(matrix.shards)] = hashlib.sha256(array("q", _numbers(matrix.shards))).digest()
-            content.update(of_shards[id(matrix.shards)])
+            if cut not in of_shards:
+                numbers = array("q")
+                for s in matrix.shards:
+                    numbers.extend((s.rank, s.row_start, s.rows, s.col_start, s.cols, len(s.replicas), *s.replicas))
+                of_shards[cut] = hashlib.sha256(numbers).digest()
+            content.update(of_shards[cut])
         return int.from_bytes(content.digest()[:8]) >> 1
+
+    @functools.cached_property
+    def holders(self) -> list[Holders]:
+        """Who holds each matrix; those that are cut alike have the same object."""
+        found: dict[int, Holders] = {}
+        for matrix in self.matrices:
+            if id(matrix.shards) not in found:
+                found[id(matrix.shards)] = Holders.of(matrix.shards)
+        return [found[id(matrix.shards)] for matrix in self.matrices]
 
     def held(self, rank: int, indices: Sequence[int] | None = None) -> list[Shard]:
         """What `rank` holds of each matrix, or of some; a shard without rows where it holds nothing."""
@@ -250,30 +286,20 @@ class Layout:
         return [found[id(matrix.shards)] or Shard(rank, 0, 0, 0, matrix.shape[1]) for matrix in matrices]
 
 
-def _numbers(shards: Sequence[Shard]) -> Iterator[int]:
-    for shard in shards:
-        yield from (shard.rank, shard.row_start, shard.rows, shard.col_start, shard.cols)
-        yield from (len(shard.replicas), *shard.replicas)
+def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:
+    """The shards of a matrix of which rank r holds `rectangles[r]`, in the order of ranks; equal ones are replicas."""
+    holders: dict[Rectangle, list[int]] = {}
+    for rank, rectangle in enumerate(rectangles):
+        if rectangle[1] and rectangle[3]:
+            holders.setdefault(rectangle, []).append(rank)
+    return tuple(Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
 
 
 def from_rectangles(
     name: str, shape: tuple[int, int], rectangles: Sequence[Rectangle], split: RowSplit | None = None
 ) -> Matrix:
-    """The matrix of which each rank holds the given rectangle; equal rectangles are replicas.
-
-    `rectangles` has one for each rank of the group, without elements where it holds none; `split` None makes the matrix
-    one block.
-    """
+    """The matrix of which rank r holds `rectangles[r]`, without elements where it holds none."""
     return Matrix(name, shape, as_shards(rectangles), split or whole(shape[0]))
-
-
-def as_shards(rectangles: Sequence[Rectangle]) -> tuple[Shard, ...]:
-    """The shards of a matrix of which each rank of the group holds one of the `rectangles`, in the order of ranks."""
-    holders: dict[Rectangle, list[int]] = {}
-    for rank, (row_start, rows, col_start, cols) in enumerate(rectangles):
-        if rows and cols:
-            holders.setdefault((row_start, rows, col_start, cols), []).append(rank)
-    return tuple(Shard(ranks[0], *rectangle, replicas=tuple(ranks[1:])) for rectangle, ranks in holders.items())
 
 
 def replicated(

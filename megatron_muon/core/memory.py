@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron_muon.core.cost import GRAM, HALVES, Iteration
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import Layout, Matrix
-from megatron_muon.core.slices import BlockSlice, Cuts
+from megatron_muon.core.slices import BlockKind, BlockSlice, Cuts
 
 TOGETHER = {"cpu": 2**20, "cuda": 2**23}
 """Elements of the blocks that are iterated together. On a processor what an iteration touches stays in its cache; on a
@@ -38,12 +38,6 @@ many as two launches of a call on lists take."""
 _ALIGNMENT = 512
 """Bytes; torch's allocator of GPU memory gives no less."""
 
-
-def aligned(size: int) -> int:
-    """Bytes up to the next aligned place."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 AUTO_BYTES = 256 * 2**20
 """What a step may take where nothing is said, and no matrix needs more unless its blocks are cut."""
 
@@ -56,23 +50,22 @@ wave k have arrived, its matrices are assembled from them, rows of wave k+1 arri
 are three, and the iteration's temporaries."""
 
 
-class Stack(NamedTuple):
-    """Wide blocks alike."""
-
-    rows: int
-    cols: int  # of one rank
-    longer: int  # columns of the whole block
-    team: int = 1  # ranks that cut it
-    steps: int = 0  # as `Matrix.steps`
+def aligned(size: int) -> int:
+    """Bytes up to the next aligned place."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def stacks(blocks: Sequence[tuple[int, int]], divided: Cuts | None, steps: int = 0) -> Counter[Stack]:
-    """The stacks that blocks get which are divided so, `Team.cuts` or None, and how many blocks each has."""
-    cuts = divided or ((0, 1),) * len(blocks)
+def stacks(blocks: Sequence[tuple[int, int]], cuts: Cuts | None, steps: int = 0) -> Counter[BlockKind]:
+    """The stacks that blocks get which are cut so, `Team.cuts`, and how many blocks each has."""
+    cuts = cuts or ((0, 1),) * len(blocks)
     return Counter(
-        Stack(min(block), -(-max(block) // count), max(block), count, steps)
-        for block, (_, count) in zip(blocks, cuts, strict=True)
+        _kind(block, -(-max(block) // count), count, steps) for block, (_, count) in zip(blocks, cuts, strict=True)
     )
+
+
+def _kind(block: tuple[int, int], length: int, team: int, steps: int) -> BlockKind:
+    """Of a block that some team cuts: who is in it, and how updates are scaled, takes no memory."""
+    return BlockKind(min(block), max(block), 1.0, steps, tuple(range(team)) if team > 1 else (), length)
 
 
 class MomentBytes(NamedTuple):
@@ -87,13 +80,9 @@ class MomentBytes(NamedTuple):
     together: bool = False
 
 
-MOMENT_BYTES = {"adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=4)}
-"""By the names of --adaptive-muon-moment2-method."""
-
-
 def moment_bytes(method: str | None, *, cautious: bool) -> MomentBytes:
-    """What a variant takes: with a second moment or None, and with cautious decay, which multiplies in fp32, or not."""
-    moment = MomentBytes() if method is None else MOMENT_BYTES[method]
+    """Of a second moment, by the names of --adaptive-muon-moment2-method, and of cautious decay's products in fp32."""
+    moment = {None: MomentBytes(), "adamuon": MomentBytes(held=5), "normuon": MomentBytes(whole=4)}[method]
     return moment._replace(held=max(moment.held, 4), together=True) if cautious else moment
 
 
@@ -128,38 +117,25 @@ class Memory:
         packed, normalized = self.element_bytes + ROW_BYTES, updates + self.moment.held
         return max(updates, -(-max(packed, normalized if self.moment.held else 0) // 2))
 
-    def own_bytes(self, size: int, elements: int) -> int:
-        """What a matrix that fills `size` fills on its sole owner, which holds so many elements of it."""
-        return max(size, self.moment.held * elements)
-
     def normalizing(self, numel: int, blocks: int) -> int:
         """Bytes of normalising a whole update, which is copied to fp32 unless it is one block of that."""
-        copied = self.element_bytes < ROW_BYTES or blocks > 1
-        return (self.moment.whole + ROW_BYTES * copied) * numel if self.moment.whole else 0
-
-    def owned_bytes(self, block_slice: BlockSlice) -> int:
-        """What a slice fills of a wave on its rank: it arrives, it is in its stack, its updates leave."""
-        return block_slice.numel * self.element_bytes
+        is_copied = self.element_bytes < ROW_BYTES or blocks > 1
+        return (self.moment.whole + ROW_BYTES * is_copied) * numel if self.moment.whole else 0
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
-    def of_owners(self, blocks: tuple[tuple[int, int], ...], divided: Cuts | None, ranks: int, steps: int = 0) -> Taken:
+    def of_owners(self, blocks: tuple[tuple[int, int], ...], cuts: Cuts | None, ranks: int, steps: int = 0) -> Taken:
         """What the busiest rank of a team takes for a matrix of these blocks, where it serves as many rows to others.
 
-        `divided` are `Team.cuts`, None for a sole owner; `steps` the matrix's.
+        `cuts` are `Team.cuts`, None for a sole owner; `steps` the matrix's.
         """
-        cuts = divided or ((0, 1),) * len(blocks)
         owned = [0] * ranks
-        for (rows, cols), (first, count) in zip(blocks, cuts, strict=True):
+        for (rows, cols), (first, count) in zip(blocks, cuts or ((0, 1),) * len(blocks), strict=True):
             part = min(rows, cols) * -(-max(rows, cols) // count)
             for place in range(first, first + count):
                 owned[place] += part
-        wave = max(owned) * (self.element_bytes + self.held_bytes(is_team=divided is not None))
+        wave = max(owned) * (self.element_bytes + self.held_bytes(is_team=cuts is not None))
         numel = sum(rows * cols for rows, cols in blocks)
-        return Taken(wave, max(self.of_stacks(stacks(blocks, divided, steps)), self.normalizing(numel, len(blocks))))
-
-    def of_stacks(self, counts: Mapping[Stack, int]) -> int:
-        """Bytes of the temporaries of so many blocks of each kind."""
-        return max((self.of_stack(kind, count) for kind, count in counts.items()), default=0)
+        return Taken(wave, max(self.of_stacks(stacks(blocks, cuts, steps)), self.normalizing(numel, len(blocks))))
 
     @staticmethod
     def of_step(wave: int, beside: int) -> int:
@@ -175,11 +151,6 @@ class Memory:
     def beside_waves(step: int, wave: int) -> int:
         """What is left for matrices that need no wire, beside waves of so many bytes."""
         return step - (_ALIVE - 1) * wave
-
-    def whole(self, matrices: Sequence[Matrix]) -> int:
-        """Bytes of orthogonalising matrices that lie whole on their owner."""
-        stacked, work, made = self.of_batch(matrices)
-        return stacked + max(sum(matrix.numel for matrix in matrices) * ROW_BYTES, work + made, stacked)
 
     @staticmethod
     def check(given: int | None, smallest: int, layout: Layout) -> None:
@@ -201,60 +172,56 @@ class Memory:
         In as many more as it takes for each part to fit `limit` bytes; a matrix that does not fit is alone.
         """
         order = sorted(indices, key=lambda index: (layout.matrices[index].shape, index))
+        sizes = [layout.matrices[index].numel for index in order]
+        middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
         count = min(at_least, len(order))
         while count < len(order):
-            parts = _even_parts(order, [layout.matrices[index].numel for index in order], count)
+            numbers = [int(middle * count / sum(sizes)) for middle in middles]
+            pairs = itertools.groupby(zip(numbers, order, strict=True), lambda pair: pair[0])
+            parts = tuple(tuple(index for _, index in part) for _, part in pairs)
             if max(self.whole([layout.matrices[index] for index in part]) for part in parts) <= limit:
                 return parts
             count = min(count + 1 + count // 8, len(order))
         return tuple((index,) for index in order)
 
+    def whole(self, matrices: Sequence[Matrix]) -> int:
+        """Bytes of orthogonalising matrices that lie whole on their owner."""
+        stacked, work, made = self.of_batch(matrices)
+        return stacked + max(sum(matrix.numel for matrix in matrices) * ROW_BYTES, work + made, stacked)
+
     def of_batch(self, matrices: Sequence[Matrix], slices: Sequence[BlockSlice] = ()) -> tuple[int, int, int]:
         """Bytes of matrices that are orthogonalised together: stacks, buffers of the iteration, other temporaries."""
-        blocks: Counter[Stack] = Counter()
+        kinds: Counter[BlockKind] = Counter()
         for matrix in matrices:
-            blocks += stacks(matrix.blocks, None, matrix.steps)
-        for block_slice in slices:
-            cols = block_slice.numel // min(block_slice.of)
-            blocks[
-                Stack(min(block_slice.of), cols, max(block_slice.of), len(block_slice.ranks), block_slice.steps)
-            ] += 1
-        stacked = sum(kind.rows * kind.cols * count for kind, count in blocks.items())
+            kinds += stacks(matrix.blocks, None, matrix.steps)
+        kinds.update(_kind(one.of, one.numel // min(one.of), len(one.ranks), one.steps) for one in slices)
+        stacked = sum(kind.smaller * kind.length * count for kind, count in kinds.items())
+        work = max((self.work_of(kind, count) for kind, count in kinds.items()), default=0)
+        made = [self.made_for(kind, count) for kind, count in kinds.items()]
         normalized = [self.normalizing(matrix.numel, len(matrix.blocks)) for matrix in matrices]
-        work = max((self.work_of(kind, count) for kind, count in blocks.items()), default=0)
-        made = [self.made_for(kind, count) for kind, count in blocks.items()]
         return stacked * self.element_bytes, work, max([*normalized, *made], default=0)
 
-    def of_stack(self, kind: Stack, count: int) -> int:
-        """Bytes that iterating over `count` wide blocks takes beside them."""
-        return self.work_of(kind, count) + self.made_for(kind, count)
+    def of_stacks(self, counts: Mapping[BlockKind, int]) -> int:
+        """Bytes that iterating over so many blocks of each kind takes beside them."""
+        return max(
+            (self.work_of(kind, count) + self.made_for(kind, count) for kind, count in counts.items()), default=0
+        )
 
-    def work_of(self, kind: Stack, count: int) -> int:
+    def work_of(self, kind: BlockKind, count: int) -> int:
         """Of these the buffers, which exist since construction."""
-        sizes = work_bytes(self.iteration.with_steps(kind.steps), kind, self._together(kind, count), self.element_bytes)
+        sizes = work_bytes(self.iteration, kind, self._together(kind, count), self.element_bytes)
         return sum(map(aligned, sizes.values()))
 
-    def made_for(self, kind: Stack, count: int) -> int:
-        """Of these what is made within the step."""
-        products = self.iteration.products
-        small, taken = self._together(kind, count) * kind.rows**2, 0
-        if kind.team > 1:  # the sum in fp32
-            taken = max(taken, 4 * small)
-        if products is HALVES and self.iteration.half:  # a processor sums up bf16 in an fp32 copy
-            taken = max(taken, 4 * self._together(kind, count) * kind.rows * kind.cols)
-        return taken
+    def made_for(self, kind: BlockKind, count: int) -> int:
+        """Of these what is made within the step: a team's sum in fp32, or a processor's fp32 copy of bf16 to sum up."""
+        blocks = 4 * self._together(kind, count) * kind.smaller
+        of_team = blocks * kind.smaller if kind.team > 1 else 0
+        is_copied = self.iteration.products is HALVES and self.iteration.half
+        return max(of_team, blocks * kind.length if is_copied else 0)
 
-    def _together(self, kind: Stack, count: int) -> int:
+    def _together(self, kind: BlockKind, count: int) -> int:
         device = "cpu" if self.iteration.products is HALVES else "cuda"
-        return min(blocks_together(kind.rows, kind.longer, kind.team, device), count)
-
-
-def _even_parts(order: Sequence[int], sizes: Sequence[int], count: int) -> tuple[tuple[int, ...], ...]:
-    """What follows one another, in at most so many parts of as near the same size as there are."""
-    middles = [end - size / 2 for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
-    numbers = [int(middle * count / sum(sizes)) for middle in middles]
-    pairs = itertools.groupby(zip(numbers, order, strict=True), lambda pair: pair[0])
-    return tuple(tuple(index for _, index in part) for _, part in pairs)
+        return min(blocks_together(kind.smaller, kind.longer, kind.team, device), count)
 
 
 def blocks_together(rows: int, longer: int, team: int, device: str) -> int:
@@ -270,18 +237,15 @@ def blocks_together(rows: int, longer: int, team: int, device: str) -> int:
     return max(usual, min(MOST_TOGETHER // numel, math.ceil(WORK_OF_LAUNCHES / (20 * rows * numel))))
 
 
-def work_bytes(iteration: Iteration, kind: Stack, count: int, element_bytes: int) -> dict[str, int]:
+def work_bytes(iteration: Iteration, kind: BlockKind, count: int, element_bytes: int) -> dict[str, int]:
     """Bytes of the buffers that iterating over `count` blocks takes, by their names in `core.newton_schulz`.
 
-    Args:
-        iteration: of these blocks.
-        kind: of the blocks.
-        count: how many.
-        element_bytes: of an element of the stack that they are in.
+    `element_bytes` are of an element of the stack that the blocks are in.
     """
+    iteration = iteration.with_steps(kind.steps)
     each = 2 if iteration.half else 4
-    wide, small = count * kind.rows * kind.cols * each, count * kind.rows * kind.rows * each
-    names = {"wide": wide, "r": small, "z": small}
-    if iteration.method_for(kind.rows, kind.longer, kind.team) == GRAM and max(iteration.runs) > 1:
-        names |= {"q": small, "t": small}
-    return names | ({"x": wide} if each != element_bytes else {})
+    wide, small = count * kind.smaller * kind.length * each, count * kind.smaller * kind.smaller * each
+    sizes = {"wide": wide, "r": small, "z": small}
+    if iteration.method_for(kind.smaller, kind.longer, kind.team) == GRAM and max(iteration.runs) > 1:
+        sizes |= {"q": small, "t": small}
+    return sizes | ({"x": wide} if each != element_bytes else {})

@@ -22,8 +22,8 @@ from megatron_muon.core.cost import GRAM, KERNEL, Iteration
 from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
-from megatron_muon.core.route import BlockKind, Stack, make_stacks
-from megatron_muon.core.slices import BlockSlice
+from megatron_muon.core.route import Stack, make_stacks
+from megatron_muon.core.slices import BlockKind, BlockSlice
 from megatron_muon.core.teams import TeamGroup
 
 
@@ -129,16 +129,15 @@ class Orthogonalizer:
         most: dict[str, int] = {}
         for stack in stacks:
             kind = stack.kind
-            of_kind = memory.Stack(kind.smaller, kind.length, kind.longer, len(kind.ranks) or 1, kind.steps)
             count = min(self._together(kind), len(stack.slots))
-            sizes = memory.work_bytes(self.iteration.with_steps(kind.steps), of_kind, count, element_bytes)
+            sizes = memory.work_bytes(self.iteration, kind, count, element_bytes)
             for name, size in sizes.items():
                 most[name] = max(most.get(name, 0), size)
         return most
 
     def _together(self, kind: BlockKind) -> int:
         device = "cpu" if self.device.type == "cpu" else "cuda"
-        return memory.blocks_together(kind.smaller, kind.longer, len(kind.ranks) or 1, device)
+        return memory.blocks_together(kind.smaller, kind.longer, kind.team, device)
 
     def __call__(self, matrix: torch.Tensor, split: RowSplit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """The scaled update of one whole matrix.
@@ -233,7 +232,7 @@ class Orthogonalizer:
         *first, (a, b, c) = ns.coefficients(iteration.coefficient_type, iteration.steps)
         scaled = [*first, (a * kind.scale, b * kind.scale, c * kind.scale)]  # no pass for the scale alone
         iterate: Callable[..., torch.Tensor] = ns.standard
-        if iteration.method_for(kind.smaller, kind.longer, len(kind.ranks) or 1) == GRAM:
+        if iteration.method_for(kind.smaller, kind.longer, kind.team) == GRAM:
             iterate = functools.partial(ns.gram, runs=iteration.runs)
         total: ns.Total | None = None
         if kind.ranks:

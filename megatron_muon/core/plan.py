@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 
 from megatron_muon.core.assignment import TeamRules, assign
-from megatron_muon.core.layout import Layout
-from megatron_muon.core.memory import AUTO_BYTES, Memory, Stack, stacks
-from megatron_muon.core.slices import BlockSlice, Team
-from megatron_muon.core.traffic import Holders, Ints, Traffic, Transfers
+from megatron_muon.core.layout import Ints, Layout
+from megatron_muon.core.memory import AUTO_BYTES, Memory, stacks
+from megatron_muon.core.slices import BlockKind, BlockSlice, Team
+from megatron_muon.core.traffic import Traffic, Transfers
 
 DIGEST_LENGTH = 12
 """Hexadecimal digits: they fit an int64."""
@@ -93,12 +93,17 @@ class Plan:
 
     def digest(self) -> str:
         """A short hash of who does what: equal for equal shapes, blocks, steps, owners and waves, on any machine."""
-        shapes = [matrix.shape for matrix in self.layout.matrices]
-        blocks = [(matrix.split.groups, matrix.split.parts) for matrix in self.layout.matrices]
-        teams = [(team.ranks, team.cuts) for team in self.teams]
-        steps = [matrix.steps for matrix in self.layout.matrices]
-        content = json.dumps([shapes, blocks, steps, teams, self.whole, self.waves, self.wave_bytes])
-        return hashlib.sha256(content.encode()).hexdigest()[:DIGEST_LENGTH]
+        matrices = self.layout.matrices
+        content = [
+            [matrix.shape for matrix in matrices],
+            [(matrix.split.groups, matrix.split.parts) for matrix in matrices],
+            [matrix.steps for matrix in matrices],
+            [(team.ranks, team.cuts) for team in self.teams],
+            self.whole,
+            self.waves,
+            self.wave_bytes,
+        ]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:DIGEST_LENGTH]
 
     @cached_property
     def traffic(self) -> Traffic:
@@ -116,9 +121,11 @@ class Plan:
     def _under_way(self) -> Ints:
         """The most bytes that each rank sends, keeps and receives of one wave."""
         ranks = self.layout.world_size
-        gathered = [self.traffic.gathered(wave) for wave in self.waves]
-        elements = [rows.sent(ranks) + rows.between_ranks().received(ranks) for rows in gathered]
-        return self.memory.element_bytes * np.max([np.zeros(ranks, dtype=np.int64), *elements], axis=0)
+        most = np.zeros(ranks, dtype=np.int64)
+        for wave in self.waves:
+            rows = self.traffic.gathered(wave)
+            most = np.maximum(most, rows.sent(ranks) + rows.between_ranks().received(ranks))
+        return self.memory.element_bytes * most
 
     def all_to_alls(self) -> Iterator[tuple[Transfers, Transfers]]:
         """What those of each wave carry: its rows, and its updates."""
@@ -127,25 +134,23 @@ class Plan:
 
     def peers(self) -> int:
         """The most others with which a rank exchanges bytes in one all-to-all."""
-        ranks = self.layout.world_size
         carried = itertools.chain(*self.all_to_alls())
-        return max((int(transfers.peers(ranks).max(initial=0)) for transfers in carried), default=0)
+        return max((int(found.peers(self.layout.world_size).max(initial=0)) for found in carried), default=0)
 
     def exchanged_bytes(self) -> tuple[int, ...]:
         """Bytes that each rank receives in a step: rows for what it owns, and its update rows of what others own."""
-        ranks = self.layout.world_size
-        carried = itertools.chain(*self.all_to_alls())
-        received = sum((found.received(ranks) for found in carried), np.zeros(ranks, dtype=np.int64))
+        received = np.zeros(self.layout.world_size, dtype=np.int64)
+        for transfers in itertools.chain(*self.all_to_alls()):
+            received += transfers.received(len(received))
         return tuple((received * self.memory.element_bytes).tolist())
 
 
 def all_gather_bytes(layout: Layout, element_bytes: int) -> tuple[int, ...]:
     """Bytes that each rank receives in a step of the all-gather scheme: all of every matrix but its own part."""
-    missing = [sum(matrix.numel for matrix in layout.matrices)] * layout.world_size
-    for shard in itertools.chain(*(matrix.shards for matrix in layout.matrices)):
-        for holder in shard.holders:
-            missing[holder] -= shard.numel
-    return tuple(elements * element_bytes for elements in missing)
+    missing = np.full(layout.world_size, sum(matrix.numel for matrix in layout.matrices), dtype=np.int64)
+    for held in layout.holders:
+        missing[held.ranks] -= held.elements[held.numbers]
+    return tuple((missing * element_bytes).tolist())
 
 
 def make_plan(
@@ -173,43 +178,32 @@ def make_plan(
         raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
     if buffer_bytes is not None and buffer_bytes <= 0:
         raise ValueError(f"--muon-exchange-buffer-mb must be positive, got {buffer_bytes / 2**20:g}")
-    if rules is None:
-        rules = TeamRules(memory.iteration.cost, [0] * layout.world_size, size=1)
-    needs = _needs(layout, costs, rules, memory, buffer_bytes)
-    teams, whole, travelling = needs.teams, needs.whole, needs.travelling
+    rules = rules or TeamRules(memory.iteration.cost, [0] * layout.world_size, size=1)
+    needs = _fitting_needs(layout, costs, rules, memory, buffer_bytes)
     loads = np.zeros(layout.world_size)
-    for team in teams:
+    for team in needs.teams:
         loads[list(team.ranks)] += team.loads
     if buffer_bytes is None:
         buffer_bytes = max(AUTO_BYTES, needs.usual)
-    wave_bytes = memory.of_wave(buffer_bytes, needs.beside) if travelling else 0
+    wave_bytes = memory.of_wave(buffer_bytes, needs.beside) if needs.travelling else 0
     if wave_bytes >= needs.single:
-        waves = _waves(layout, teams, travelling, needs, wave_bytes)
+        waves = needs.waves(wave_bytes)
     else:
-        waves, wave_bytes = tuple((index,) for index in _interleave(travelling, teams, layout)), needs.single
-    plan = Plan(
-        layout,
-        tuple(teams),
-        tuple(map(tuple, whole)),
-        waves,
-        tuple(loads.tolist()),
-        memory,
-        buffer_bytes,
-        wave_bytes,
-    )
+        waves, wave_bytes = tuple((index,) for index in needs.interleaved()), needs.single
+    whole = tuple(map(tuple, needs.whole))
+    plan = Plan(layout, tuple(needs.teams), whole, waves, tuple(loads.tolist()), memory, buffer_bytes, wave_bytes)
     largest = max(waves, key=len, default=())
     peers = plan.traffic.gathered(largest).between_ranks().peers(layout.world_size)
     return replace(plan, by_pairs=2 * int(peers.max(initial=0)) < layout.world_size - 1)
 
 
 class _Needs:
-    """Bytes that matrices with these owners take on the rank that has most.
+    """Bytes that matrices with these owners take on the rank that has most, and the waves that follow.
 
     Attributes:
         teams: the owners.
         whole: for each rank, the matrices that need no wire.
         travelling: the others.
-        footprints: of each matrix in its wave.
         single: of a wave of one matrix.
         busy: of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
         beside: beside the waves: temporaries, or matrices that need no wire.
@@ -218,32 +212,98 @@ class _Needs:
     """
 
     def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
-        whole: list[list[int]] = [[] for _ in range(layout.world_size)]
-        travelling = []
+        self._layout, self._memory, self.teams = layout, memory, teams
+        self.whole: list[list[int]] = [[] for _ in range(layout.world_size)]
+        self.travelling: list[int] = []
         for index, (matrix, team) in enumerate(zip(layout.matrices, teams, strict=True)):
             if team.cuts is None and len(matrix.shards) == 1 and matrix.shards[0].holders == team.ranks:
-                whole[team.ranks[0]].append(index)
+                self.whole[team.ranks[0]].append(index)
             else:
-                travelling.append(index)
-        self.teams, self.whole, self.travelling = teams, whole, travelling
-        self.footprints = _Footprints(layout, teams, memory)
-        self.single = max((int(self.footprints.of(index)[1].max()) for index in travelling), default=0)
+                self.travelling.append(index)
+        self._in_wave = {index: self._bytes_in_wave(index) for index in self.travelling}
+        self.single = max((int(sizes.max()) for _, sizes in self._in_wave.values()), default=0)
         alike = Counter(
             (tuple(matrix.blocks), team.cuts, len(team.ranks), matrix.steps)
-            for matrix, team in ((layout.matrices[index], teams[index]) for index in travelling)
+            for matrix, team in ((layout.matrices[index], teams[index]) for index in self.travelling)
         )
         taken = [memory.of_owners(*kind) for kind in alike]
         self.busy = max((each.wave for each in taken), default=0)
-        blocks: Counter[Stack] = Counter()
-        for (of, cuts, _, steps), count in alike.items():
-            blocks.update({stack: each * count for stack, each in stacks(of, cuts, steps).items()})
-        fillers = max((memory.whole([layout.matrices[index]]) for index in itertools.chain(*whole)), default=0)
-        self.beside = max([memory.of_stacks(blocks), fillers, *(each.beside for each in taken)])
-        self.smallest = memory.of_step(self.single, max([fillers, *(each.beside for each in taken)]))
+        kinds: Counter[BlockKind] = Counter()
+        for (blocks, cuts, _, steps), count in alike.items():
+            kinds.update({kind: each * count for kind, each in stacks(blocks, cuts, steps).items()})
+        fillers = [memory.whole([layout.matrices[index]]) for index in itertools.chain(*self.whole)]
+        least_beside = max([0, *fillers, *(each.beside for each in taken)])
+        self.beside = max(memory.of_stacks(kinds), least_beside)
+        self.smallest = memory.of_step(self.single, least_beside)
         self.usual = memory.of_step(max(self.single, self.busy), self.beside)
 
+    def _bytes_in_wave(self, index: int) -> tuple[Ints, Ints]:
+        """The ranks on which a matrix takes memory of its wave, each once, and how many bytes on each.
 
-def _needs(
+        A rank sends its rows and gets their updates; where these come from several ranks it puts them together, too. An
+        owner has what arrives, its stack, and the updates that leave; a sole owner has its own rows with the matrix.
+        """
+        team, held, memory = self.teams[index], self._layout.holders[index], self._memory
+        elements = held.elements[held.numbers]
+        sizes = memory.held_bytes(is_team=team.cuts is not None) * elements
+        owned: Counter[int] = Counter()
+        for block_slice in team.slices(index, self._layout.matrices[index]):
+            owned[block_slice.rank] += block_slice.numel * memory.element_bytes
+        others: dict[int, int] = {}  # owners that hold nothing
+        for rank, size in owned.items():
+            here = held.ranks == rank
+            if not here.any():
+                others[rank] = size
+            elif team.cuts is None:
+                sizes[here] = np.maximum(size, memory.moment.held * elements[here])
+            else:
+                sizes[here] += size
+        return (
+            np.append(held.ranks, list(others)).astype(np.int64),
+            np.append(sizes, list(others.values())).astype(np.int64),
+        )
+
+    def waves(self, wave_bytes: int) -> tuple[tuple[int, ...], ...]:
+        """The travelling matrices in waves in which owners have their share of work and no rank's buffer overflows.
+
+        Owners' matrices are interleaved by the share of the owner's work that lies before them, equal shapes together,
+        so that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a
+        buffer, or where it has its share of all bytes, unless that is little, or leaves no room for one of the largest
+        matrices on every rank: alone in a wave, such a matrix would leave every other rank idle.
+        """
+        filled = np.zeros(self._layout.world_size, dtype=np.int64)
+        for ranks, sizes in self._in_wave.values():
+            filled[ranks] += sizes
+        most = int(filled.max(initial=0))
+        fits = most <= min(SMALL_BYTES, wave_bytes)
+        limit = most if fits else min(wave_bytes, max(math.ceil(most / MIN_WAVES), self.busy))
+        waves: list[list[int]] = []
+        for index in self.interleaved():
+            ranks, sizes = self._in_wave[index]
+            if not waves or (filled[ranks] + sizes).max() > limit:
+                waves.append([])
+                filled[:] = 0
+            waves[-1].append(index)
+            filled[ranks] += sizes
+        return tuple(map(tuple, waves))
+
+    def interleaved(self) -> list[int]:
+        """Travelling matrices by the share of their owners' work that lies before them, costly ones first."""
+        teams, matrices, ranks = self.teams, self._layout.matrices, self._layout.world_size
+        order = sorted(self.travelling, key=lambda i: (-max(teams[i].loads), matrices[i].shape, i))
+        total, before = np.zeros(ranks), np.zeros(ranks)
+        for index in order:
+            total[list(teams[index].ranks)] += teams[index].loads
+        total[total == 0] = 1.0
+        sequence = []
+        for index in order:
+            owners = list(teams[index].ranks)
+            sequence.append((float((before[owners] / total[owners]).max()), index))
+            before[owners] += teams[index].loads
+        return [index for _, index in sorted(sequence)]
+
+
+def _fitting_needs(
     layout: Layout, costs: Sequence[float], rules: TeamRules, memory: Memory, buffer_bytes: int | None
 ) -> _Needs:
     """Owners with whom a step fits its buffer; where those that are fastest do not, others that take less.
@@ -263,89 +323,3 @@ def _needs(
     needs = min((of(each, 1) for each in smaller), key=lambda each: each.smallest)
     memory.check(buffer_bytes, needs.smallest, layout)
     return needs
-
-
-def _waves(
-    layout: Layout, teams: Sequence[Team], travelling: Sequence[int], needs: _Needs, wave_bytes: int
-) -> tuple[tuple[int, ...], ...]:
-    """Cut the travelling matrices into waves in which every owner has its share of work and no rank's buffer overflows.
-
-    Owners' matrices are interleaved by the share of the owner's work that lies before them, equal shapes together, so
-    that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a buffer, or
-    where it has its share of all bytes, unless that is little, or leaves no room for one of the largest matrices on
-    every rank: alone in a wave, such a matrix would leave every other rank idle.
-    """
-    peak = np.zeros(layout.world_size, dtype=np.int64)
-    for index in travelling:
-        ranks, sizes = needs.footprints.of(index)
-        peak[ranks] += sizes
-    most = int(peak.max(initial=0))
-    fits = most <= min(SMALL_BYTES, wave_bytes)
-    limit = most if fits else min(wave_bytes, max(math.ceil(most / MIN_WAVES), needs.busy))
-    waves: list[list[int]] = []
-    filled = np.zeros(layout.world_size, dtype=np.int64)
-    for index in _interleave(travelling, teams, layout):
-        ranks, sizes = needs.footprints.of(index)
-        if not waves or (filled[ranks] + sizes).max() > limit:
-            waves.append([])
-            filled[:] = 0
-        waves[-1].append(index)
-        filled[ranks] += sizes
-    return tuple(map(tuple, waves))
-
-
-def _interleave(indices: Sequence[int], teams: Sequence[Team], layout: Layout) -> list[int]:
-    """The matrices ordered by the share of their owners' work that lies before them, costly ones first."""
-    order = sorted(indices, key=lambda i: (-max(teams[i].loads), layout.matrices[i].shape, i))
-    total, before = np.zeros(layout.world_size), np.zeros(layout.world_size)
-    for index in order:
-        total[list(teams[index].ranks)] += teams[index].loads
-    total[total == 0] = 1.0
-    sequence = []
-    for index in order:
-        ranks = list(teams[index].ranks)
-        sequence.append((float((before[ranks] / total[ranks]).max()), index))
-        before[ranks] += teams[index].loads
-    sequence.sort()
-    return [index for _, index in sequence]
-
-
-class _Footprints:
-    """What matrices fill of a wave on each rank.
-
-    A rank sends its rows and gets their updates; where these come from several ranks it puts them together, too. A sole
-    owner has its own rows with the matrix.
-    """
-
-    def __init__(self, layout: Layout, teams: Sequence[Team], memory: Memory) -> None:
-        self._layout, self._teams, self._memory = layout, teams, memory
-        self._found: dict[int, tuple[Ints, Ints]] = {}
-        self._held: dict[int, tuple[Ints, Ints]] = {}  # ranks in ascending order, and their elements
-
-    def of(self, index: int) -> tuple[Ints, Ints]:
-        """The ranks on which a matrix takes memory, each once, and how many bytes on each."""
-        if index not in self._found:
-            self._found[index] = self._of(index)
-        return self._found[index]
-
-    def _of(self, index: int) -> tuple[Ints, Ints]:
-        matrix, team, memory = self._layout.matrices[index], self._teams[index], self._memory
-        if id(matrix.shards) not in self._held:
-            held = Holders.of(matrix.shards)
-            order = held.ranks.argsort()
-            self._held[id(matrix.shards)] = held.ranks[order], held.elements[held.numbers][order]
-        holders, elements = self._held[id(matrix.shards)]
-        owned: dict[int, int] = {}
-        for block_slice in team.slices(index, matrix):
-            owned[block_slice.rank] = owned.get(block_slice.rank, 0) + memory.owned_bytes(block_slice)
-        sizes = memory.held_bytes(is_team=team.cuts is not None) * elements
-        places = np.searchsorted(holders, list(owned))
-        more: dict[int, int] = {}
-        for (rank, size), place in zip(owned.items(), places.tolist(), strict=True):
-            if place == len(holders) or holders[place] != rank:
-                more[rank] = size
-            elif team.cuts is None:
-                sizes[place] = memory.own_bytes(size, int(elements[place]))
-            else:
-                sizes[place] += size
-        return np.append(holders, list(more)).astype(np.int64), np.append(sizes, list(more.values())).astype(np.int64)

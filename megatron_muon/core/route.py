@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from megatron_muon.core.copies import Copy, Strided
-from megatron_muon.core.layout import Layout, Matrix, Shard
-from megatron_muon.core.slices import BlockSlice, Piece, Team
+from megatron_muon.core.layout import Layout, Shard
+from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team, blocks_of
 
 NOWHERE, ALL_TO_ALL, ALL_GATHER, BROADCAST = "nowhere", "all_to_all", "all_gather", "broadcast"
 """How rows, or updates, of a wave travel; rows are not broadcast, updates are not gathered."""
@@ -27,17 +27,6 @@ class HeldShard(NamedTuple):
     of: int
     shard: Shard
     start: int
-
-
-class BlockKind(NamedTuple):
-    """What blocks of a stack have in common. Ranks of a team sort the kinds that they share alike."""
-
-    smaller: int
-    longer: int  # of the whole block
-    scale: float  # of the update
-    steps: int  # of the matrix
-    ranks: tuple[int, ...]  # that cut the block; none where it is whole
-    length: int  # of this rank's part of the longer side
 
 
 class Stack(NamedTuple):
@@ -172,22 +161,12 @@ def make_stacks(slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], 
     """Stacks of equal blocks; `scale` is of the update of a block of this shape."""
     by_kind: dict[BlockKind, list[BlockSlice]] = defaultdict(list)
     for slot in slots:
-        ranks = slot.ranks if len(slot.ranks) > 1 else ()
-        length = slot.shape[0 if slot.is_tall else 1]
-        by_kind[BlockKind(min(slot.of), max(slot.of), scale(slot.of), slot.steps, ranks, length)].append(slot)
+        by_kind[slot.kind(scale(slot.of))].append(slot)
     stacks, start = [], 0
     for kind in sorted(by_kind, key=lambda kind: kind[:5]):
         stacks.append(Stack(kind, start, tuple(by_kind[kind])))
         start += -(-stacks[-1].numel // _ALIGNED) * _ALIGNED
     return stacks
-
-
-def blocks_of(index: int, matrix: Matrix, rank: int) -> list[BlockSlice]:
-    """The blocks of a matrix that one rank owns alone."""
-    return [
-        BlockSlice(index, block, shape, matrix.split, (rank,), 0, matrix.steps)
-        for block, shape in enumerate(matrix.blocks)
-    ]
 
 
 def make_route(

@@ -1,20 +1,19 @@
 """What each rank orthogonalises of a matrix: all of it, or, in a team, even parts of its blocks.
 
 A block that a team cuts lies wide in the iteration, `(m, n)` with m <= n, and each member has some of its n columns: of
-a tall block these are rows, which is how FSDP cuts it anyway. This module is plain arithmetic on rectangles, without
-torch; the planner, the exchange and the estimates all ask here.
+a tall block these are rows, which is how FSDP cuts it anyway. Plain arithmetic on rectangles, without torch; the
+planner, the exchange and the estimates all ask here.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
-from megatron_muon.core.layout import Matrix, RowSplit, Shard
+from megatron_muon.core.layout import Ints, Matrix, RowSplit, Shard
 
 TEAM_SIZES = (1, 2, 4, 8)
 """Ranks that may own a matrix together: powers of two, so that of two teams that share a rank one holds the other."""
@@ -27,53 +26,31 @@ _UNIT = 8
 
 
 def chunks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """The ranks of each node in teams of `size`, of which the last of a node may be smaller.
-
-    Args:
-        nodes: the node of each rank.
-        size: one of `TEAM_SIZES`.
-    """
+    """The ranks of each node, `nodes[rank]`, in teams of `size`, of which the last of a node may be smaller."""
     by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
     return [tuple(ranks[k : k + size]) for ranks in by_node.values() for k in range(0, len(ranks), size)]
 
 
-@dataclass(frozen=True)
-class Team:
-    """The owners of a matrix: one rank, or several of one node.
+class BlockKind(NamedTuple):
+    """What blocks of a stack have in common. Ranks of a team sort the kinds that they share alike."""
 
-    Attributes:
-        ranks: ascending.
-        cuts: for each block `(first, count)`: it is cut over `count` ranks from place `first` of `ranks` on. None has
-            all blocks orthogonalised by the one owner.
-        loads: what each of the ranks has to do.
-    """
+    smaller: int
+    longer: int  # of the whole block
+    scale: float  # of the update
+    steps: int  # of the matrix
+    ranks: tuple[int, ...]  # that cut the block; none where it is whole
+    length: int  # of this rank's part of the longer side
 
-    ranks: tuple[int, ...]
-    loads: tuple[float, ...]
-    cuts: Cuts | None = None
-
-    def slices(self, index: int, matrix: Matrix) -> list[BlockSlice]:
-        """What the ranks have of a matrix with this index: by block, and within a block by rank."""
-        if self.cuts is None:
-            return [BlockSlice(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)]
-        return [
-            BlockSlice(index, block, shape, matrix.split, self.ranks[first : first + count], place, matrix.steps)
-            for block, (shape, (first, count)) in enumerate(zip(matrix.blocks, self.cuts, strict=True))
-            for place in range(count)
-        ]
+    @property
+    def team(self) -> int:
+        """Ranks that iterate over a block together."""
+        return len(self.ranks) or 1
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A rectangle that a shard and a slice have in common.
-
-    Attributes:
-        row, col: its first element in the matrix.
-        rows, cols: its size.
-        slice_row, slice_col: its first element in the slice.
-    """
+class Piece(NamedTuple):
+    """A rectangle that a shard and a slice have in common, by its first element in the matrix and in the slice."""
 
     row: int
     rows: int
@@ -98,7 +75,7 @@ class BlockSlice:
         of: shape of the block, or of the matrix.
         split: of the matrix.
         ranks: those that cut the block.
-        place: of this block_slice's rank among them.
+        place: of this slice's rank among them.
         steps: of the matrix.
     """
 
@@ -118,19 +95,22 @@ class BlockSlice:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the slice."""
-        (_, rows), (_, cols) = self._rows, self._cols
-        return rows, cols
+        return self._rows[1], self._cols[1]
 
     @property
     def numel(self) -> int:
         """Number of its elements."""
-        rows, cols = self.shape
-        return rows * cols
+        return self._rows[1] * self._cols[1]
 
     @property
     def is_tall(self) -> bool:
         """Whether the block is, so that its rows are cut."""
         return self.of[0] > self.of[1]
+
+    def kind(self, scale: float) -> BlockKind:
+        """Of the stack that it belongs to; `scale` is of the update of its block."""
+        ranks = self.ranks if len(self.ranks) > 1 else ()
+        return BlockKind(min(self.of), max(self.of), scale, self.steps, ranks, self.shape[0 if self.is_tall else 1])
 
     @property
     def _rows(self) -> tuple[int, int]:
@@ -144,12 +124,11 @@ class BlockSlice:
     def _spans(self) -> Iterator[tuple[int, int, int]]:
         """Rows that lie together in the matrix: the first there, how many, and the first in the slice."""
         start, count = self._rows
+        before = sum(self.split.parts[: self.block or 0])
         if self.block is None or self.split.groups == 1:
-            before = 0 if self.block is None else sum(self.split.parts[: self.block])
             yield before + start, count, 0
             return
         part, stride = self.split.parts[self.block], sum(self.split.parts)
-        before = sum(self.split.parts[: self.block])
         for group in range(start // part, -(-(start + count) // part)):
             low, high = max(start, group * part), min(start + count, (group + 1) * part)
             yield group * stride + before + low - group * part, high - low, low - start
@@ -165,19 +144,50 @@ class BlockSlice:
                 found.append(Piece(top, bottom - top, left, right - left, slice_row + top - row, left - first_col))
         return found
 
-    def overlaps(self, shards: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """How many elements each of `shards`, rows of `(row_start, rows, col_start, cols)`, has of it."""
-        rows, cols = (np.zeros(len(shards), dtype=np.int64) for _ in range(2))
+    def overlaps(self, rectangles: Ints) -> Ints:
+        """How many elements each of `rectangles`, rows of `(row_start, rows, col_start, cols)`, has of it."""
+        rows = np.zeros(len(rectangles), dtype=np.int64)
         for row, count, _ in self._spans():
-            rows += _common(shards[:, 0], shards[:, 1], row, count)
-        cols += _common(shards[:, 2], shards[:, 3], *self._cols)
-        return rows * cols
+            rows += _common(rectangles[:, 0], rectangles[:, 1], row, count)
+        return rows * _common(rectangles[:, 2], rectangles[:, 3], *self._cols)
 
 
-def rectangles(shards: Sequence[Shard]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """Shards as `BlockSlice.overlaps` takes them."""
-    numbers = itertools.chain.from_iterable((s.row_start, s.rows, s.col_start, s.cols) for s in shards)
-    return np.fromiter(numbers, np.int64, 4 * len(shards)).reshape(-1, 4)
+@dataclass(frozen=True)
+class Team:
+    """The owners of a matrix: one rank, or several of one node.
+
+    Attributes:
+        ranks: ascending.
+        loads: what each of the ranks has to do.
+        cuts: for each block `(first, count)`: it is cut over `count` ranks from place `first` of `ranks` on. None has
+            all blocks orthogonalised by the one owner.
+    """
+
+    ranks: tuple[int, ...]
+    loads: tuple[float, ...]
+    cuts: Cuts | None = None
+
+    def slices(self, index: int, matrix: Matrix) -> list[BlockSlice]:
+        """What the ranks have of a matrix with this index: by block, and within a block by rank."""
+        if self.cuts is None:
+            return [BlockSlice(index, None, matrix.shape, matrix.split, self.ranks, 0, matrix.steps)]
+        return [
+            BlockSlice(index, block, shape, matrix.split, self.ranks[first : first + count], place, matrix.steps)
+            for block, (shape, (first, count)) in enumerate(zip(matrix.blocks, self.cuts, strict=True))
+            for place in range(count)
+        ]
+
+    def slots(self, index: int, matrix: Matrix) -> list[BlockSlice]:
+        """The same block by block, also of one owner."""
+        return blocks_of(index, matrix, self.ranks[0]) if self.cuts is None else self.slices(index, matrix)
+
+
+def blocks_of(index: int, matrix: Matrix, rank: int) -> list[BlockSlice]:
+    """The blocks of a matrix that one rank owns alone."""
+    return [
+        BlockSlice(index, block, shape, matrix.split, (rank,), 0, matrix.steps)
+        for block, shape in enumerate(matrix.blocks)
+    ]
 
 
 def _part(side: int, place: int, count: int) -> tuple[int, int]:
@@ -188,9 +198,6 @@ def _part(side: int, place: int, count: int) -> tuple[int, int]:
     return start, end - start
 
 
-def _common(
-    starts: np.ndarray[Any, np.dtype[np.int64]], counts: np.ndarray[Any, np.dtype[np.int64]], start: int, count: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
-    ends: np.ndarray[Any, np.dtype[np.int64]] = np.minimum(starts + counts, start + count)
-    common: np.ndarray[Any, np.dtype[np.int64]] = np.maximum(ends - np.maximum(starts, start), 0)
-    return common
+def _common(starts: Ints, counts: Ints, start: int, count: int) -> Ints:
+    """How many numbers each range has in common with one."""
+    return np.maximum(np.minimum(starts + counts, start + count) - np.maximum(starts, start), 0)

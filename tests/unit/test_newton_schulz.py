@@ -21,8 +21,8 @@ from megatron_muon.core import orthogonalize
 from megatron_muon.core.cost import DENSE, GRAM, HALVES, KERNEL, STANDARD, Iteration, gram_runs
 from megatron_muon.core.layout import Matrix
 from megatron_muon.core.orthogonalize import to_unit_magnitude
-from megatron_muon.core.route import blocks_of, make_stacks
-from megatron_muon.core.slices import Team
+from megatron_muon.core.route import make_stacks
+from megatron_muon.core.slices import Team, blocks_of
 
 QUINTIC = ns.coefficients("quintic", 5)
 

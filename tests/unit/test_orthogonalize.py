@@ -19,11 +19,12 @@ from megatron_muon.core.build import local_exchange
 from megatron_muon.core.cost import HALVES, KERNEL, Iteration
 from megatron_muon.core.exchange import Buffers
 from megatron_muon.core.layout import Layout, Matrix, RowSplit, replicated
-from megatron_muon.core.memory import Memory, Stack
+from megatron_muon.core.memory import Memory, stacks
 from megatron_muon.core.newton_schulz import Work
 from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 from megatron_muon.core.probe import SILENT
-from megatron_muon.core.route import blocks_of, make_stacks
+from megatron_muon.core.route import make_stacks
+from megatron_muon.core.slices import blocks_of
 from tests.support.rows import ByMatrix
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
@@ -211,7 +212,7 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
         return work
 
     work = buffers()
-    planned = memory.of_stack(Stack(512, cols, cols), 1)
+    planned = memory.of_stacks(stacks([(512, cols)], None))
     extra = peak_extra_bytes(lambda: orthogonalizer.orthogonalize_stack(stack, of.kind, work=work), stack.device)
     assert max(work.nbytes, extra) <= planned
     assert extra <= 0.1 * planned or precision == "medium"  # a processor sums up bf16 in an fp32 copy

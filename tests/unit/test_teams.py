@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.assignment import TeamRules
 from megatron_muon.core.cost import DENSE, KERNEL, Iteration
-from megatron_muon.core.layout import Layout, Matrix, RowSplit, row_sharded
+from megatron_muon.core.layout import Holders, Layout, Matrix, RowSplit, row_sharded
 from megatron_muon.core.memory import Memory
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.slices import TEAM_SIZES, Team, chunks, rectangles
+from megatron_muon.core.slices import TEAM_SIZES, Team, chunks
 
 # What each rank has
 
@@ -42,7 +42,7 @@ def test_slices_and_shards_have_every_element_in_common_once(data: st.DataObject
     rooms: list[list[torch.Tensor]] = [[] for _ in blocks]
     for block_slice in team.slices(0, matrix):
         room = torch.zeros(block_slice.shape, dtype=numbers.dtype)
-        common = block_slice.overlaps(rectangles(matrix.shards))
+        common = block_slice.overlaps(Holders.of(matrix.shards).rectangles)
         for shard, elements in zip(matrix.shards, common, strict=True):
             pieces = block_slice.pieces(shard)
             assert sum(piece.numel for piece in pieces) == elements

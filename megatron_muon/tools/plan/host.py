@@ -18,13 +18,13 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.route import (
     ALL_TO_ALL,
     NOWHERE,
-    BlockKind,
     Route,
     from_chunk,
     make_route,
     parts_of_rows,
     to_chunk,
 )
+from megatron_muon.core.slices import BlockKind
 
 Counts = Counter[str]
 
