@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -108,7 +108,10 @@ class _Division:
         return max(self.loads)
 
 
-_heaviest = attrgetter("heaviest")
+def _heaviest(division: _Division) -> float:
+    return division.heaviest
+
+
 _Options = Mapping[_Kind, Sequence[_Division]]
 
 
@@ -142,7 +145,7 @@ def assign(
         other = placement.best(divisions, _WAYS[:1])
         if other.heaviest <= limit:
             chosen, placed, limit = divisions, other, other.heaviest * (1.0 - 1e-9)
-    return min(placed, placement.best(chosen, _WAYS[1:]), key=attrgetter("merit")).teams
+    return min(placed, placement.best(chosen, _WAYS[1:]), key=lambda each: each.merit).teams
 
 
 def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
@@ -289,7 +292,7 @@ class _Placement:
             # Loads within 3 % of the even share count as equal: below that, bytes decide.
             merit = (max(heaviest / fair, 1.03) if fair else 0.0, max(far), near)
             found.append(_Placed(merit, teams, heaviest))
-        return min(found, key=attrgetter("merit"))
+        return min(found, key=lambda each: each.merit)
 
     def _place_under(
         self, cap: float, order: Sequence[int], divisions: Sequence[_Division], *, is_spread: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 
@@ -11,15 +12,15 @@ import torch.distributed as dist
 from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.cost import AUTO
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange, Routing
+from megatron_muon.core.exchange import GATHERED, LOCAL, OWNER, SHARED, Buffers, Exchange
 from megatron_muon.core.layout import Layout, replicated
 from megatron_muon.core.memory import AUTO_BYTES, Memory, MomentBytes
 from megatron_muon.core.orthogonalize import Orthogonalizer, kernel_operands
 from megatron_muon.core.plan import DIGEST_LENGTH, Plan, make_plan
 from megatron_muon.core.ranks import connect, nodes_of, numbers_of_all_ranks
-from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, NOWHERE, Route, make_route
+from megatron_muon.core.route import ALL_GATHER, BROADCAST, NOWHERE, make_route
 from megatron_muon.core.rules.rule import Rule
-from megatron_muon.core.slices import BlockKind, Team, blocks_of
+from megatron_muon.core.slices import BlockKind, Team
 from megatron_muon.core.teams import make_teams
 from megatron_muon.core.tuning import tune
 
@@ -69,17 +70,30 @@ def make_exchange(
             return gathered_exchange(layout, group, orthogonalizer, buffers, rules)
         memory = Memory(torch.float32.itemsize, orthogonalizer.iteration, beside)
         return local_exchange(layout, group, orthogonalizer, buffers, rules, memory=memory, most=buffer_bytes)
-    asked = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
-    team_rules = None if asked is None else asked.possible()
+    team_rules = _team_rules(team_size, group, orthogonalizer, rules) if scheme == OWNER else None
     wire_dtype = {"auto": orthogonalizer.dtype, "bf16": torch.bfloat16, "fp32": torch.float32}[wire]
-    flops = next((rule.flops for rule in rules if rule.flops is not None), orthogonalizer.flops)
-    memory = Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside)
-    plan = _plan(layout, group, [flops(one) for one in layout.matrices], buffer_bytes, memory, team_rules, plan)
+    if plan is None:
+        flops = next((rule.flops for rule in rules if rule.flops is not None), orthogonalizer.flops)
+        plan = make_plan(
+            layout,
+            [flops(matrix) for matrix in layout.matrices],
+            memory=Memory(wire_dtype.itemsize, orthogonalizer.iteration, beside),
+            buffer_bytes=buffer_bytes,
+            rules=None if team_rules is None else team_rules.possible(),
+        )
+    digests = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
+    for other, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise RuntimeError(
+                f"rank 0 of the group has plan {digests[0]} and rank {other} has {digest}: they would wait for each "
+                "other; start all ranks with the same settings, software and devices"
+            )
     connect([group], buffers.device)
     _prepare_kernel(layout, group, orthogonalizer, plan)
-    if asked is None:
+    if team_rules is None:
         return shared_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype)
-    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=asked.unmet())
+    unmet = team_rules.unmet()
+    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=unmet)
 
 
 def owner_exchange(
@@ -96,19 +110,17 @@ def owner_exchange(
 
     The process groups of teams are made here, when all ranks have one plan.
     """
-    rank = group.rank()
     teams = make_teams(group, plan.teams)
     connect([team.group for team in teams.values()], buffers.device)
-
-    def route(number: int | None, indices: Sequence[int], how: str) -> Route:
-        return make_route(
-            plan.layout, indices, plan.teams, rank, orthogonalizer.scale, number=number, rows_by=how, updates_by=how
-        )
-
-    travelling = [route(number, wave, ALL_TO_ALL) for number, wave in enumerate(plan.waves)]
-    local = [route(None, indices, NOWHERE) for indices in plan.fillers(rank)]
-    routing = Routing(OWNER, plan.layout, travelling, local, wire_dtype, plan, teams, unmet or {})
-    return Exchange(routing, group, orthogonalizer, buffers, rules)
+    route = functools.partial(make_route, plan.layout, teams=plan.teams, rank=group.rank(), scale=orthogonalizer.scale)
+    return Exchange(
+        OWNER, plan.layout, group, orthogonalizer, buffers, rules,
+        routes=[route(indices, number=number) for number, indices in enumerate(plan.waves)],
+        local=[
+            route(indices, number=None, rows_by=NOWHERE, updates_by=NOWHERE) for indices in plan.fillers(group.rank())
+        ],
+        wire_dtype=wire_dtype, plan=plan, teams=teams, unmet=unmet,
+    )  # fmt: skip
 
 
 def shared_exchange(
@@ -126,16 +138,16 @@ def shared_exchange(
     whole on its owner is broadcast like all else.
     """
     fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
-    waves = [*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)]
     routes = [
         make_route(
             plan.layout, indices, plan.teams, group.rank(), orthogonalizer.scale,
             number=number, rows_by=NOWHERE, updates_by=BROADCAST,
         )
-        for number, indices in enumerate(waves)
+        for number, indices in enumerate([*plan.waves, *(tuple(itertools.chain(*parts)) for parts in fillers)])
     ]  # fmt: skip
-    routing = Routing(SHARED, plan.layout, routes, [], wire_dtype, plan)
-    return Exchange(routing, group, orthogonalizer, buffers, rules)
+    return Exchange(
+        SHARED, plan.layout, group, orthogonalizer, buffers, rules, routes=routes, wire_dtype=wire_dtype, plan=plan
+    )
 
 
 def local_exchange(
@@ -154,15 +166,15 @@ def local_exchange(
         UserError: the buffer is too small for a matrix.
     """
     memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
-    alone = [replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices]
+    alone = Layout(1, tuple(replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices))
     routes = [
         make_route(
-            Layout(1, tuple(alone)), part, [Team((0,), (0.0,))] * len(alone), 0, orthogonalizer.scale,
+            alone, part, [Team((0,), (0.0,))] * len(alone.matrices), 0, orthogonalizer.scale,
             number=None, rows_by=NOWHERE, updates_by=NOWHERE,
         )
-        for part in memory.parts(layout, range(len(alone)), most or AUTO_BYTES)
+        for part in memory.parts(layout, range(len(alone.matrices)), most or AUTO_BYTES)
     ]  # fmt: skip
-    return Exchange(Routing(LOCAL, layout, [], routes), group, orthogonalizer, buffers, rules)
+    return Exchange(LOCAL, layout, group, orthogonalizer, buffers, rules, routes=[], local=routes)
 
 
 def gathered_exchange(
@@ -173,15 +185,14 @@ def gathered_exchange(
     rules: Sequence[Rule] = (),
 ) -> Exchange:
     """Every rank gathers and orthogonalises all matrices, one after the other: the reference to compare with."""
-    indices = range(len(layout.matrices))
     routes = [
         make_route(
-            layout, [index], [None] * len(indices), group.rank(), orthogonalizer.scale,
+            layout, [index], [None] * len(layout.matrices), group.rank(), orthogonalizer.scale,
             number=index, rows_by=ALL_GATHER, updates_by=NOWHERE,
         )
-        for index in indices
+        for index in range(len(layout.matrices))
     ]  # fmt: skip
-    return Exchange(Routing(GATHERED, layout, routes, []), group, orthogonalizer, buffers, rules)
+    return Exchange(GATHERED, layout, group, orthogonalizer, buffers, rules, routes=routes)
 
 
 def _team_rules(
@@ -200,27 +211,6 @@ def _team_rules(
     return TeamRules(orthogonalizer.iteration.cost, nodes_of(group), size)
 
 
-def _plan(
-    layout: Layout,
-    group: dist.ProcessGroup,
-    costs: Sequence[float],
-    buffer_bytes: int | None,
-    memory: Memory,
-    rules: TeamRules | None,
-    made: Plan | None,
-) -> Plan:
-    """Owners and waves, the same on every rank."""
-    plan = made or make_plan(layout, costs, memory=memory, buffer_bytes=buffer_bytes, rules=rules)
-    found = [f"{number:0{DIGEST_LENGTH}x}" for (number,) in numbers_of_all_ranks([int(plan.digest(), 16)], group)]
-    for other, digest in enumerate(found):
-        if digest != found[0]:
-            raise RuntimeError(
-                f"rank 0 of the group has plan {found[0]} and rank {other} has {digest}: they would wait for each "
-                "other; start all ranks with the same settings, software and devices"
-            )
-    return plan
-
-
 def _prepare_kernel(
     layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, plan: Plan | None = None
 ) -> None:
@@ -230,16 +220,9 @@ def _prepare_kernel(
     """
 
     def kinds(ranks: Sequence[int]) -> list[BlockKind]:
-        slots = [
-            slot
-            for index, matrix in enumerate(layout.matrices)
-            for slot in (
-                blocks_of(index, matrix, 0)
-                if plan is None or (plan.teams[index].cuts is None and plan.owners[index] in ranks)
-                else [one for one in plan.slices(index) if plan.teams[index].cuts and one.rank in ranks]
-            )
-        ]
-        return orthogonalizer.kernel_kinds(slots)
+        teams = [Team((ranks[0],), ())] * len(layout.matrices) if plan is None else plan.teams
+        slots = [team.slots(index, layout.matrices[index]) for index, team in enumerate(teams)]
+        return orthogonalizer.kernel_kinds([slot for slot in itertools.chain(*slots) if slot.rank in ranks])
 
     if everyone := kinds(range(group.size())):
         tune(kernel_operands(everyone), group, orthogonalizer.device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from megatron_muon.core.memory import CHUNK
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
-from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route
+from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, Way
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.schedule import MOMENTS, moments_of, schedule
 from megatron_muon.core.teams import Teams
@@ -51,33 +51,6 @@ class RowPhases(Protocol):
 
 
 @dataclass(frozen=True)
-class Routing:
-    """What an exchange carries, and how.
-
-    Attributes:
-        scheme: OWNER, SHARED, LOCAL or GATHERED.
-        layout: who holds which rectangle of each matrix; the same on every rank.
-        routes: this rank's part in each wave that travels, in the order of all ranks.
-        local: waves that do not travel; they are spread over the others.
-        wire_dtype: of elements on the wire and of the stacks: torch.float32, or torch.bfloat16 where the iteration
-            starts from bf16. What a rank has itself is rounded like what travels, so that a result does not depend on
-            who holds what.
-        plan: owners and waves, where there are any.
-        teams: those that this rank is in.
-        unmet: settings that these ranks cannot have.
-    """
-
-    scheme: str
-    layout: Layout
-    routes: Sequence[Route]
-    local: Sequence[Route]
-    wire_dtype: torch.dtype = torch.float32
-    plan: Plan | None = None
-    teams: Teams = field(default_factory=dict)
-    unmet: Mapping[str, Unmet] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class Buffers:
     """Where an exchange has its buffers.
 
@@ -98,11 +71,20 @@ class Exchange:
     """Makes matrices whole, has them orthogonalised, and brings the update's rows back.
 
     Args:
-        routing: of this rank.
+        scheme: OWNER, SHARED, LOCAL or GATHERED.
+        layout: who holds which rectangle of each matrix; the same on every rank.
         group: the process group whose rank r holds the shards of rank r in the layout.
         orthogonalizer: of the blocks.
         buffers: where they lie.
         rules: some of which change whole blocks, or whole updates.
+        routes: this rank's part in each wave that travels, in the order of all ranks.
+        local: waves that do not travel; they are spread over the others.
+        wire_dtype: of elements on the wire and of the stacks: torch.float32, or torch.bfloat16 where the iteration
+            starts from bf16. What a rank has itself is rounded like what travels, so that a result does not depend on
+            who holds what.
+        plan: owners and waves, where there are any.
+        teams: those that this rank is in.
+        unmet: settings that these ranks cannot have.
 
     Raises:
         ValueError: the layout is for another number of ranks.
@@ -110,19 +92,24 @@ class Exchange:
 
     def __init__(
         self,
-        routing: Routing,
+        scheme: str,
+        layout: Layout,
         group: dist.ProcessGroup,
         orthogonalizer: Orthogonalizer,
         buffers: Buffers,
         rules: Sequence[Rule] = (),
+        *,
+        routes: Sequence[Route],
+        local: Sequence[Route] = (),
+        wire_dtype: torch.dtype = torch.float32,
+        plan: Plan | None = None,
+        teams: Teams | None = None,
+        unmet: Mapping[str, Unmet] | None = None,
     ) -> None:
-        layout, wire_dtype = routing.layout, routing.wire_dtype
         if group.size() != layout.world_size:
             raise ValueError(f"the layout is for {layout.world_size} ranks, the process group has {group.size()}")
-        self.scheme, self.layout, self.group, self.plan = routing.scheme, layout, group, routing.plan
-        self.unmet = routing.unmet
-        self._rank = group.rank()
-        self._orthogonalizer, self._teams = orthogonalizer, routing.teams
+        self.scheme, self.layout, self.group, self.plan, self.unmet = scheme, layout, group, plan, unmet or {}
+        self._rank, self._orthogonalizer, self._teams = group.rank(), orthogonalizer, teams or {}
         self._normalize = next((rule.normalize for rule in rules if rule.normalize is not None), None)
         self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
@@ -131,19 +118,17 @@ class Exchange:
                 route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype,
                 chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=buffers.rows_apart,
             )
-            for route in (*routing.routes, *routing.local)
+            for route in (*routes, *local)
         ]  # fmt: skip
-        self._order = schedule(len(routing.routes), len(routing.local))
+        self._order = schedule(len(routes), len(local))
         self.arena = Arena(buffers.device, buffers.scratch)
-        self._rows_apart, self._free_buffers = buffers.rows_apart, buffers.free
+        self._buffers = buffers
         self._place()
         self.chunks: list[Chunk] = []
         for wave in self._waves:
             wave.make_views(self.arena, len(self.chunks))
             self._make_agreements(wave)
             self.chunks += wave.chunks
-        if buffers.free:
-            self.arena.release()
 
     def replicas(self, index: int) -> int:
         """How many ranks hold the same rows of a matrix as this one."""
@@ -162,7 +147,11 @@ class Exchange:
         waves = [self._wave(wave, rows, probe) for wave in self._waves]
         for number in self._order:
             next(waves[number], None)
-        if self._free_buffers:
+        self.free_buffers()
+
+    def free_buffers(self) -> None:
+        """Give the buffers back until the next step, where that is wanted; no view of them can be made until then."""
+        if self._buffers.free:
             self.arena.release()
 
     def _wave(self, wave: Wave, rows: RowPhases, probe: Probe) -> Iterator[None]:
@@ -198,11 +187,7 @@ class Exchange:
         """Start to send the rows of a wave."""
         route, tensors = wave.route, wave.tensors
         if route.rows_by == ALL_TO_ALL:
-            probe.received(tensors["receive"].nbytes)
-            counts = route.receive.counts, route.send.counts
-            return collectives.all_to_all(
-                tensors["receive"], tensors["send"], *counts, self.group, by_pairs=self._by_pairs
-            )
+            return self._all_to_all(tensors["receive"], tensors["send"], route.receive, route.send, probe)
         if route.rows_by == ALL_GATHER:
             probe.received(tensors["receive"].nbytes - tensors["own"].nbytes)
             return collectives.all_gather(tensors["receive"], tensors["own"], self.group)
@@ -213,17 +198,17 @@ class Exchange:
         route, tensors = wave.route, wave.tensors
         if route.updates_by == ALL_TO_ALL:
             returned = tensors["returned"][: route.returned.numel]
-            probe.received(returned.nbytes)
-            counts = route.returned.counts, route.back.counts
-            return collectives.all_to_all(returned, tensors["back"], *counts, self.group, by_pairs=self._by_pairs)
+            return self._all_to_all(returned, tensors["back"], route.returned, route.back, probe)
         if route.updates_by == BROADCAST and self.group.size() > 1:
-            probe.received(sum(part.nbytes for owner, part in wave.broadcast if owner != self._rank))
-            return collectives.broadcasts(wave.broadcast, self.group)
+            parts = [(owner, part) for owner, part in enumerate(wave.by_owner) if part.numel()]
+            probe.received(sum(part.nbytes for owner, part in parts if owner != self._rank))
+            return collectives.broadcasts(parts, self.group)
         return collectives.Works()
 
-    @property
-    def _by_pairs(self) -> bool:
-        return self.plan is not None and self.plan.by_pairs
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, arriving: Way, leaving: Way, probe: Probe) -> Any:
+        probe.received(received.nbytes)
+        by_pairs = self.plan is not None and self.plan.by_pairs
+        return collectives.all_to_all(received, sent, arriving.counts, leaving.counts, self.group, by_pairs=by_pairs)
 
     def _orthogonalize(self, wave: Wave, probe: Probe) -> None:
         """Put the updates of a wave's blocks in their place."""
@@ -242,18 +227,13 @@ class Exchange:
         """Have a matrix of several blocks, or of a team, NaN where one of them is; normalise whole updates."""
         of_slots = torch.cat(marks).view(-1) if marks else self.arena.memory.new_zeros(0, dtype=torch.float32)
         agreed = of_slots
-        for agreement in wave.agreements:
-            of_matrices = of_slots.new_zeros(agreement.number)
-            if agreement.slots is None:
-                of_matrices.index_add_(0, agreement.matrices, of_slots)
-            else:
-                of_matrices.index_add_(0, agreement.matrices, of_slots[agreement.slots])
-            if agreement.team is not None:
-                dist.all_reduce(of_matrices, group=agreement.team.group)
-            if agreement.slots is None:
-                agreed = of_matrices[agreement.matrices]
-            else:
-                agreed = agreed.index_copy(0, agreement.slots, of_matrices[agreement.matrices])
+        for team, number, slots, matrices in wave.agreements:
+            of_matrices = of_slots.new_zeros(number)
+            of_matrices.index_add_(0, matrices, of_slots if slots is None else of_slots[slots])
+            if team is not None:
+                dist.all_reduce(of_matrices, group=team.group)
+            theirs = of_matrices[matrices]
+            agreed = theirs if slots is None else agreed.index_copy(0, slots, theirs)
         for index, blocks, slots in wave.whole:
             self._normalize_whole(index, blocks, agreed[slots][0] == 0.0)
         agreed = agreed.to(wave.tensors["stacks"].dtype).view(-1, 1, 1)
@@ -279,10 +259,10 @@ class Exchange:
     def _place(self) -> None:
         """Give every wave its buffers, by when it needs which."""
         arena, moments = self.arena, moments_of(self._order)
-        made = [wave.make_buffers(when) for wave, when in zip(self._waves, moments, strict=True)]
-        for buffer in itertools.chain(*made):
-            arena.add(buffer)
-        if self._rows_apart:  # two buffers, in the order in which waves are prepared
+        for wave, when in zip(self._waves, moments, strict=True):
+            for buffer in wave.make_buffers(when):
+                arena.add(buffer)
+        if self._buffers.rows_apart:  # two buffers, in the order in which waves are prepared
             end = max(itertools.chain(*moments), default=0) + MOMENTS
             largest = max((wave.route.numel for wave in self._waves), default=0)
             apart = [arena.add(Buffer(largest, torch.float32, 0, end)) for _ in range(2)]
@@ -292,35 +272,26 @@ class Exchange:
 
     def _make_agreements(self, wave: Wave) -> None:
         """Which slots of a wave belong to one matrix, and so are finite together."""
-        slots = wave.route.slots
+        slots, device = wave.route.slots, self.arena.memory.device
         of_matrix: dict[int, list[int]] = {}
         for place, slot in enumerate(slots):
             of_matrix.setdefault(slot.index, []).append(place)
         by_team: dict[tuple[int, ...], list[int]] = {}
-        for index in self._indices(wave):
+        for index in wave.route.indices:  # in the order of all ranks
             ranks = self.plan.teams[index].ranks if self.plan is not None else (self._rank,)
             if self._rank in ranks:
                 by_team.setdefault(ranks, []).append(index)
         several = any(len(places) > 1 for places in of_matrix.values()) or self._normalize is not None
         for ranks, indices in sorted(by_team.items()):
             team = self._teams[ranks] if len(ranks) > 1 else None
-            if team is None and not several:
-                continue
-            ours = sorted((place, number) for number, index in enumerate(indices) for place in of_matrix.get(index, []))
-            at, matrices = (self._on_device(numbers) for numbers in (zip(*ours, strict=True) if ours else ((), ())))
-            is_all = [place for place, _ in ours] == list(range(len(slots)))
-            wave.agreements.append(Agreement(team, len(indices), None if is_all else at, matrices))
+            if team is not None or several:
+                ours = sorted((at, number) for number, index in enumerate(indices) for at in of_matrix.get(index, []))
+                at, matrices = torch.tensor(ours, dtype=torch.int64, device=device).view(-1, 2).T.contiguous()
+                is_all = [place for place, _ in ours] == list(range(len(slots)))
+                wave.agreements.append(Agreement(team, len(indices), None if is_all else at, matrices))
         if self._normalize is not None:
             views = wave.slot_views()
             for index, places in of_matrix.items():
                 in_order = sorted(places, key=lambda place: slots[place].block or 0)
-                wave.whole.append((index, [views[place] for place in in_order], self._on_device(places)))
-
-    def _indices(self, wave: Wave) -> Sequence[int]:
-        """The matrices of a wave, in its order: those that all ranks have in it."""
-        if self.plan is not None and wave.route.number is not None and wave.route.number < len(self.plan.waves):
-            return self.plan.waves[wave.route.number]
-        return list(dict.fromkeys(slot.index for slot in wave.route.slots))
-
-    def _on_device(self, numbers: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(list(numbers), dtype=torch.int64, device=self.arena.memory.device)
+                on_device = torch.tensor(places, dtype=torch.int64, device=device)
+                wave.whole.append((index, [views[place] for place in in_order], on_device))

@@ -123,6 +123,7 @@ class ShardedMuon(torch.optim.Optimizer):
         ]
         self._check_groups()
         self.initialize_state()
+        exchange.free_buffers()
 
     def initialize_state(self) -> None:
         """Give every parameter that has none its state of zeros, on every rank alike."""

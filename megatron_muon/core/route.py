@@ -8,8 +8,9 @@ matrix, or a replica sends its rows, does the order differ. Every way is a list 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ from megatron_muon.core.slices import BlockKind, BlockSlice, Piece, Team, blocks
 
 NOWHERE, ALL_TO_ALL, ALL_GATHER, BROADCAST = "nowhere", "all_to_all", "all_gather", "broadcast"
 """How rows, or updates, of a wave travel; rows are not broadcast, updates are not gathered."""
+
+_ALIGNED = 256
+"""Elements: each stack begins at an aligned place, as products of a CPU's library may round otherwise."""
 
 
 class HeldShard(NamedTuple):
@@ -44,8 +48,7 @@ class Stack(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of the stack."""
-        count, rows, cols = self.shape
-        return count * rows * cols
+        return len(self.slots) * self.kind.smaller * self.kind.length
 
     def place(self, number: int, row: int = 0, col: int = 0) -> Strided:
         """An element of slot `number` in the stacks, and the strides of its rows and columns."""
@@ -73,6 +76,7 @@ class Route:
 
     Attributes:
         number: of the wave, from 0, for traces; None where nothing travels.
+        indices: of its matrices, the same on every rank.
         rows: the shards that this rank holds, in the order of the wave's rows.
         stacks: what it orthogonalises.
         send: rows -> what other ranks orthogonalise.
@@ -80,14 +84,15 @@ class Route:
         receive: what arrives of other ranks' rows -> stacks.
         own_to_stacks: `own` -> stacks.
         back: stacks -> updates for other ranks.
-        returned: updates from other ranks, then this rank's own -> rows; `counts` are of other ranks.
-        own_updates: stacks -> this rank's own updates, behind those of other ranks.
-        owners: with broadcasts, the owners of the wave and how many elements each has, in the order of `returned`.
+        returned: updates from other ranks, then this rank's own -> rows. `counts` are of other ranks; with broadcasts
+            of all owners, each at the same place on every rank.
+        own_updates: stacks -> this rank's own part of `returned`.
         rows_by, updates_by: how they travel.
         padding: with an all-gather of rows, elements of the largest shard.
     """
 
     number: int | None
+    indices: Sequence[int]
     rows: list[HeldShard]
     stacks: list[Stack]
     send: Way
@@ -97,7 +102,6 @@ class Route:
     back: Way
     returned: Way
     own_updates: Way
-    owners: list[tuple[int, int]]
     rows_by: str
     updates_by: str
     padding: int = 0
@@ -116,45 +120,6 @@ class Route:
     def slots(self) -> list[BlockSlice]:
         """What this rank orthogonalises, in the order of the stacks."""
         return [slot for stack in self.stacks for slot in stack.slots]
-
-
-class _Unit(NamedTuple):
-    """A rectangle between a holder and an owner, which travels in one piece.
-
-    `parts` are what slots of the owner have of it: stack, slot number, and where; `of` is the matrix.
-    """
-
-    of: int
-    shard: Shard
-    row: int
-    rows: int
-    col: int
-    cols: int
-    parts: list[tuple[Stack, int, Piece]]
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.cols
-
-    def in_rows(self, start: int) -> Strided:
-        """In the rows of its shard, which begin at `start`."""
-        row, col = self.row - self.shard.row_start, self.col - self.shard.col_start
-        return Strided(start + row * self.shard.cols + col, (self.shard.cols, 1))
-
-    def in_stacks(self, start: int) -> list[tuple[tuple[int, int], Strided, Strided]]:
-        """For each part its shape, where it is in a buffer in which the unit begins at `start`, and in the stacks."""
-        return [
-            (
-                (piece.rows, piece.cols),
-                Strided(start + (piece.row - self.row) * self.cols + piece.col - self.col, (self.cols, 1)),
-                stack.place(number, piece.slice_row, piece.slice_col),
-            )
-            for stack, number, piece in self.parts
-        ]
-
-
-_ALIGNED = 256
-"""Elements: each stack begins at an aligned place, as products of a CPU's library may round otherwise."""
 
 
 def make_stacks(slots: Sequence[BlockSlice], scale: Callable[[tuple[int, int]], float]) -> list[Stack]:
@@ -192,146 +157,175 @@ def make_route(
         rows_by: how rows travel.
         updates_by: how updates travel.
     """
-    world, matrices = layout.world_size, layout.matrices
+    world = layout.world_size
     held = dict(zip(indices, layout.held(rank, indices), strict=True))
-    owned = [
-        slot
-        for index in indices
-        if (team := teams[index]) is None or rank in team.ranks
-        for slot in (
-            blocks_of(index, matrices[index], rank)
-            if team is None or team.cuts is None
-            else [block_slice for block_slice in team.slices(index, matrices[index]) if block_slice.rank == rank]
-        )
-    ]
-    stacks = make_stacks(owned, scale)
-    slots: dict[int, list[tuple[Stack, int, BlockSlice]]] = defaultdict(list)
-    for stack in stacks:
-        for place, slot in enumerate(stack.slots):
-            slots[slot.index].append((stack, place, slot))
-    units: dict[str, dict[int, list[_Unit]]] = {
-        name: defaultdict(list) for name in ("send", "own", "receive", "back", "returned", "own_updates")
-    }
-    for index in indices:
-        matrix, team = matrices[index], teams[index]
-        here = [held[index]] if held[index].numel else []
-        slices = [None] if team is None or team.cuts is None else team.slices(index, matrix)
-        for block_slice in slices:
-            owner = rank if team is None else team.ranks[0] if block_slice is None else block_slice.rank
-            for shard in matrix.shards if owner == rank else here:
-                for unit in _units(index, shard, block_slice, slots[index] if owner == rank else []):
-                    source = shard.rank if rows_by == ALL_GATHER else shard.source(owner, world)
-                    if owner == rank:
-                        units["own" if source == rank else "receive"][source].append(unit)
-                        for holder in shard.holders if team is not None else ():
-                            if holder != rank and updates_by == ALL_TO_ALL:
-                                units["back"][holder].append(unit)
-                        if rank in shard.holders:
-                            units["own_updates"][rank].append(unit)
-                    else:
-                        units["returned"][owner].append(unit)
-                        if source == rank and rows_by == ALL_TO_ALL:
-                            units["send"][owner].append(unit)
-    by_owner = [units["returned"][owner] for owner in range(world)]
-    order = [unit.of for of_owner in by_owner for unit in of_owner] + [unit.of for unit in units["own_updates"][rank]]
-    if updates_by == BROADCAST:  # an owner broadcasts from the place that its updates have on all ranks
-        by_owner[rank] = units["own_updates"][rank]
-        order = [unit.of for of_owner in by_owner for unit in of_owner]
+    stacks = make_stacks([slot for index in indices for slot in _slots(layout, index, teams[index], rank)], scale)
+    send, own, receive, back, returned = _sort_units(
+        layout, indices, teams, rank, held, stacks, rows_by=rows_by, updates_by=updates_by
+    )
+    # An owner broadcasts from the place that its updates have on all ranks.
+    order = range(world) if updates_by == BROADCAST else [*range(rank), *range(rank + 1, world), rank]
     rows, starts, start = [], {}, 0
-    for index in dict.fromkeys(order):
+    for index in dict.fromkeys(unit.of for owner in order for unit in returned[owner]):
         rows.append(HeldShard(index, held[index], start))
         starts[index] = start
         start += held[index].numel
 
-    def way(name: str, ranks: Sequence[int] = range(world)) -> tuple[Way, list[tuple[int, _Unit]]]:
-        found = Way([0] * world)
-        placed, at = [], 0
-        for other in ranks:
-            for unit in units[name][other]:
-                placed.append((at, unit))
-                at += unit.numel
-                found.counts[other] += unit.numel
-        return found, placed
-
-    def from_rows(found: Way, placed: Sequence[tuple[int, _Unit]]) -> Way:
-        found.copies = [
+    def from_rows(placed: _Placed) -> list[Copy]:
+        return [
             Copy((unit.rows, unit.cols), unit.in_rows(starts[unit.of]), Strided(at, (unit.cols, 1)))
             for at, unit in placed
         ]
-        return found
 
-    def to_stacks(placed: Sequence[tuple[int, _Unit]]) -> list[Copy]:
-        return [Copy(shape, there, in_stacks) for at, unit in placed for shape, there, in_stacks in unit.in_stacks(at)]
-
-    def from_stacks(placed: Sequence[tuple[int, _Unit]]) -> list[Copy]:
-        return [Copy(shape, in_stacks, there) for at, unit in placed for shape, there, in_stacks in unit.in_stacks(at)]
-
-    send, own = from_rows(*way("send")), from_rows(*way("own"))
-    _, own_placed = way("own")
-    receive, received = way("receive")
+    own_placed, received, updates = _placed(own), _placed(receive), _placed(returned, order)
     padding = 0
     if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
-        assert len(indices) == 1
-        padding = max(shard.numel for shard in matrices[indices[0]].shards)
-        own_placed, received = [], [
-            (source * padding, unit) for name in ("own", "receive") for source in range(world)
-            for unit in units[name][source]
-        ]  # fmt: skip
-    receive.copies = to_stacks(received)
-    back, leaving = way("back")
-    back.copies = from_stacks(leaving)
-    own_updates, own_updates_placed = way("own_updates")
-    returned, coming = way("returned")
-    owners: list[tuple[int, int]] = []
-    if updates_by == BROADCAST:
-        at, coming, own_updates_placed = 0, [], []
-        for owner, of_owner in enumerate(by_owner):
-            if of_owner:
-                owners.append((owner, sum(unit.numel for unit in of_owner)))
-            for unit in of_owner:
-                (own_updates_placed if owner == rank else coming).append((at, unit))
-                at += unit.numel
-        coming += own_updates_placed
-    else:
-        own_updates_placed = [(returned.numel + at, unit) for at, unit in own_updates_placed]
-        coming += own_updates_placed
-    own_updates.copies = from_stacks(own_updates_placed)
-    returned.copies = [
-        Copy((unit.rows, unit.cols), Strided(at, (unit.cols, 1)), unit.in_rows(starts[unit.of])) for at, unit in coming
-    ]
+        (index,) = indices
+        padding = max(shard.numel for shard in layout.matrices[index].shards)
+        received = [(source * padding, unit) for source in range(world) for unit in (*own[source], *receive[source])]
+    own_updates = [(at, unit) for at, unit in updates if unit.owner == rank]
+    counts = _counts(returned)
+    if updates_by != BROADCAST:
+        counts[rank] = 0
     return Route(
         number,
+        indices,
         rows,
         stacks,
-        send,
-        own,
-        receive,
-        to_stacks(own_placed),
-        back,
-        returned,
-        own_updates,
-        owners,
-        rows_by,
-        updates_by,
-        padding,
+        send=Way(_counts(send), from_rows(_placed(send))),
+        own=Way(_counts(own), from_rows(own_placed)),
+        receive=Way(_counts(receive), _to_stacks(received)),
+        own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own_placed),
+        back=Way(_counts(back), _reversed(_to_stacks(_placed(back)))),
+        returned=Way(counts, _reversed(from_rows(updates))),
+        own_updates=Way([sum(unit.numel for _, unit in own_updates)], _reversed(_to_stacks(own_updates))),
+        rows_by=rows_by,
+        updates_by=updates_by,
+        padding=padding,
     )
 
 
+class _Unit(NamedTuple):
+    """A rectangle between a holder and an owner, which travels in one piece.
+
+    `parts` are what slots of the owner have of it: stack, slot number, and where; `of` is the matrix.
+    """
+
+    of: int
+    owner: int
+    shard: Shard
+    row: int
+    rows: int
+    col: int
+    cols: int
+    parts: list[tuple[Stack, int, Piece]]
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.cols
+
+    def in_rows(self, start: int) -> Strided:
+        """In the rows of its shard, which begin at `start`."""
+        row, col = self.row - self.shard.row_start, self.col - self.shard.col_start
+        return Strided(start + row * self.shard.cols + col, (self.shard.cols, 1))
+
+
+_Units = list[list[_Unit]]
+"""By the rank at the other end."""
+_Placed = list[tuple[int, _Unit]]
+"""Units with the element of a buffer at which each begins."""
+
+
+def _slots(layout: Layout, index: int, team: Team | None, rank: int) -> list[BlockSlice]:
+    """What `rank` orthogonalises of a matrix."""
+    if team is None:
+        return blocks_of(index, layout.matrices[index], rank)
+    return [slot for slot in team.slots(index, layout.matrices[index]) if slot.rank == rank]
+
+
+def _sort_units(
+    layout: Layout,
+    indices: Sequence[int],
+    teams: Sequence[Team | None],
+    rank: int,
+    held: dict[int, Shard],
+    stacks: Sequence[Stack],
+    *,
+    rows_by: str,
+    updates_by: str,
+) -> tuple[_Units, _Units, _Units, _Units, _Units]:
+    """What this rank sends, keeps, receives, sends back, and gets back, itself included."""
+    world = layout.world_size
+    slots: dict[int, list[tuple[Stack, int, BlockSlice]]] = defaultdict(list)
+    for stack in stacks:
+        for place, slot in enumerate(stack.slots):
+            slots[slot.index].append((stack, place, slot))
+    send, own, receive, back, returned = (_by_rank(world) for _ in range(5))
+    for index in indices:
+        matrix, team = layout.matrices[index], teams[index]
+        here = [held[index]] if held[index].numel else []
+        for part in [None] if team is None or team.cuts is None else team.slices(index, matrix):
+            owner = rank if team is None else team.ranks[0] if part is None else part.rank
+            ours = slots[index] if owner == rank else []
+            for shard in matrix.shards if owner == rank else here:
+                source = shard.rank if rows_by == ALL_GATHER else shard.source(owner, world)
+                for unit in _units(index, owner, shard, part, ours):
+                    if rank in shard.holders:
+                        returned[owner].append(unit)
+                    if owner == rank:
+                        (own if source == rank else receive)[source].append(unit)
+                        if team is not None and updates_by == ALL_TO_ALL:
+                            for holder in shard.holders:
+                                back[holder].append(unit)
+                    elif source == rank and rows_by == ALL_TO_ALL:
+                        send[owner].append(unit)
+    back[rank] = []
+    return send, own, receive, back, returned
+
+
 def _units(
-    index: int, shard: Shard, block_slice: BlockSlice | None, slots: Sequence[tuple[Stack, int, BlockSlice]]
+    index: int, owner: int, shard: Shard, part: BlockSlice | None, slots: Sequence[tuple[Stack, int, BlockSlice]]
 ) -> list[_Unit]:
-    """What travels of a shard for an owner: all of it where one rank owns the matrix, else what a slice has of it."""
-    if block_slice is None:
+    """What travels of a shard for an owner: all of it where one rank owns the matrix, else what its slice has of it."""
+    if part is None:
         parts = [(stack, place, piece) for stack, place, slot in slots for piece in slot.pieces(shard)]
-        return [_Unit(index, shard, shard.row_start, shard.rows, shard.col_start, shard.cols, parts)]
-    where = [(stack, place) for stack, place, slot in slots if slot == block_slice]
+        return [_Unit(index, owner, shard, shard.row_start, shard.rows, shard.col_start, shard.cols, parts)]
+    where = [(stack, place) for stack, place, slot in slots if slot == part]
     return [
-        _Unit(
-            index, shard, piece.row, piece.rows, piece.col, piece.cols,
-            [(stack, place, piece) for stack, place in where],
+        _Unit(index, owner, shard, *piece[:4], [(stack, place, piece) for stack, place in where])
+        for piece in part.pieces(shard)
+    ]
+
+
+def _by_rank(world_size: int) -> _Units:
+    return [[] for _ in range(world_size)]
+
+
+def _counts(units: _Units) -> list[int]:
+    return [sum(unit.numel for unit in of_rank) for of_rank in units]
+
+
+def _placed(units: _Units, order: Iterable[int] | None = None) -> _Placed:
+    """Units one after the other, by rank in this order."""
+    in_order = list(itertools.chain(*(units if order is None else (units[rank] for rank in order))))
+    starts = itertools.accumulate((unit.numel for unit in in_order), initial=0)
+    return list(zip(starts, in_order, strict=False))
+
+
+def _to_stacks(placed: _Placed) -> list[Copy]:
+    return [
+        Copy(
+            (piece.rows, piece.cols),
+            Strided(at + (piece.row - unit.row) * unit.cols + piece.col - unit.col, (unit.cols, 1)),
+            stack.place(number, piece.slice_row, piece.slice_col),
         )
-        for piece in block_slice.pieces(shard)
-    ]  # fmt: skip
+        for at, unit in placed
+        for stack, number, piece in unit.parts
+    ]
+
+
+def _reversed(copies: Sequence[Copy]) -> list[Copy]:
+    return [Copy(copy.shape, copy.target, copy.source) for copy in copies]
 
 
 def parts_of_rows(route: Route, most: int) -> list[tuple[list[HeldShard], int]]:
@@ -348,7 +342,7 @@ def parts_of_rows(route: Route, most: int) -> list[tuple[list[HeldShard], int]]:
 def from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
     """Those copies that begin in a chunk of the rows, with offsets in the chunk."""
     return [
-        Copy(copy.shape, Strided(copy.source.offset - chunk.start, copy.source.strides), copy.target)
+        copy._replace(source=copy.source._replace(offset=copy.source.offset - chunk.start))
         for copy in copies
         if copy.source.offset in chunk
     ]
@@ -356,8 +350,4 @@ def from_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
 
 def to_chunk(copies: Sequence[Copy], chunk: range) -> list[Copy]:
     """Those copies that end in a chunk of the rows, likewise."""
-    return [
-        Copy(copy.shape, copy.source, Strided(copy.target.offset - chunk.start, copy.target.strides))
-        for copy in copies
-        if copy.target.offset in chunk
-    ]
+    return _reversed(from_chunk(_reversed(copies), chunk))

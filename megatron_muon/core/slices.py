@@ -200,4 +200,6 @@ def _part(side: int, place: int, count: int) -> tuple[int, int]:
 
 def _common(starts: Ints, counts: Ints, start: int, count: int) -> Ints:
     """How many numbers each range has in common with one."""
-    return np.maximum(np.minimum(starts + counts, start + count) - np.maximum(starts, start), 0)
+    ends = np.minimum(starts + counts, start + count)
+    common: Ints = np.maximum(ends - np.maximum(starts, start), 0)
+    return common

@@ -6,7 +6,6 @@ an arena, and when they are needed from `schedule`.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ import torch
 
 from megatron_muon.core.arena import Arena, Buffer, Copies
 from megatron_muon.core.newton_schulz import Work
-from megatron_muon.core.route import HeldShard, Route, from_chunk, parts_of_rows, to_chunk
+from megatron_muon.core.route import BROADCAST, HeldShard, Route, from_chunk, parts_of_rows, to_chunk
 from megatron_muon.core.schedule import LIFETIMES
 from megatron_muon.core.teams import TeamGroup
 
@@ -66,7 +65,7 @@ class Wave:
         whole: for updates that are normalised: index, views of the matrix's blocks, and their slots.
         pack_back: copies of updates from the stacks to what is sent back and to what stays.
         assemble: for each chunk, the copies of what came back.
-        broadcast: with broadcasts, the owners and their parts of what comes back.
+        by_owner: with broadcasts, the part of each owner of what comes back.
         work: buffers of the iteration.
         buffers, tensors: by name; see `schedule.LIFETIMES`.
     """
@@ -143,11 +142,7 @@ class Wave:
             if copies
         ]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
-        starts = itertools.accumulate((count for _, count in route.owners), initial=0)
-        self.broadcast = [
-            (owner, tensors["returned"][start : start + count])
-            for start, (owner, count) in zip(starts, route.owners, strict=False)
-        ]
+        self.by_owner = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
 
     def slot_views(self) -> list[torch.Tensor]:
         """What each slot has, `(rows, cols)` as in its matrix: views of the stacks."""

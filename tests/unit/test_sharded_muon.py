@@ -11,7 +11,7 @@ import torch
 from emerging_optimizers.orthogonalized_optimizers import Muon
 
 from megatron_muon.core.cost import Iteration
-from megatron_muon.core.exchange import LOCAL, Buffers, Exchange, Routing, RowPhases
+from megatron_muon.core.exchange import LOCAL, Buffers, Exchange, RowPhases
 from megatron_muon.core.layout import Layout, row_sharded
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -42,7 +42,7 @@ class WholeMatrices(Exchange):
             layout, held, teams, 0, self.orthogonalize.scale, number=None, rows_by=NOWHERE, updates_by=NOWHERE
         )
         group: Any = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-        super().__init__(Routing(LOCAL, layout, [], [route]), group, self.orthogonalize, Buffers(CPU))
+        super().__init__(LOCAL, layout, group, self.orthogonalize, Buffers(CPU), routes=[], local=[route])
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
         self.runs += 1

@@ -17,10 +17,10 @@ import numpy as np
 
 from megatron_muon.core.assignment import TeamRules, Unmet
 from megatron_muon.core.cost import AUTO, DENSE, HALVES, KERNEL, Iteration, Products
-from megatron_muon.core.layout import Layout
+from megatron_muon.core.layout import Ints, Layout
 from megatron_muon.core.memory import Memory, MomentBytes
 from megatron_muon.core.plan import Plan, make_plan
-from megatron_muon.core.traffic import MESSAGE_US, Ints, Links
+from megatron_muon.core.traffic import MESSAGE_US, Links
 from megatron_muon.megatron.gpu import BF16_TFLOPS
 from megatron_muon.tools.plan.host import busy_hosts, counts_of
 from megatron_muon.tools.plan.memory import extra_bytes

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_muon.core.layout import Matrix
+from megatron_muon.core.layout import Ints, Matrix
 from megatron_muon.core.memory import CHUNK, ROW_BYTES, TOGETHER
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.schedule import LIFETIMES, MOMENTS, moments_of, schedule
 from megatron_muon.core.slices import BlockSlice
-from megatron_muon.core.traffic import Ints
 
 
 def extra_bytes(plan: Plan) -> Ints:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_muon.core.traffic import Ints
+from megatron_muon.core.layout import Ints
 from megatron_muon.tools.plan.estimate import KindPlan
 from megatron_muon.tools.rehearse.trace import Call, Members, Part, RankTrace, Wait
 
