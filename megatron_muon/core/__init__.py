@@ -1,5 +1,1 @@
-"""Muon on sharded matrices, without Megatron, command line or files.
-
-To be read in the order of a step: `optimizer`, `exchange`, `orthogonalize`, `newton_schulz`; and before the first step:
-`layout`, `cost`, `plan`, `route`, `copies`, `arena`, `build`.
-"""
+"""Muon on sharded matrices, without Megatron, command line or files; `docs/design.md` has the order to read it in."""

@@ -1,7 +1,6 @@
 """The memory of a step: buffers that exist since construction, at places in one tensor.
 
-Who needs a buffer says from which moment of the step to which; buffers that are never needed at the same moment share
-memory. So a step allocates nothing, and what it takes is known before the first.
+Buffers that are never needed at the same moment share memory, so a step allocates nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ from megatron_muon.core.memory import aligned
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory for `numel` elements, in use from moment `first` to moment `last` of a step, both included.
-
-    Attributes:
-        offset: where it lies, in bytes, once it has a place; 0 of one without elements.
-    """
+    """Memory for `numel` elements, in use from moment `first` to moment `last` of a step, both included."""
 
     numel: int
     dtype: torch.dtype
@@ -39,12 +34,7 @@ class Buffer:
 
 
 class Arena:
-    """Buffers in one tensor. Exchanges that step one after the other may share its memory by `scratch`.
-
-    Args:
-        device: of the tensor.
-        scratch: memory of another arena, which grows where this one needs more.
-    """
+    """Buffers in one tensor, or in `scratch`, the memory of an arena that steps at another time, which then grows."""
 
     def __init__(self, device: torch.device, scratch: torch.Tensor | None = None) -> None:
         self._buffers: list[Buffer] = []
@@ -84,8 +74,7 @@ _TRIES, _GOOD_ENOUGH = 100, 1.02
 def _find_places(buffers: Sequence[Buffer]) -> int:
     """Set the offsets of buffers; the bytes that all take.
 
-    Of several tries the best, the same for the same buffers: the first takes buffers by how long they are needed, the
-    others change that a little.
+    Of several tries the best: the first takes buffers by how long they are needed, the others change that a little.
     """
     if not buffers:
         return 0
@@ -121,9 +110,9 @@ class _Free(NamedTuple):
 
 
 def _best_fit(buffers: Sequence[Buffer], weights: Sequence[tuple[float, int]]) -> dict[Buffer, int]:
-    """Offsets of buffers: where memory is free lowest, the heaviest of those that fit between its neighbours in time.
+    """Offsets: where memory is free lowest, the heaviest buffer that fits between its neighbours in time, else none.
 
-    Where none fits, the place is given up to the lower of its neighbours. Source: https://arxiv.org/abs/1804.10001.
+    Source: https://arxiv.org/abs/1804.10001.
     """
     left = dict(zip(buffers, weights, strict=True))
     spans = [_Free(0, 0, max(buffer.last for buffer in buffers) + 1)]

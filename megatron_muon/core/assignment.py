@@ -1,9 +1,7 @@
 """Who owns which matrix: one rank, or a team where a matrix is more than a rank's share.
 
 The work of all ranks is made as even as it can be; of even assignments that which moves the fewest bytes is taken. A
-team costs more than it saves on a small matrix: every member repeats the polynomial of the Gram matrix and waits for
-the sums. So the planner looks for the lowest load that some sizes of teams reach, and takes teams only where they
-bring it down.
+team costs more than it saves on a small matrix, so teams are taken only where they bring the lowest load down.
 """
 
 from __future__ import annotations
@@ -43,11 +41,9 @@ class Unmet(NamedTuple):
 class TeamRules:
     """Which teams may own a matrix.
 
-    Attributes:
-        cost: the work of each rank of a team on a block, from its rows, its columns, the size of the team and the
-            matrix's steps.
-        nodes: the node of each rank, counted from 0; a team lies in one.
-        size: of every team; 1 forms none, 0 leaves it to the planner.
+    `cost` is the work of each rank of a team on a block, from its rows, its columns, the size of the team and the
+    matrix's steps; `nodes` the node of each rank, counted from 0, in one of which a team lies; `size` that of every
+    team: 1 forms none, 0 leaves it to the planner.
     """
 
     cost: Callable[[int, int, int, int], float]
@@ -73,11 +69,7 @@ class TeamRules:
 
 
 def refuse_unmet(groups: Mapping[str, Mapping[str, Unmet]]) -> list[str]:
-    """What to say where some groups, by name, use 1 in the place of a setting.
-
-    Raises:
-        UserError: no group can have a setting.
-    """
+    """What to say where some groups, by name, use 1 in the place of a setting; a UserError where none can have it."""
     lines = []
     for flag, unmet in {flag: unmet for of_group in groups.values() for flag, unmet in of_group.items()}.items():
         without = [name for name, of_group in groups.items() if flag in of_group]
@@ -120,12 +112,8 @@ def assign(
 ) -> list[Team]:
     """The owners of each matrix.
 
-    Args:
-        layout: all matrices of the group.
-        costs: the work of orthogonalising each matrix by one rank, in the unit of `rules.cost`.
-        rules: which teams may be formed.
-        memory: what matrices take on their owners.
-        buffer_bytes: what a step may take on a rank. None is what is usual, or as much as whole blocks need.
+    `costs` are the work of one rank on each, in the unit of `rules.cost`; `buffer_bytes` what a step may take on a
+    rank, None as much as is usual, or as whole blocks need.
     """
     kinds = [
         _Kind(tuple(matrix.blocks), matrix.steps, cost) for matrix, cost in zip(layout.matrices, costs, strict=True)
@@ -224,14 +212,7 @@ def _choices(ranks: int, counts: Mapping[_Kind, int], options: _Options) -> list
 
 
 class _Held(NamedTuple):
-    """Who holds matrices that are cut alike, for the placement of their owners.
-
-    Attributes:
-        numel: elements of the matrix.
-        by_rank: elements of each rank that holds some.
-        by_node: elements in each node; a replica counts in its own, too.
-        ranks: the holders, those of nodes with most elements first, and of these the ones with most.
-    """
+    """Who holds matrices that are cut alike: elements in all, by rank and by node, and the ranks, best owners first."""
 
     numel: int
     by_rank: Mapping[int, int]
@@ -272,7 +253,7 @@ class _Placement:
     def best(self, divisions: Sequence[_Division], ways: Sequence[tuple[float, bool]]) -> _Placed:
         """The most even of a few longest-first assignments, then the one that moves least.
 
-        What moves between nodes counts first, on the rank that receives most: that link is the slowest.
+        Between nodes first, on the rank that receives most: that link is the slowest.
         """
         # Of equal loads those of teams go first: they have fewer places to choose from.
         order = sorted(range(len(divisions)), key=lambda i: (-divisions[i].heaviest, -len(divisions[i].loads), i))

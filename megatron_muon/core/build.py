@@ -39,25 +39,19 @@ def make_exchange(
     rules: Sequence[Rule] = (),
     beside: MomentBytes = MomentBytes(),  # noqa: B008  # a tuple
 ) -> Exchange:
-    """The exchange of `layout` by one of the schemes OWNER, GATHERED, SHARED and LOCAL.
+    """The exchange of `layout` by one of the schemes OWNER, GATHERED, SHARED and LOCAL. Collective.
 
-    Collective, but for LOCAL without the symmetric kernel.
+    SHARED and LOCAL are for matrices that every rank holds whole.
 
     Args:
-        scheme: SHARED and LOCAL are for matrices that every rank holds whole.
-        layout: who holds which rectangle; the same on every rank.
-        group: the process group of the layout.
-        orthogonalizer: of the matrices.
-        buffers: where they lie.
+        scheme: how matrices become whole.
+        layout: who holds which rectangle; the same on every rank of `group`.
         buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
-        team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices.
-        plan: of OWNER and SHARED, where it has been made before; None makes it.
-        rules: of the Muon; those that change whole updates have no teams.
+        team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices. Ranks
+            that cannot have it use 1, and the exchange's `unmet` says so, for `refuse_unmet`.
+        plan: of OWNER and SHARED, where it has been made before.
         beside: what applying an update takes.
-
-    Where these ranks cannot have the `team_size`, they use 1, and the exchange's `unmet` says so: other matrices may
-    have it. The caller refuses what none has, by `refuse_unmet`.
 
     Raises:
         UserError: a team cannot have the second moment's norms; the buffer is too small.
@@ -106,10 +100,7 @@ def owner_exchange(
     wire_dtype: torch.dtype,
     unmet: Mapping[str, Unmet] | None = None,
 ) -> Exchange:
-    """Every matrix has an owner, or a team: rows travel there, and updates back. Collective where there are teams.
-
-    The process groups of teams are made here, when all ranks have one plan.
-    """
+    """Every matrix has an owner, or a team: rows travel there, and updates back. Collective where there are teams."""
     teams = make_teams(group, plan.teams)
     connect([team.group for team in teams.values()], buffers.device)
     route = functools.partial(make_route, plan.layout, teams=plan.teams, rank=group.rank(), scale=orthogonalizer.scale)
@@ -134,8 +125,7 @@ def shared_exchange(
 ) -> Exchange:
     """Matrices that every rank holds whole: each has one owner, which broadcasts its update.
 
-    The owner applies the update as it travels, so that replicas stay the same to the last bit. What the plan has lie
-    whole on its owner is broadcast like all else.
+    The owner too applies the update as it travels, so that replicas stay the same to the last bit.
     """
     fillers = itertools.zip_longest(*map(plan.fillers, range(plan.layout.world_size)), fillvalue=())
     routes = [
@@ -160,11 +150,7 @@ def local_exchange(
     memory: Memory,
     most: int | None = None,
 ) -> Exchange:
-    """Every rank does all of the work on matrices that it holds whole, without communication, in `most` bytes.
-
-    Raises:
-        UserError: the buffer is too small for a matrix.
-    """
+    """Every rank does all of the work on matrices that it holds whole, in `most` bytes, without communication."""
     memory.check(most, max((memory.whole([matrix]) for matrix in layout.matrices), default=0), layout)
     alone = Layout(1, tuple(replicated(one.name, one.shape, 1, one.split, one.steps) for one in layout.matrices))
     routes = [
@@ -214,10 +200,7 @@ def _team_rules(
 def _prepare_kernel(
     layout: Layout, group: dist.ProcessGroup, orthogonalizer: Orthogonalizer, plan: Plan | None = None
 ) -> None:
-    """Tune the symmetric kernel for the blocks of all ranks, and compile it for this rank's.
-
-    Without a plan every rank has all blocks. Collective where the kernel is used.
-    """
+    """Tune the symmetric kernel for the blocks of all ranks, and compile it for this rank's."""
 
     def kinds(ranks: Sequence[int]) -> list[BlockKind]:
         teams = [Team((ranks[0],), ())] * len(layout.matrices) if plan is None else plan.teams

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,18 +34,11 @@ def all_to_all(
     *,
     by_pairs: bool,
 ) -> Any:
-    """Begin to send elements to each rank of a group and to receive from each. Collective.
+    """Begin to send elements to each rank of a group and to receive from each, flat, in the order of ranks. Collective.
 
-    An all-to-all of torch.distributed takes a message to every rank of the group, also an empty one: NCCL (from 2.14
-    on, as torch calls it) then connects all pairs and keeps buffers for them, gloo waits for each.
-
-    Args:
-        received: flat, in the order of ranks.
-        sent: likewise.
-        received_counts: elements from each rank of the group.
-        sent_counts: elements for each.
-        group: the ranks.
-        by_pairs: have only ranks that have bytes for each other exchange messages.
+    An all-to-all of torch.distributed takes a message to every rank, also an empty one: NCCL (from 2.14 on, as torch
+    calls it) then connects all pairs and keeps buffers for them, gloo waits for each. `by_pairs` leaves empty messages
+    out.
     """
     what = received, sent, list(received_counts), list(sent_counts), group
     return exchange_pairs(*what) if by_pairs else dist.all_to_all_single(*what, async_op=True)
@@ -58,13 +52,12 @@ def exchange_pairs(
     group: dist.ProcessGroup,
 ) -> Any:
     """An asynchronous all-to-all without empty messages; in NCCL, the group has had another collective before it."""
-    messages = []
-    for start, flat, counts in ((dist.irecv, received, received_counts), (dist.isend, sent, sent_counts)):
-        at = 0
-        for peer, count in enumerate(counts):
-            if count:
-                messages.append(dist.P2POp(start, flat.narrow(0, at, count), group=group, group_peer=peer))
-            at += count
+    messages = [
+        dist.P2POp(start, flat.narrow(0, end - count, count), group=group, group_peer=peer)
+        for start, flat, counts in ((dist.irecv, received, received_counts), (dist.isend, sent, sent_counts))
+        for peer, (count, end) in enumerate(zip(counts, itertools.accumulate(counts), strict=True))
+        if count
+    ]
     return Works(dist.batch_isend_irecv(messages) if messages else [])
 
 

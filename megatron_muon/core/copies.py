@@ -1,8 +1,7 @@
 """Copies of rectangles between flat buffers, merged once so that a step makes few of them.
 
-A rectangle is described by its shape and, at either end, an offset and strides. Neighbours of equal shape at equal
-distances, at both ends, are one strided copy with a further dimension; what follows on without a gap is one run.
-`arena.Copies` carries them out.
+Neighbours of equal shape at equal distances, at both ends, are one strided copy with a further dimension; what follows
+on without a gap is one run. `arena.Copies` carries them out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Which Newton-Schulz iteration a block gets, and what it costs in floating-point operations.
 
-Training, `plan`, estimates and the floor of `benchmarks.step` all ask here. Plain arithmetic on shapes, no torch. A
-product of `(m, k) @ (k, n)` counts 2 m n k operations; normalisation and elementwise work are linear in the elements
-and are left out.
+A product of `(m, k) @ (k, n)` counts 2 m n k operations; normalisation and elementwise work are left out. Plain
+arithmetic on shapes, for training, `plan` and the floor of `benchmarks.step` alike.
 """
 
 from __future__ import annotations
@@ -57,14 +56,10 @@ negative from 0.88 of the norm on."""
 class Products:
     """How a device forms products whose result is symmetric."""
 
-    square: float = 1.0
-    """Operations of X X^T as a share of the dense product's."""
-    symmetric: float = 1.0
-    """Operations of a product of two different symmetric matrices that commute, likewise."""
-    from_rows: int = 1
-    """Blocks with fewer rows get dense products."""
-    multiple_of: int = 1
-    """Both sides of a block must be multiples of this, else it gets dense products."""
+    square: float = 1.0  # operations of X X^T as a share of the dense product's
+    symmetric: float = 1.0  # likewise, of two different symmetric matrices that commute
+    from_rows: int = 1  # blocks with fewer rows get dense products
+    multiple_of: int = 1  # so do blocks of which a side is no multiple of this
     per_byte: int = 1900
     """Operations in the time in which a team's all-reduce moves a byte: an H100 at 65 % of its bf16 rate, NVLink at
     75 %."""
@@ -73,8 +68,7 @@ class Products:
 
     def shares(self, rows: int, cols: int) -> tuple[float, float]:
         """`square` and `symmetric` for a block of `(rows, cols)`."""
-        small = min(rows, cols)
-        if small < self.from_rows or rows % self.multiple_of or cols % self.multiple_of:
+        if min(rows, cols) < self.from_rows or rows % self.multiple_of or cols % self.multiple_of:
             return 1.0, 1.0
         return self.square, self.symmetric
 
@@ -110,20 +104,15 @@ class ProductCounts(NamedTuple):
 class Iteration:
     """Settings that decide which iteration a block gets and what it costs.
 
-    Attributes:
-        coefficient_type: a set of emerging-optimizers, or the coefficients of each step, the last repeated.
-        steps: Newton-Schulz steps.
-        precision: "highest" and "high" iterate in fp32, "medium" and "low" in bf16, as
-            torch.set_float32_matmul_precision names them.
-        method: "standard", "gram", or "auto" for the one with fewer operations, of those that are proven.
-        products: how the device forms symmetric products.
+    `precision` "highest" and "high" iterate in fp32, "medium" and "low" in bf16, as torch.set_float32_matmul_precision
+    names them.
     """
 
-    coefficient_type: str | tuple[tuple[float, float, float], ...] = "quintic"
+    coefficient_type: str | tuple[tuple[float, float, float], ...] = "quintic"  # a set, or each step's, last repeated
     steps: int = 5
     precision: str = "medium"
-    method: str = AUTO
-    products: Products = DENSE
+    method: str = AUTO  # "standard", "gram", or "auto" for the one with fewer operations, of those that are proven
+    products: Products = DENSE  # how the device forms symmetric products
 
     @property
     def half(self) -> bool:
@@ -188,11 +177,10 @@ class Iteration:
     def counts(self, method: str) -> ProductCounts:
         """The products of `method`, "standard" or "gram".
 
-        A standard step forms X X^T, its square and the product with X. Source:
-        https://kellerjordan.github.io/posts/muon, "Runtime analysis". A run of the Gram iteration forms X X^T and
-        applies its result to X once; each of its steps squares, all but the first update the accumulated factor, and
-        all but the last update the Gram matrix, by two products. Source:
-        https://github.com/Dao-AILab/gram-newton-schulz.
+        A standard step forms X X^T, its square and the product with X (https://kellerjordan.github.io/posts/muon,
+        "Runtime analysis"). A run of the Gram iteration forms X X^T and applies its result to X once; each step
+        squares, all but the first update the factor, all but the last update the Gram matrix
+        (https://github.com/Dao-AILab/gram-newton-schulz).
         """
         steps, runs = self.steps, len(self.runs)
         if method == STANDARD:
@@ -200,37 +188,28 @@ class Iteration:
         return ProductCounts(gram=runs, square=steps, symmetric=3 * (steps - runs), wide=runs)
 
     def check(self, flag: str = "--muon-num-ns-steps") -> None:
-        """Refuse iterations whose result may be far from orthogonal; `flag` gave the steps.
-
-        Raises:
-            UserError: names the value and the remedy.
-        """
+        """Refuse, by a UserError, iterations whose result may be far from orthogonal; `flag` gave the steps."""
         check_number("muon_num_ns_steps", self.steps, flag=flag)
-        if self.method not in METHODS:
-            raise UserError(f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}")
-        chosen = f"--muon-coefficient-type {self.coefficient_type}"
+        chosen, proven = f"--muon-coefficient-type {self.coefficient_type}", PROVEN_STEPS.get(self._set)
         if not isinstance(self.coefficient_type, str):
             self._check_coefficients(self.coefficient_type)
-        if self.coefficient_type in REVERSING_SETS:
-            raise UserError(
-                f"{chosen} turns updates round where one direction dominates a matrix; use another set, such as quintic"
-            )
-        if self.coefficient_type in FULL_PRECISION_SETS and self.precision != "highest":
-            raise UserError(
-                f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use highest, or another set, "
-                "such as quintic"
-            )
-        proven = PROVEN_STEPS.get(self._set)
-        if proven is not None and self.steps not in proven:
-            raise UserError(
-                f"{flag} {self.steps} is not proven with {chosen}; choose one of "
-                f"{', '.join(map(str, proven))}; 5 is usual"
-            )
-        if self.method == GRAM and not self.gram_is_proven:
-            raise UserError(
+        if self.method not in METHODS:
+            fault = f"--muon-ns {self.method} does not exist; choose one of {', '.join(METHODS)}"
+        elif self._set in REVERSING_SETS:
+            fault = f"{chosen} turns updates round where one direction dominates a matrix; use another, such as quintic"
+        elif self._set in FULL_PRECISION_SETS and self.precision != "highest":
+            fault = f"{chosen} is not stable with --muon-fp32-matmul-prec {self.precision}; use highest, or quintic"
+        elif proven is not None and self.steps not in proven:
+            possible = ", ".join(map(str, proven))
+            fault = f"{flag} {self.steps} is not proven with {chosen}; choose one of {possible}; 5 is usual"
+        elif self.method == GRAM and not self.gram_is_proven:
+            fault = (
                 f"--muon-ns gram is not stable in bf16 with {self.steps} steps of {chosen}; use --muon-ns auto, or "
                 "--muon-fp32-matmul-prec high"
             )
+        else:
+            return
+        raise UserError(fault)
 
     def check_steps_for(self, steps_for: Mapping[str, int]) -> None:
         """The same for the steps of matrices by pattern, `--muon-ns-steps-for`."""
@@ -251,11 +230,11 @@ class Iteration:
 
 
 def gram_runs(steps: int, *, half: bool, alone: int = 0) -> tuple[int, ...]:
-    """How many steps each run of the Gram iteration takes; in `half` precision the first so many are `alone`.
+    """How many steps each run of the Gram iteration takes before it restarts; in `half` the first few are `alone`.
 
-    Squaring loses small singular values in half precision, and what is lost comes back amplified by every step. Runs of
-    two steps in bf16 stay within 0.003 of the standard iteration's error (relative to the polar factor's norm, over
-    condition numbers of 1 to 1e8); runs of three were off by up to 0.045. In fp32 three are safe.
+    Squaring loses small singular values in half precision, and every step amplifies what is lost. Runs of two steps in
+    bf16 stay within 0.003 of the standard iteration's error (relative to the polar factor's norm, over condition
+    numbers of 1 to 1e8); runs of three were off by up to 0.045. In fp32 three are safe.
     """
     longest = 2 if half else 3
     first = min(alone, steps) if half else 0

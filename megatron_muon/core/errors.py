@@ -2,7 +2,4 @@
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave; the message says what was given, what would be right, what to type.
-
-    The command line prints it as a single line without a traceback; library code raises it as the `ValueError` it is.
-    """
+    """A mistake in what the user gave; the message says what was given, what would be right, what to type."""

@@ -1,11 +1,8 @@
 """A step's waves: rows are packed, sent, unpacked and orthogonalised, and the updates sent back and applied.
 
 `Exchange._wave` is the life of one wave from top to bottom, a generator that yields where a collective is under way;
-`schedule.schedule` says which wave goes on when, so that one arrives and one leaves while one is orthogonalised. What a
-wave carries is in `route`, as numbers, and in `wave`, as views of buffers in an `arena`, made at construction. A step
-has no collective on Python objects and never waits for the device.
-
-An update that is not finite is NaN in all of its elements, which tells its holders to keep the weights.
+`schedule.schedule` says which wave goes on when. What a wave carries is in `route`, as numbers, and in `wave`, as views
+of buffers, made at construction. An update that is not finite is NaN in all elements: its holders keep the weights.
 """
 
 from __future__ import annotations
@@ -52,19 +49,12 @@ class RowPhases(Protocol):
 
 @dataclass(frozen=True)
 class Buffers:
-    """Where an exchange has its buffers.
+    """Where an exchange has its buffers."""
 
-    Attributes:
-        device: where rows lie.
-        rows_apart: rows are prepared on a stream of their own, so their buffers are shared with nothing.
-        scratch: memory of another exchange that never steps at the same time.
-        free: give the buffers back after each step.
-    """
-
-    device: torch.device
-    rows_apart: bool = False
-    scratch: torch.Tensor | None = None
-    free: bool = False
+    device: torch.device  # where rows lie
+    rows_apart: bool = False  # rows are prepared on a stream of their own, so their buffers are shared with nothing
+    scratch: torch.Tensor | None = None  # memory of another exchange that never steps at the same time
+    free: bool = False  # give the buffers back after each step
 
 
 class Exchange:
@@ -72,17 +62,12 @@ class Exchange:
 
     Args:
         scheme: OWNER, SHARED, LOCAL or GATHERED.
-        layout: who holds which rectangle of each matrix; the same on every rank.
-        group: the process group whose rank r holds the shards of rank r in the layout.
-        orthogonalizer: of the blocks.
-        buffers: where they lie.
+        layout: who holds which rectangle of each matrix; the same on every rank of `group`.
         rules: some of which change whole blocks, or whole updates.
         routes: this rank's part in each wave that travels, in the order of all ranks.
         local: waves that do not travel; they are spread over the others.
-        wire_dtype: of elements on the wire and of the stacks: torch.float32, or torch.bfloat16 where the iteration
-            starts from bf16. What a rank has itself is rounded like what travels, so that a result does not depend on
-            who holds what.
-        plan: owners and waves, where there are any.
+        wire_dtype: of what travels and of the stacks: torch.float32, or torch.bfloat16 where the iteration starts from
+            it. What a rank has itself is rounded like what travels: a result does not depend on who holds what.
         teams: those that this rank is in.
         unmet: settings that these ranks cannot have.
 
@@ -113,17 +98,25 @@ class Exchange:
         self._normalize = next((rule.normalize for rule in rules if rule.normalize is not None), None)
         self._solve = next((rule.solve for rule in rules if rule.solve is not None), None)
         chunk_numel = CHUNK["cpu" if buffers.device.type == "cpu" else "cuda"]
+        self._buffers, self.arena = buffers, Arena(buffers.device, buffers.scratch)
+        self._order = schedule(len(routes), len(local))
+        moments = moments_of(self._order)
         self._waves = [
             Wave(
-                route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype,
+                route, orthogonalizer.work_bytes(route.stacks, wire_dtype.itemsize), wire_dtype, when,
                 chunk_numel=chunk_numel, world_size=layout.world_size, rows_apart=buffers.rows_apart,
             )
-            for route in (*routes, *local)
+            for route, when in zip((*routes, *local), moments, strict=True)
         ]  # fmt: skip
-        self._order = schedule(len(routes), len(local))
-        self.arena = Arena(buffers.device, buffers.scratch)
-        self._buffers = buffers
-        self._place()
+        for buffer in itertools.chain(*(wave.buffers.values() for wave in self._waves)):
+            self.arena.add(buffer)
+        if buffers.rows_apart:  # two buffers, in the order in which waves are prepared
+            end = max(itertools.chain(*moments), default=0) + MOMENTS
+            largest = max((wave.route.numel for wave in self._waves), default=0)
+            apart = [self.arena.add(Buffer(largest, torch.float32, 0, end)) for _ in range(2)]
+            for place, number in enumerate(dict.fromkeys(self._order)):
+                self._waves[number].buffers["prepared"] = apart[place % 2]
+        self.arena.place()
         self.chunks: list[Chunk] = []
         for wave in self._waves:
             wave.make_views(self.arena, len(self.chunks))
@@ -136,13 +129,7 @@ class Exchange:
         return 1 if shard is None else len(shard.holders)
 
     def run(self, rows: RowPhases, probe: Probe) -> None:
-        """One step of all matrices: each shard of this rank is prepared once, and updated once after that.
-
-        Collective over the exchange's group where waves travel.
-
-        Raises:
-            RuntimeError: a collective failed.
-        """
+        """One step of all matrices: each shard of this rank is prepared once, then updated once. Collective."""
         self.arena.acquire()
         waves = [self._wave(wave, rows, probe) for wave in self._waves]
         for number in self._order:
@@ -255,20 +242,6 @@ class Exchange:
         self._normalize(index, whole, finite)
         for part, block in zip(parts, blocks, strict=True):
             block.view(part.shape).copy_(part)
-
-    def _place(self) -> None:
-        """Give every wave its buffers, by when it needs which."""
-        arena, moments = self.arena, moments_of(self._order)
-        for wave, when in zip(self._waves, moments, strict=True):
-            for buffer in wave.make_buffers(when):
-                arena.add(buffer)
-        if self._buffers.rows_apart:  # two buffers, in the order in which waves are prepared
-            end = max(itertools.chain(*moments), default=0) + MOMENTS
-            largest = max((wave.route.numel for wave in self._waves), default=0)
-            apart = [arena.add(Buffer(largest, torch.float32, 0, end)) for _ in range(2)]
-            for place, number in enumerate(dict.fromkeys(self._order)):
-                self._waves[number].buffers["prepared"] = apart[place % 2]
-        arena.place()
 
     def _make_agreements(self, wave: Wave) -> None:
         """Which slots of a wave belong to one matrix, and so are finite together."""

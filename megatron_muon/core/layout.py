@@ -1,9 +1,7 @@
 """Who holds which part of which matrix, and which of its rows are orthogonalised as blocks of their own.
 
-A *matrix* is a parameter as Muon sees it, a *shard* the rectangle of it that one rank of the group holds. Fused
-projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group.
+Fused projections keep several matrices in one parameter: QKV interleaves query, key and value rows group by group.
 Orthogonalising them together would mix their singular vectors, so the rows of a matrix are split into *blocks*.
-Layouts are frozen, checked once for tiling, and known to every rank alike.
 """
 
 from __future__ import annotations
@@ -61,11 +59,7 @@ class RowSplit:
         return self.groups * sum(self.parts)
 
     def views(self, matrix: torch.Tensor) -> list[torch.Tensor]:
-        """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`: row after row they are a block.
-
-        Raises:
-            ValueError: the matrix does not have `rows` rows.
-        """
+        """The blocks of `matrix`, 2D `(rows, cols)`, as views `(groups, part, cols)`, in the order of their rows."""
         if matrix.ndim != 2 or len(matrix) != self.rows:
             raise ValueError(
                 f"a split of {self.groups} x {self.parts} rows needs a 2D matrix of {self.rows} rows, "
@@ -81,14 +75,7 @@ def whole(rows: int) -> RowSplit:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The rectangle of a matrix that one rank holds, or several ranks alike.
-
-    Attributes:
-        rank: the lowest rank in the group that holds it.
-        row_start: first row, and so for `col_start`.
-        rows: number of rows, and so for `cols`.
-        replicas: further ranks that hold the same rectangle, in ascending order.
-    """
+    """The rectangle of a matrix that one rank holds, or several alike: `rank` the lowest, `replicas` ascending."""
 
     rank: int
     row_start: int
@@ -121,12 +108,8 @@ class Shard:
 class Holders:
     """Who holds the shards of matrices that are cut alike, as columns of numbers.
 
-    Attributes:
-        shards: of each of the matrices.
-        ranks: of each pair of a rank and a shard that it holds.
-        numbers: of the shard in each pair.
-        elements: of each shard.
-        rectangles: of each shard, a row as `Rectangle`.
+    `ranks` and `numbers` have each pair of a rank and the number of a shard that it holds; `elements` and `rectangles`,
+    rows as `Rectangle`, each shard.
     """
 
     shards: tuple[Shard, ...]
@@ -184,11 +167,7 @@ class Matrix:
         return next((shard for shard in self.shards if rank == shard.rank or rank in shard.replicas), None)
 
     def check_tiling(self) -> None:
-        """Check that the shards cover every element exactly once.
-
-        Raises:
-            LayoutError: names the matrix and the first gap, overlap or overhang.
-        """
+        """Raise a LayoutError for the first gap, overlap or overhang of the shards."""
         rows, cols = self.shape
         for shard in self.shards:
             if min(shard.rows, shard.cols) < 1:

@@ -1,8 +1,7 @@
 """What orthogonalising takes of a rank's memory, by arithmetic: matrices as they are assembled, and temporaries.
 
 The planner cuts waves by these figures and `megatron-muon plan` prints them. They follow the buffers of `core.exchange`
-and the tensors that `core.newton_schulz` makes on a GPU; `megatron-muon rehearse` counts the same by running that code,
-and a test holds the two within 10 %. Plain arithmetic, without torch.
+and the tensors of `core.newton_schulz` on a GPU; `megatron-muon rehearse` counts by running that code, within 10 %.
 """
 
 from __future__ import annotations
@@ -95,13 +94,7 @@ class Taken(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """What decides the bytes.
-
-    Attributes:
-        element_bytes: of an element on the wire, and of the matrices that are assembled from what arrives.
-        iteration: which products run, and in which precision.
-        moment: what an adaptive Muon takes besides.
-    """
+    """What decides the bytes: those of an element on the wire and in the stacks, the products, the second moment."""
 
     element_bytes: int
     iteration: Iteration = field(default_factory=Iteration)
@@ -124,10 +117,7 @@ class Memory:
 
     @functools.cache  # noqa: B019  # there are few kinds of matrices, and few instances
     def of_owners(self, blocks: tuple[tuple[int, int], ...], cuts: Cuts | None, ranks: int, steps: int = 0) -> Taken:
-        """What the busiest rank of a team takes for a matrix of these blocks, where it serves as many rows to others.
-
-        `cuts` are `Team.cuts`, None for a sole owner; `steps` the matrix's.
-        """
+        """What the busiest of the owners takes for a matrix cut by `Team.cuts`, if it serves as many rows."""
         owned = [0] * ranks
         for (rows, cols), (first, count) in zip(blocks, cuts or ((0, 1),) * len(blocks), strict=True):
             part = min(rows, cols) * -(-max(rows, cols) // count)
@@ -238,10 +228,7 @@ def blocks_together(rows: int, longer: int, team: int, device: str) -> int:
 
 
 def work_bytes(iteration: Iteration, kind: BlockKind, count: int, element_bytes: int) -> dict[str, int]:
-    """Bytes of the buffers that iterating over `count` blocks takes, by their names in `core.newton_schulz`.
-
-    `element_bytes` are of an element of the stack that the blocks are in.
-    """
+    """Bytes of the buffers that iterating over `count` blocks takes, by their names in `core.newton_schulz`."""
     iteration = iteration.with_steps(kind.steps)
     each = 2 if iteration.half else 4
     wide, small = count * kind.smaller * kind.length * each, count * kind.smaller * kind.smaller * each

@@ -1,7 +1,7 @@
 """What a run logs of Muon's steps: sizes of update and momentum, how orthogonal updates are, where time and bytes go.
 
-Measured in one step out of many, by a probe that the optimizers call in that step, so that the others pay nothing. On a
-GPU the measured step waits for each phase. The figures are means or sums over all ranks, the same on every rank.
+Measured in one step out of many, by a probe that the optimizers call in it; a GPU then waits for each phase. The
+figures are means or sums over all ranks, the same on every rank.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, override
@@ -17,8 +17,9 @@ from typing import Any, override
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.probe import SILENT, Holders, PhaseTimer, Sums, synchronize
+from megatron_muon.core.probe import SILENT, PhaseTimer, synchronize
 from megatron_muon.core.ranks import Alone
+from megatron_muon.core.teams import TeamGroup
 
 _OF_PHASES = {
     "momentum_ms": ("momentum",),
@@ -33,14 +34,12 @@ _BLOCKS = 4
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One measured step.
+    """One measured step: its number, from 1, skipped steps not counted, and values by name.
 
-    Attributes:
-        step: its number, from 1, skipped steps not counted.
-        values: by name: `update_rms` (root mean square of the scaled updates' elements, before the learning rate),
-            `momentum_norm` (of all matrices together), `orthogonality_error` (||X X^T - I|| over the root of X's rows,
-            the mean over some blocks; high while momentum is of low rank, in a run's first steps), milliseconds of the
-            phases and of the whole step (`step_ms`), `exchanged_mb` that a rank receives, and `skipped_steps` so far.
+    `update_rms` (root mean square of the scaled updates' elements, before the learning rate), `momentum_norm` (of all
+    matrices together), `orthogonality_error` (||X X^T - I|| over the root of X's rows, the mean over some blocks; high
+    while momentum is of low rank, in a run's first steps), milliseconds of the phases and of the whole step
+    (`step_ms`), `exchanged_mb` that a rank receives, and `skipped_steps` so far.
     """
 
     step: int
@@ -92,10 +91,10 @@ class _StepProbe(PhaseTimer):
         self._blocks = Counter[tuple[int, ...]]()  # by team: its ranks count those alike
 
     @override
-    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], holders: Holders) -> None:
+    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
         by_count = defaultdict(list)
         for index, values in zip(indices, rows, strict=True):
-            by_count[holders.replicas(index)].append(values)
+            by_count[replicas(index)].append(values)
         for count, alike in by_count.items():
             self._momentum += _squares(alike).to(self._zero.device) / count
 
@@ -106,7 +105,7 @@ class _StepProbe(PhaseTimer):
             self._elements += sum(update.numel() for update in rows)
 
     @override
-    def block(self, block: torch.Tensor, scale: float, team: Sums | None = None) -> None:
+    def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
         ranks = () if team is None else team.ranks
         if self._blocks[ranks] < _BLOCKS:
             block = block.float() / scale

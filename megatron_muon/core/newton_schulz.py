@@ -1,16 +1,13 @@
 """Newton-Schulz iterations on stacks of wide blocks.
 
-Both iterations take the polynomial steps X <- a X + b (X X^T) X + c (X X^T)^2 X with emerging-optimizers' coefficients.
-The standard one takes them on X; the Gram iteration takes them on the small Gram matrix and touches the wide matrix
-twice in a run instead of twice in a step. Which blocks get which is decided in `core.cost`. This module knows
-nothing of matrices, splits or ranks.
+Both take the polynomial steps X <- a X + b (X X^T) X + c (X X^T)^2 X with emerging-optimizers' coefficients. The
+standard one takes them on X; the Gram iteration takes them on the small Gram matrix and touches the wide matrix twice
+in a run instead of twice in a step. emerging-optimizers' own iteration has no Gram form, no buffers, no teams, and
+divides X by its norm, which rounds it once more. Here that is part of the first step: ||X||^2 is the trace of X X^T,
+and the factor goes into the small matrices.
 
 A block may be cut along its longer side over the ranks of a team. Each multiplies its own columns; X X^T is the sum of
 the parts', which `total` adds up, and what follows from it every rank computes alike.
-
-The division by the norm is part of the first step: ||X||^2 is the trace of X X^T, which the step needs anyway, and the
-factor goes into the small matrices. So X is rounded once, where it came into the iteration's dtype, and no pass over it
-only scales it.
 """
 
 from __future__ import annotations
@@ -43,11 +40,7 @@ _REPEATS_LAST = ("polar_express", "cans", "deepseekv4")  # as muon_utils.newton_
 
 
 def coefficients(coefficient_type: str | Coefficients, steps: int) -> list[tuple[float, float, float]]:
-    """The polynomial coefficients `(a, b, c)` of each step; of given ones the last are repeated.
-
-    Raises:
-        UserError: a set that emerging-optimizers does not have.
-    """
+    """The coefficients `(a, b, c)` of each step, of given ones the last repeated; a UserError for an unknown set."""
     if not isinstance(coefficient_type, str):
         return list(muon_utils.get_coefficient_iterator(steps, coefficient_type, mode="repeat_last"))
     sets = muon_utils._COEFFICIENT_SETS
@@ -59,29 +52,20 @@ def coefficients(coefficient_type: str | Coefficients, steps: int) -> list[tuple
 
 
 class Work:
-    """Buffers of an iteration by name. In `memory` they are made once, as views; without, each is a new tensor.
+    """Buffers of an iteration by name.
 
-    Args:
-        overwrites: the iteration may also overwrite the blocks that it is given.
-
-    Attributes:
-        memory: flat, uint8.
-        nbytes: that it is to have, once buffers have places.
+    With `sizes`, bytes by name, they are views of `memory`, flat, uint8, of `nbytes`, each made once, and the iteration
+    may overwrite the blocks that it is given. Without, each is a new tensor.
     """
 
-    def __init__(self, *, overwrites: bool = False) -> None:
-        self.overwrites = overwrites
+    def __init__(self, sizes: Mapping[str, int] | None = None) -> None:
+        self.overwrites = sizes is not None
         self.memory: torch.Tensor | None = None
-        self.nbytes = 0
+        *places, self.nbytes = itertools.accumulate(map(aligned, (sizes or {}).values()), initial=0)
+        self._places = dict(zip(sizes or {}, places, strict=True))
         self._views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self._blocks: dict[int, Sequence[torch.Tensor]] = {}
         self._numbers: dict[float, torch.Tensor] = {}
-        self._places: dict[str, int] = {}
-
-    def place(self, sizes: Mapping[str, int]) -> None:
-        """Give buffers of these bytes their places, one after the other."""
-        *places, self.nbytes = itertools.accumulate(map(aligned, sizes.values()), initial=0)
-        self._places = dict(zip(sizes, places, strict=True))
 
     def take(self, name: str, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
         """A buffer of this shape, of the dtype of `like`."""
@@ -120,11 +104,10 @@ def standard(
         steps: coefficients of each step. A factor on the last step's scales the result.
         least_norm: `(batch, 1, 1)` fp32; a block of a smaller norm is divided by this.
         total: adds up a team's parts; None where `x` are whole blocks, m <= n only then.
-        work: buffers.
+        work: buffers, in which the result lies.
 
     Returns:
-        `(batch, m, n)` of the same dtype, orthogonalised, in a buffer of `work` or in `x`. A block with an element that
-        is not finite becomes NaN.
+        `(batch, m, n)` of the same dtype; a block with an element that is not finite becomes NaN.
     """
     work = work or Work()
     product = functools.partial(_product, work=work)
@@ -213,8 +196,7 @@ def _gram_matrix(x: torch.Tensor, total: Total | None, work: Work) -> torch.Tens
 def _normalized(r: torch.Tensor, least_norm: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """The Gram matrix `(batch, m, m)` of each block over its norm, in place; one over the norm, `(batch, 1, 1)` fp32.
 
-    A block of zeros stays zero: of others the square of the norm is at least a quarter, as their largest magnitude is
-    at least half. The trace of one with an element that is not finite is not finite, nor is the result.
+    A block of zeros stays zero: the squared norm of others is at least a quarter, as their largest magnitude is half.
     """
     square = r.diagonal(dim1=-2, dim2=-1).sum(dim=-1, keepdim=True, dtype=torch.float32).unsqueeze(-1)
     if least_norm is not None:
@@ -248,10 +230,9 @@ def _product(
     beta: float = 0.0,
     alpha: float = 1.0,
 ) -> torch.Tensor:
-    """beta * base + alpha * left @ right^T of each block, `(batch, m, m)`, where all of it is symmetric.
+    """beta * base + alpha * left @ right^T of each block, `(batch, m, m)`, symmetric, in the buffer of this name.
 
-    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute. It is the
-    buffer with this name.
+    That is X X^T for blocks `(m, n)`, and the product of `(m, m)` matrices that are symmetric and commute.
     """
     batch, m, n = left.shape
     products = products_on(left.device, left.dtype)
@@ -280,11 +261,7 @@ def symmetric_kernel(
 ) -> None:
     """alpha * a @ a^T + beta * c by emerging-optimizers' kernel, whose own function makes a tensor for the result.
 
-    Args:
-        a: `(m, n)` bf16, contiguous, as are the others.
-        c: `(m, m)`, symmetric.
-        out: `(m, m)`.
-        alpha, beta: constants of a compilation.
+    `a` is `(m, n)`, `c` and `out` `(m, m)`, all bf16 and contiguous; alpha and beta are constants of a compilation.
     """
     syrk, (m, n) = muon_utils.triton_kernels.syrk, a.shape
 

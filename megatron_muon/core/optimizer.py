@@ -11,14 +11,12 @@ exchange, a wave being as many matrices as fit its buffer; `exchange.Exchange._w
     apply     each rank, its rows   weight <- weight - lr * (weight_decay * weight + update); elementwise
                                     (`core.rules` has what variants do otherwise)
 
-A wave's rows on a rank are one flat tensor in the order in which updates come back, and momentum lies in that order: a
-parameter's state is a view of it. So most of `prepare` and `apply` is a few operations on a flat tensor, not on lists.
+A wave's rows on a rank are one flat tensor, and momentum lies in its order: a parameter's state is a view of it.
 Gradient reduction, clipping and installing weights are the caller's part.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -46,8 +44,7 @@ class ShardedMuon(torch.optim.Optimizer):
 
     The update of a matrix depends on its gradient alone, never on how many ranks hold it; how many own it changes its
     rounding. State is one `momentum_buffer` for each parameter, fp32, of the shard's shape, and what the rules keep; it
-    exists from construction on every rank, also for empty shards. With `store` momentum is kept there instead, and
-    `momentum_state` shows it as such state.
+    exists from construction on every rank, also for empty shards. With `store` momentum is kept there instead.
 
     Args:
         params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
@@ -58,9 +55,8 @@ class ShardedMuon(torch.optim.Optimizer):
         names: a name for each parameter, for messages.
         store: keeps momentum of the parameters, in their order; None keeps it as state, fp32.
         weights: this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
-        skip_missing: a matrix without a gradient, or with one that is not finite, keeps weights and state on every rank
-            of the exchange where one rank has none or such a one, instead of being an error. Costs one all-reduce of a
-            number for each matrix in a step, which the host does not wait for on a GPU.
+        skip_missing: a matrix that some rank has no gradient for, or one that is not finite, keeps weights and state on
+            every rank, instead of being an error. Costs one all-reduce of a number for each matrix in a step.
 
     Attributes:
         probe: receives timings and tensors of each step; `core.probe`.
@@ -116,11 +112,7 @@ class ShardedMuon(torch.optim.Optimizer):
         )
         self._skipped = torch.zeros(len(self._matrices), dtype=torch.int32, device=device)
         self._first_elements = torch.zeros(len(in_order), dtype=torch.float32, device=device)
-        starts = itertools.accumulate((len(rows.indices) for rows in self._rows), initial=0)
-        self._first_of = [
-            self._first_elements[start : start + len(rows.indices)]
-            for rows, start in zip(self._rows, starts, strict=False)
-        ]
+        self._first_of = self._first_elements.split([len(rows.indices) for rows in self._rows])
         self._check_groups()
         self.initialize_state()
         exchange.free_buffers()
@@ -200,10 +192,8 @@ class ShardedMuon(torch.optim.Optimizer):
     def _agree_on_gradients(self) -> None:
         """Find the matrices whose gradient is there and finite on every rank. Collective, unless the exchange is local.
 
-        A gradient of which magnitudes add up to more than fp32 has counts as not finite.
-
         Momentum advances before rows travel, so a rank that knew only its own gradients would advance the momentum of a
-        matrix that another rank cannot update.
+        matrix that another rank cannot update. A gradient whose magnitudes add up to more than fp32 has is not finite.
         """
         device = self._skipped.device
         failed = torch.zeros(len(self._matrices), dtype=torch.float32, device=device)
@@ -224,8 +214,7 @@ class ShardedMuon(torch.optim.Optimizer):
     def prepare(self, chunk: Chunk) -> None:
         """First phase: this rank's rows of the gradients, fp32, to `chunk.prepared`, where rules change them.
 
-        Rows of a matrix that some rank has no gradient for, or one that is not finite, become NaN, so that no rank
-        updates it.
+        Rows of a matrix that some rank cannot update become NaN, so that no rank updates it.
         """
         rows = self._rows[chunk.number]
         with self.probe.phase("momentum"):
@@ -238,7 +227,7 @@ class ShardedMuon(torch.optim.Optimizer):
                 part = self._part(rows, places, chunk.prepared, rows.prepared, momentum, flat_momentum, failed)
                 for rule in self.rules:
                     rule.before(part)
-                self.probe.momentum(part.indices, momentum, self.exchange)
+                self.probe.momentum(part.indices, momentum, self.exchange.replicas)
             if failed is not None:
                 chunk.prepared.masked_fill_(failed, torch.nan)
 
@@ -246,10 +235,7 @@ class ShardedMuon(torch.optim.Optimizer):
         """The exchange has enqueued all that reads `chunk.prepared`."""
 
     def apply(self, chunk: Chunk) -> None:
-        """Last phase: rules change updates and weights, on this rank's rows.
-
-        An update that is not finite is NaN: then weights, their decay included, stay.
-        """
+        """Last phase: rules change updates and weights, on this rank's rows; where an update is NaN weights stay."""
         rows, updates = self._rows[chunk.number], chunk.updates
         with self.probe.phase("apply"):
             torch.index_select(updates, 0, rows.firsts, out=self._first_of[chunk.number])
@@ -285,18 +271,12 @@ class ShardedMuon(torch.optim.Optimizer):
         return Part(indices, parameters, groups, group, flat, views, state, flat_state, failed)
 
     def _collect_gradients(self, rows: Rows) -> None:
-        """Copy this rank's rows of the gradients to where they are prepared.
-
-        Of a matrix without a gradient nothing is copied.
-        """
-        views, indices = rows.prepared, rows.indices
-        if self._missing:
-            present = [place for place, index in enumerate(indices) if index not in self._missing]
-            views, indices = [views[place] for place in present], [indices[place] for place in present]
-        if not views:
-            return
-        gradients = [local_rows(self._matrices[index].grad) for index in indices]
-        torch._foreach_copy_(views, gradients)
+        """Copy this rank's rows of the gradients to where they are prepared, of matrices that have one."""
+        present = [(view, index) for view, index in zip(rows.prepared, rows.indices, strict=True)
+                   if index not in self._missing]  # fmt: skip
+        if present:
+            gradients = [local_rows(self._matrices[index].grad) for _, index in present]
+            torch._foreach_copy_([view for view, _ in present], gradients)
 
     def check_weights(self) -> None:
         """Refuse weights that a rule cannot work with. Collective; may wait for the device."""
@@ -310,10 +290,7 @@ class ShardedMuon(torch.optim.Optimizer):
             rule.check(self._groups, self._matrix_names)
 
     def skipped_updates(self) -> dict[str, int]:
-        """Updates that were not finite, or had no gradient, since the last call, by matrix, where this rank has rows.
-
-        Waits for the device.
-        """
+        """Updates skipped since the last call, by matrix, where this rank has rows. Waits for the device."""
         counts = self._skipped.tolist()
         self._skipped.zero_()
         return {self._matrix_names[index]: count for index, count in enumerate(counts) if count}
@@ -321,10 +298,8 @@ class ShardedMuon(torch.optim.Optimizer):
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
         """Momentum of each parameter as the state that a checkpoint holds: fp32, of the shard's shape, sharded alike.
 
-        Of a store they are copies, outside of the process's own memory where momentum is on disk.
-
-        Args:
-            empty: leave out the values, as they will be loaded.
+        Of a store they are copies, outside of the process's own memory where momentum is on disk; `empty` leaves out
+        the values, as they will be loaded.
         """
         if self.store is None:
             return {parameter: self.state[parameter][MOMENTUM] for parameter in self._matrices}

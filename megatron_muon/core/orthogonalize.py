@@ -1,8 +1,4 @@
-"""Orthogonalisation of momentum matrices: which iteration, in which precision, and the scale of its result.
-
-The iterations are in `newton_schulz`; this module adds what an optimizer needs around them: inputs of any magnitude,
-the scale of each block's own shape, and a look at whether the result is finite. It never communicates.
-"""
+"""Orthogonalisation of stacks: which iteration, in which precision, inputs of any magnitude, the result's scale."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from emerging_optimizers.orthogonalized_optimizers import get_muon_scale_factor
 from megatron_muon.core import memory
 from megatron_muon.core import newton_schulz as ns
 from megatron_muon.core.cost import GRAM, KERNEL, Iteration
-from megatron_muon.core.layout import Matrix, RowSplit, whole
+from megatron_muon.core.layout import Matrix
 from megatron_muon.core.numbers import check_number
 from megatron_muon.core.probe import SILENT, Probe
 from megatron_muon.core.route import Stack, make_stacks
@@ -48,9 +44,8 @@ _MAGNITUDE_BITS = {torch.bfloat16: (torch.int16, 0x7FFF), torch.float32: (torch.
 def unit_factor(largest: torch.Tensor) -> torch.Tensor:
     """The power of two that brings this magnitude into [0.5, 1), fp32; within 2^-126 and 2^125, and so of zero 2^125.
 
-    The update must not depend on the input's magnitude: squares of small entries vanish, and the eps of
-    emerging-optimizers' normalisation shrinks the update of a matrix whose momentum is small, for instance after
-    clipping by a tiny factor. A power of two changes no bit of the mantissa.
+    Squares of small entries vanish, and an eps in the normalisation shrinks the update of small momentum, for instance
+    after clipping by a tiny factor. A power of two changes no bit of the mantissa.
     """
     within = largest.clamp(2.0**-126, 2.0**125)
     return torch.frexp(within).mantissa.div_(within)
@@ -59,11 +54,7 @@ def unit_factor(largest: torch.Tensor) -> torch.Tensor:
 def to_unit_magnitude(
     blocks: torch.Tensor, dtype: torch.dtype, factor: torch.Tensor | None = None, work: ns.Work | None = None
 ) -> torch.Tensor:
-    """Each block times the power of two that brings its largest magnitude into [0.5, 1), of `dtype`.
-
-    In the blocks' own memory where that is their dtype already, else in a buffer of `work`, rounded once. `factor` is
-    their `unit_factor`, where it is known.
-    """
+    """Each block times its `unit_factor`, of `dtype`: in place, or else in a buffer of `work`, rounded once."""
     factor = unit_factor(largest_magnitude(blocks)) if factor is None else factor
     if blocks.dtype == dtype:
         return blocks.mul_(factor.to(dtype))
@@ -82,7 +73,6 @@ class Orthogonalizer:
             (https://arxiv.org/abs/2502.16982, section 2.2).
         eps: blocks of a smaller norm are divided by this instead, so that their updates are small too.
         scaled: whether updates are scaled; adaptive Muon normalises before it scales by `row_scales`.
-        device: where it runs, which decides what an iteration costs.
 
     Raises:
         ValueError: a setting is out of range, or the iteration is not proven.
@@ -139,30 +129,6 @@ class Orthogonalizer:
         device = "cpu" if self.device.type == "cpu" else "cuda"
         return memory.blocks_together(kind.smaller, kind.longer, kind.team, device)
 
-    def __call__(self, matrix: torch.Tensor, split: RowSplit | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scaled update of one whole matrix.
-
-        Args:
-            matrix: 2D `(rows, cols)` fp32, the whole matrix without padding; not modified.
-            split: how its rows make blocks; None makes it one block.
-
-        Returns:
-            2D `(rows, cols)` fp32, every block orthogonalised alone and scaled by its own shape, zero where it is not
-            finite; and whether it is, `(1,)` bool.
-        """
-        update = matrix.clone()
-        marks = []
-        rows, cols = matrix.shape
-        for block in (split or whole(rows)).views(update):
-            flat = block.reshape(-1, cols)
-            wide = flat.mT.contiguous() if len(flat) > cols else flat
-            smaller, longer = sorted(flat.shape)
-            kind = BlockKind(smaller, longer, self.scale((len(flat), cols)), 0, (), longer)
-            marks.append(self.orthogonalize_stack(wide[None], kind))
-            block.copy_((wide.mT if len(flat) > cols else wide).view(block.shape))
-        finite = torch.cat(marks).sum().view(1) == 0.0
-        return torch.where(finite, update, 0.0), finite
-
     def orthogonalize_stack(
         self,
         stack: torch.Tensor,
@@ -173,16 +139,9 @@ class Orthogonalizer:
     ) -> torch.Tensor:
         """Put a stack's scaled updates in its place, NaN where one is not finite. Collective in a team.
 
-        Args:
-            stack: `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here. With `team`, n are this
-                rank's columns.
-            kind: of the blocks.
-            team: that cuts them.
-            probe: is shown the first update, or this rank's part of it.
-            work: buffers of the iteration.
-
-        Returns:
-            For each update, or this rank's part of it, 0.0 if it is finite, else NaN: `(batch, 1, 1)` fp32.
+        `stack` is `(batch, m, n)` fp32 or bf16 with m <= n; a tall block is its transpose here. With `team`, n are this
+        rank's columns. Returns for each update, or this rank's part, 0.0 if it is finite, else NaN: `(batch, 1, 1)`
+        fp32.
         """
         all_marks, together = [], self._together(kind)
         for number, part in enumerate(stack.split(together) if together < len(stack) else (stack,)):
@@ -210,10 +169,9 @@ class Orthogonalizer:
         return [kind for kind in kinds if KERNEL.shares(kind.smaller, kind.smaller)[0] < 1.0]
 
     def warm_up(self, kinds: Iterable[BlockKind]) -> None:
-        """Compile the symmetric kernel for these kinds; a team's sums are left out.
+        """Compile the symmetric kernel for these kinds; in a step others would wait for that in a collective.
 
-        Coefficients are constants of a compilation, and the last step's depend on the scale and the number of steps. In
-        a step the other ranks would wait for compilations in a collective.
+        Coefficients are constants of a compilation, and the last step's depend on the scale and the number of steps.
         """
         for kind in kinds:
             self._iterate(torch.ones(1, kind.smaller, kind.length, dtype=self.dtype, device=self.device), kind)

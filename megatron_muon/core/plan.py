@@ -1,8 +1,7 @@
 """Who orthogonalises which matrix, and in which waves the rows travel.
 
 A plan is made once, before the first step, from a layout and the cost of each matrix; every rank makes the same plan by
-itself. It gives every matrix one owner, or a team of them (`assignment`), so that the ranks' work is even and few bytes
-move, then cuts the matrices that travel into waves that fit memory. Nothing here sends anything.
+itself. Owners are given by `assignment`; the matrices that travel are cut into waves that fit memory.
 """
 
 from __future__ import annotations
@@ -38,29 +37,17 @@ size 16, 64 layers, two ranks over gloo: one wave instead of four)."""
 
 @dataclass(frozen=True)
 class Plan:
-    """Owners and waves of a layout.
-
-    Attributes:
-        layout: what is planned.
-        teams: the ranks that orthogonalise each matrix, by matrix index.
-        whole: for each rank, the matrices that lie whole on it and that it owns: they need no wire.
-        waves: matrix indices that travel together, in the order of the step.
-        loads: cost owned by each rank, in the unit of the given costs.
-        memory: what matrices take.
-        buffer_bytes: what a step may take on a rank beyond weights, gradients and state.
-        wave_bytes: the part of it that one wave may fill.
-        by_pairs: whether messages go to those ranks alone for which there are bytes.
-    """
+    """Owners and waves of a layout."""
 
     layout: Layout
-    teams: tuple[Team, ...]
-    whole: tuple[tuple[int, ...], ...]
-    waves: tuple[tuple[int, ...], ...]
-    loads: tuple[float, ...]
+    teams: tuple[Team, ...]  # the ranks that orthogonalise each matrix
+    whole: tuple[tuple[int, ...], ...]  # for each rank, the matrices that lie whole on it, their owner: no wire
+    waves: tuple[tuple[int, ...], ...]  # matrices that travel together, in the order of the step
+    loads: tuple[float, ...]  # cost owned by each rank, in the unit of the given costs
     memory: Memory
-    buffer_bytes: int
-    wave_bytes: int
-    by_pairs: bool = False
+    buffer_bytes: int  # what a step may take on a rank beyond weights, gradients and state
+    wave_bytes: int  # the part of it that one wave may fill
+    by_pairs: bool = False  # messages go to those ranks alone for which there are bytes
 
     @cached_property
     def owners(self) -> tuple[int, ...]:
@@ -171,8 +158,7 @@ def make_plan(
         rules: which teams may own a matrix; None forms none, and takes all ranks for those of one node.
 
     Raises:
-        ValueError: a cost for each matrix is missing, or the buffer is not positive.
-        UserError: the buffer is too small, also for the largest teams.
+        ValueError: a cost for each matrix is missing, or the buffer is too small, also for the largest teams.
     """
     if len(costs) != len(layout.matrices):
         raise ValueError(f"{len(layout.matrices)} matrices need as many costs, got {len(costs)}")
@@ -201,9 +187,6 @@ class _Needs:
     """Bytes that matrices with these owners take on the rank that has most, and the waves that follow.
 
     Attributes:
-        teams: the owners.
-        whole: for each rank, the matrices that need no wire.
-        travelling: the others.
         single: of a wave of one matrix.
         busy: of a wave in which every rank owns a matrix as large as the largest, and serves as many rows to others.
         beside: beside the waves: temporaries, or matrices that need no wire.
@@ -240,8 +223,7 @@ class _Needs:
     def _bytes_in_wave(self, index: int) -> tuple[Ints, Ints]:
         """The ranks on which a matrix takes memory of its wave, each once, and how many bytes on each.
 
-        A rank sends its rows and gets their updates; where these come from several ranks it puts them together, too. An
-        owner has what arrives, its stack, and the updates that leave; a sole owner has its own rows with the matrix.
+        A rank sends its rows and gets their updates, an owner has the matrix; a sole owner has its own rows with it.
         """
         team, held, memory = self.teams[index], self._layout.holders[index], self._memory
         elements = held.elements[held.numbers]
@@ -266,10 +248,9 @@ class _Needs:
     def waves(self, wave_bytes: int) -> tuple[tuple[int, ...], ...]:
         """The travelling matrices in waves in which owners have their share of work and no rank's buffer overflows.
 
-        Owners' matrices are interleaved by the share of the owner's work that lies before them, equal shapes together,
-        so that any prefix of the sequence is even over owners. A wave ends where the next matrix would overflow a
-        buffer, or where it has its share of all bytes, unless that is little, or leaves no room for one of the largest
-        matrices on every rank: alone in a wave, such a matrix would leave every other rank idle.
+        A wave ends where the next matrix would overflow a buffer, or where it has its share of all bytes, unless that
+        is little, or leaves no room for one of the largest matrices on every rank: alone, it would leave every other
+        rank idle.
         """
         filled = np.zeros(self._layout.world_size, dtype=np.int64)
         for ranks, sizes in self._in_wave.values():
@@ -306,11 +287,7 @@ class _Needs:
 def _fitting_needs(
     layout: Layout, costs: Sequence[float], rules: TeamRules, memory: Memory, buffer_bytes: int | None
 ) -> _Needs:
-    """Owners with whom a step fits its buffer; where those that are fastest do not, others that take less.
-
-    Raises:
-        UserError: none do; it names what those need who take least.
-    """
+    """Owners with whom a step fits its buffer; where those that are fastest do not, others that take less."""
 
     def of(rules: TeamRules, allowed: int | None) -> _Needs:
         return _Needs(layout, assign(layout, costs, rules, memory, allowed), memory)

@@ -1,20 +1,22 @@
 """What a step tells whoever measures it: where its time goes, what it receives, what it computes.
 
-A step calls its probe at each phase. `Probe` itself listens to nothing and costs a call; `PhaseTimer` adds up seconds.
-While a torch profiler runs, either way, each phase is a range of its trace, and of NVTX under `emit_nvtx`.
+A step calls its probe at each phase. While a torch profiler runs, each phase is a range of its trace.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol, override
+from typing import TYPE_CHECKING, override
 
 import torch
 
 from megatron_muon.core.slices import BlockSlice
+
+if TYPE_CHECKING:
+    from megatron_muon.core.teams import TeamGroup
 
 PHASES = ("momentum", "gather", "gather_wait", "orthogonalize", "send_back", "scatter_wait", "apply", "other")
 """In the order of a step. momentum: `prepare`; gather: packing rows and starting the exchange; gather_wait: waiting for
@@ -26,29 +28,8 @@ _is_profiled = torch._C._autograd._profiler_enabled
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """A range of that name in the trace of the torch profiler that runs; without one, next to nothing.
-
-    To open a range where nobody records it costs some 50 times as much.
-    """
+    """A range of that name in the trace of a running torch profiler; without one, a fiftieth of a range's cost."""
     return torch.profiler.record_function(name) if _is_profiled() else _NOTHING
-
-
-class Holders(Protocol):
-    """Knows who holds what; an exchange does."""
-
-    def replicas(self, index: int) -> int:
-        """How many ranks hold the same rows of a matrix as this one."""
-
-
-class Sums(Protocol):
-    """Adds up what the ranks of a team have; a `TeamGroup` does."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Of the team."""
-
-    def total(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of their parts, on each of them. Collective."""
 
 
 class Probe:
@@ -60,13 +41,13 @@ class Probe:
             return _NOTHING
         return span(f"muon/{name}" if wave is None else f"muon/{name} wave {wave}")
 
-    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], holders: Holders) -> None:
-        """This rank's new momentum `(rows, cols)` fp32 of the matrices with these indices."""
+    def momentum(self, indices: Sequence[int], rows: Sequence[torch.Tensor], replicas: Callable[[int], int]) -> None:
+        """This rank's new momentum `(rows, cols)` fp32; `replicas(index)` ranks hold the same rows of a matrix."""
 
     def updates(self, rows: Sequence[torch.Tensor]) -> None:
         """This rank's rows `(rows, cols)` of scaled updates, before the learning rate; NaN where one is skipped."""
 
-    def block(self, block: torch.Tensor, scale: float, team: Sums | None = None) -> None:
+    def block(self, block: torch.Tensor, scale: float, team: TeamGroup | None = None) -> None:
         """The first orthogonalised block of a stack, `(m, n)` with m <= n, times `scale`; not to be kept.
 
         With `team`, n are this rank's columns of it, and each rank of the team is shown its own at the same time.
@@ -83,10 +64,7 @@ SILENT = Probe()
 
 
 class PhaseTimer(Probe):
-    """Adds up seconds by phase, and bytes from other ranks.
-
-    On CUDA each phase is synchronised, so phases that overlap elsewhere do not here.
-    """
+    """Adds up seconds by phase, and bytes from other ranks. On CUDA it waits for each phase: none overlap."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: Counter[str] = Counter()

@@ -75,10 +75,7 @@ def of_all_ranks[T](value: T, group: dist.ProcessGroup | Alone | None = None) ->
 
 
 def numbers_of_all_ranks(numbers: Sequence[int], group: dist.ProcessGroup | Alone | None = None) -> list[list[int]]:
-    """The int64 numbers of each rank of a group, on every rank, in one collective of a tensor.
-
-    Construction asks all ranks this way: eight bytes a number and rank, where objects are pickled. Collective.
-    """
+    """The int64 numbers of each rank of a group, on every rank, in one collective of a tensor."""
     if not dist.is_initialized() or isinstance(group, Alone):
         return [list(numbers)]
     mine = torch.tensor(numbers, dtype=torch.int64, device=c10d._get_object_coll_device(group))
@@ -124,8 +121,7 @@ def _timeout() -> timedelta | None:
 def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
     """Have the backends for `device` connect groups now, with all of their ranks. Collective over each of them.
 
-    NCCL connects a group in its first call, which torch forbids to be a `batch_isend_irecv` of some ranks alone. What
-    ranks tell each other at construction is no such call where a group has another backend for host memory. Groups
+    NCCL connects a group in its first call, which torch forbids to be a `batch_isend_irecv` of some ranks alone. Groups
     that share ranks must come in an order that no two ranks can disagree about.
     """
     for group in groups:
@@ -134,10 +130,7 @@ def connect(groups: Iterable[dist.ProcessGroup], device: torch.device) -> None:
 
 
 def new_group_of(label: int, *, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group of the ranks that give the same label. Collective over all ranks.
-
-    Every rank makes the groups of all labels, in one order, as torch.distributed.new_group wants it.
-    """
+    """A process group of the ranks that give the same label, made in one order on all ranks. Collective."""
     members = defaultdict[int, list[int]](list)
     for rank, (theirs,) in enumerate(numbers_of_all_ranks([label])):
         members[theirs].append(rank)
@@ -153,9 +146,6 @@ def group_among(ranks: Sequence[int], group: dist.ProcessGroup) -> dist.ProcessG
     that are in unequal numbers of them would wait for each other for ever. Here the name has the number of groups of
     these very ranks, which all of them know. And a default group that is bound to a device would have its communicator
     split, which takes all ranks of the world; without it, torch connects the group in its first collective.
-
-    Raises:
-        RuntimeError: torch names groups in another way, or, before it had `sort_ranks`, has no such order.
     """
     of_world = dist.get_process_group_ranks(group)
     members = [of_world[rank] for rank in ranks]

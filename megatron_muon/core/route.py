@@ -1,17 +1,16 @@
 """What one rank sends, receives and orthogonalises in a wave: numbers alone, made before the first step.
 
 A wave's rows on a rank are one flat tensor, in the order in which their updates come back: by owner, this rank's own
-last. From there rows go to a buffer that is sent, or to one that stays here (`own`), and from what arrived and what
-stayed into the stacks. Updates go the same way back, and arrive in the order of the rows; only where a team owns a
-matrix, or a replica sends its rows, does the order differ. Every way is a list of `copies.Copy`.
+last. From there they go to a buffer that is sent, or to one that stays here (`own`), and then into the stacks; updates
+go the same way back. Every way is a list of `copies.Copy`.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import NamedTuple
 
 from megatron_muon.core.copies import Copy, Strided
@@ -72,39 +71,22 @@ class Way:
 
 @dataclass
 class Route:
-    """This rank's part in a wave.
+    """This rank's part in a wave."""
 
-    Attributes:
-        number: of the wave, from 0, for traces; None where nothing travels.
-        indices: of its matrices, the same on every rank.
-        rows: the shards that this rank holds, in the order of the wave's rows.
-        stacks: what it orthogonalises.
-        send: rows -> what other ranks orthogonalise.
-        own: rows -> what this rank has of its own blocks; it is not sent.
-        receive: what arrives of other ranks' rows -> stacks.
-        own_to_stacks: `own` -> stacks.
-        back: stacks -> updates for other ranks.
-        returned: updates from other ranks, then this rank's own -> rows. `counts` are of other ranks; with broadcasts
-            of all owners, each at the same place on every rank.
-        own_updates: stacks -> this rank's own part of `returned`.
-        rows_by, updates_by: how they travel.
-        padding: with an all-gather of rows, elements of the largest shard.
-    """
-
-    number: int | None
-    indices: Sequence[int]
-    rows: list[HeldShard]
-    stacks: list[Stack]
-    send: Way
-    own: Way
-    receive: Way
+    number: int | None  # from 0, for traces; None where nothing travels
+    indices: Sequence[int]  # of its matrices, the same on every rank
+    rows: list[HeldShard]  # that this rank holds, in the order of the wave's rows
+    stacks: list[Stack]  # what it orthogonalises
+    send: Way  # rows -> what other ranks orthogonalise
+    own: Way  # rows -> what this rank has of its own blocks
+    receive: Way  # what arrives of other ranks' rows -> stacks
     own_to_stacks: list[Copy]
-    back: Way
-    returned: Way
-    own_updates: Way
+    back: Way  # stacks -> updates for other ranks
+    returned: Way  # updates, this rank's own last -> rows; counts of others; with broadcasts of all, in rank order
+    own_updates: Way  # stacks -> this rank's own part of `returned`
     rows_by: str
     updates_by: str
-    padding: int = 0
+    padding: int = 0  # with an all-gather of rows, elements of the largest shard
 
     @property
     def numel(self) -> int:
@@ -145,28 +127,32 @@ def make_route(
     rows_by: str = ALL_TO_ALL,
     updates_by: str = ALL_TO_ALL,
 ) -> Route:
-    """This rank's part in a wave of the matrices with these indices.
+    """This rank's part in wave `number`, of the matrices with these indices.
 
-    Args:
-        layout: who holds what.
-        indices: of the wave's matrices.
-        teams: the owners of each matrix of the layout; None where every rank orthogonalises it for itself.
-        rank: in the group.
-        scale: of the update of a block of this shape.
-        number: of the wave.
-        rows_by: how rows travel.
-        updates_by: how updates travel.
+    `teams` are the owners of each matrix of the layout, None where every rank orthogonalises it for itself; `scale` is
+    of the update of a block of a shape.
     """
     world = layout.world_size
     held = dict(zip(indices, layout.held(rank, indices), strict=True))
     stacks = make_stacks([slot for index in indices for slot in _slots(layout, index, teams[index], rank)], scale)
-    send, own, receive, back, returned = _sort_units(
-        layout, indices, teams, rank, held, stacks, rows_by=rows_by, updates_by=updates_by
-    )
-    # An owner broadcasts from the place that its updates have on all ranks.
-    order = range(world) if updates_by == BROADCAST else [*range(rank), *range(rank + 1, world), rank]
+    units = list(_units(layout, indices, teams, rank, held, stacks, is_gather=rows_by == ALL_GATHER))
+    ours = [unit for unit in units if unit.owner == rank]
+    sent = _laid_out(world, [(unit.owner, unit) for unit in units if unit.owner != rank and unit.source == rank])
+    own = _laid_out(world, [(rank, unit) for unit in ours if unit.source == rank])
+    received = _laid_out(world, [(unit.source, unit) for unit in ours if unit.source != rank])
+    holders = [(holder, unit) for unit in ours for holder in unit.shard.holders if holder != rank]
+    back = _laid_out(world, holders if updates_by == ALL_TO_ALL else [])
+    # Own updates come last; but an owner broadcasts from the place that its updates have on all ranks.
+    last = rank if updates_by == BROADCAST else world
+    held_units = [unit for unit in units if rank in unit.shard.holders]
+    updates = _laid_out(world + 1, [(last if unit.owner == rank else unit.owner, unit) for unit in held_units])
+    own_updates = [(at, unit) for at, unit in updates.placed if unit.owner == rank]
+    padding, arrived = 0, received.placed
+    if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
+        padding = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
+        arrived = [(unit.source * padding, unit) for unit in ours]
     rows, starts, start = [], {}, 0
-    for index in dict.fromkeys(unit.of for owner in order for unit in returned[owner]):
+    for index in dict.fromkeys(unit.of for _, unit in updates.placed):
         rows.append(HeldShard(index, held[index], start))
         starts[index] = start
         start += held[index].numel
@@ -177,27 +163,17 @@ def make_route(
             for at, unit in placed
         ]
 
-    own_placed, received, updates = _placed(own), _placed(receive), _placed(returned, order)
-    padding = 0
-    if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
-        (index,) = indices
-        padding = max(shard.numel for shard in layout.matrices[index].shards)
-        received = [(source * padding, unit) for source in range(world) for unit in (*own[source], *receive[source])]
-    own_updates = [(at, unit) for at, unit in updates if unit.owner == rank]
-    counts = _counts(returned)
-    if updates_by != BROADCAST:
-        counts[rank] = 0
     return Route(
         number,
         indices,
         rows,
         stacks,
-        send=Way(_counts(send), from_rows(_placed(send))),
-        own=Way(_counts(own), from_rows(own_placed)),
-        receive=Way(_counts(receive), _to_stacks(received)),
-        own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own_placed),
-        back=Way(_counts(back), _reversed(_to_stacks(_placed(back)))),
-        returned=Way(counts, _reversed(from_rows(updates))),
+        send=Way(sent.counts, from_rows(sent.placed)),
+        own=Way(own.counts, from_rows(own.placed)),
+        receive=Way(received.counts, _to_stacks(arrived)),
+        own_to_stacks=[] if rows_by == ALL_GATHER else _to_stacks(own.placed),
+        back=Way(back.counts, _reversed(_to_stacks(back.placed))),
+        returned=Way(updates.counts[:world], _reversed(from_rows(updates.placed))),
         own_updates=Way([sum(unit.numel for _, unit in own_updates)], _reversed(_to_stacks(own_updates))),
         rows_by=rows_by,
         updates_by=updates_by,
@@ -206,13 +182,11 @@ def make_route(
 
 
 class _Unit(NamedTuple):
-    """A rectangle between a holder and an owner, which travels in one piece.
-
-    `parts` are what slots of the owner have of it: stack, slot number, and where; `of` is the matrix.
-    """
+    """A rectangle of matrix `of` that travels in one piece; `parts`: stack, slot number, place in the slot."""
 
     of: int
     owner: int
+    source: int
     shard: Shard
     row: int
     rows: int
@@ -230,8 +204,6 @@ class _Unit(NamedTuple):
         return Strided(start + row * self.shard.cols + col, (self.shard.cols, 1))
 
 
-_Units = list[list[_Unit]]
-"""By the rank at the other end."""
 _Placed = list[tuple[int, _Unit]]
 """Units with the element of a buffer at which each begins."""
 
@@ -243,7 +215,7 @@ def _slots(layout: Layout, index: int, team: Team | None, rank: int) -> list[Blo
     return [slot for slot in team.slots(index, layout.matrices[index]) if slot.rank == rank]
 
 
-def _sort_units(
+def _units(
     layout: Layout,
     indices: Sequence[int],
     teams: Sequence[Team | None],
@@ -251,65 +223,46 @@ def _sort_units(
     held: dict[int, Shard],
     stacks: Sequence[Stack],
     *,
-    rows_by: str,
-    updates_by: str,
-) -> tuple[_Units, _Units, _Units, _Units, _Units]:
-    """What this rank sends, keeps, receives, sends back, and gets back, itself included."""
-    world = layout.world_size
+    is_gather: bool,
+) -> Iterator[_Unit]:
+    """What travels between this rank and owners, itself included: a shard, or what a slice of a team has of it."""
     slots: dict[int, list[tuple[Stack, int, BlockSlice]]] = defaultdict(list)
     for stack in stacks:
         for place, slot in enumerate(stack.slots):
             slots[slot.index].append((stack, place, slot))
-    send, own, receive, back, returned = (_by_rank(world) for _ in range(5))
     for index in indices:
         matrix, team = layout.matrices[index], teams[index]
         here = [held[index]] if held[index].numel else []
         for part in [None] if team is None or team.cuts is None else team.slices(index, matrix):
             owner = rank if team is None else team.ranks[0] if part is None else part.rank
-            ours = slots[index] if owner == rank else []
+            ours = [found for found in slots[index] if part in (None, found[2])] if owner == rank else []
             for shard in matrix.shards if owner == rank else here:
-                source = shard.rank if rows_by == ALL_GATHER else shard.source(owner, world)
-                for unit in _units(index, owner, shard, part, ours):
-                    if rank in shard.holders:
-                        returned[owner].append(unit)
-                    if owner == rank:
-                        (own if source == rank else receive)[source].append(unit)
-                        if team is not None and updates_by == ALL_TO_ALL:
-                            for holder in shard.holders:
-                                back[holder].append(unit)
-                    elif source == rank and rows_by == ALL_TO_ALL:
-                        send[owner].append(unit)
-    back[rank] = []
-    return send, own, receive, back, returned
+                source = shard.rank if is_gather else shard.source(owner, layout.world_size)
+                if part is None:
+                    rectangle = (shard.row_start, shard.rows, shard.col_start, shard.cols)
+                    parts = [(stack, place, piece) for stack, place, slot in ours for piece in slot.pieces(shard)]
+                    yield _Unit(index, owner, source, shard, *rectangle, parts)
+                else:
+                    for piece in part.pieces(shard):
+                        parts = [(stack, place, piece) for stack, place, _ in ours]
+                        yield _Unit(index, owner, source, shard, *piece[:4], parts)
 
 
-def _units(
-    index: int, owner: int, shard: Shard, part: BlockSlice | None, slots: Sequence[tuple[Stack, int, BlockSlice]]
-) -> list[_Unit]:
-    """What travels of a shard for an owner: all of it where one rank owns the matrix, else what its slice has of it."""
-    if part is None:
-        parts = [(stack, place, piece) for stack, place, slot in slots for piece in slot.pieces(shard)]
-        return [_Unit(index, owner, shard, shard.row_start, shard.rows, shard.col_start, shard.cols, parts)]
-    where = [(stack, place) for stack, place, slot in slots if slot == part]
-    return [
-        _Unit(index, owner, shard, *piece[:4], [(stack, place, piece) for stack, place in where])
-        for piece in part.pieces(shard)
-    ]
+class _Buffer(NamedTuple):
+    """A buffer's elements for each rank, and its units."""
+
+    counts: list[int]
+    placed: _Placed
 
 
-def _by_rank(world_size: int) -> _Units:
-    return [[] for _ in range(world_size)]
-
-
-def _counts(units: _Units) -> list[int]:
-    return [sum(unit.numel for unit in of_rank) for of_rank in units]
-
-
-def _placed(units: _Units, order: Iterable[int] | None = None) -> _Placed:
-    """Units one after the other, by rank in this order."""
-    in_order = list(itertools.chain(*(units if order is None else (units[rank] for rank in order))))
-    starts = itertools.accumulate((unit.numel for unit in in_order), initial=0)
-    return list(zip(starts, in_order, strict=False))
+def _laid_out(ranks: int, units: Sequence[tuple[int, _Unit]]) -> _Buffer:
+    """Units, each with the rank at its other end, one after the other by rank."""
+    counts, placed, at = [0] * ranks, [], 0
+    for rank, unit in sorted(units, key=itemgetter(0)):
+        placed.append((at, unit))
+        at += unit.numel
+        counts[rank] += unit.numel
+    return _Buffer(counts, placed)
 
 
 def _to_stacks(placed: _Placed) -> list[Copy]:

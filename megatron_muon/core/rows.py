@@ -9,10 +9,7 @@ from megatron_muon.core.wave import Chunk
 
 
 def local_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The rows of `tensor` that this rank holds, without a copy: a DTensor's local tensor, or the tensor itself.
-
-    Of a stack `(experts, rows, cols)` they are the rows of the experts that it holds, one below the other.
-    """
+    """The rows of `tensor` that this rank holds, without a copy; of a stack of experts one expert below the other."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.view(local.shape[:-1].numel(), local.shape[-1]) if local.ndim == 3 else local
 

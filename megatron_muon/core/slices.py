@@ -1,8 +1,7 @@
 """What each rank orthogonalises of a matrix: all of it, or, in a team, even parts of its blocks.
 
 A block that a team cuts lies wide in the iteration, `(m, n)` with m <= n, and each member has some of its n columns: of
-a tall block these are rows, which is how FSDP cuts it anyway. Plain arithmetic on rectangles, without torch; the
-planner, the exchange and the estimates all ask here.
+a tall block these are rows, which is how FSDP cuts it anyway. Plain arithmetic, for planner, exchange and estimates.
 """
 
 from __future__ import annotations
@@ -67,25 +66,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockSlice:
-    """What one rank orthogonalises of a matrix, a rectangle: the whole matrix, a block, or a part of one.
+    """What one rank orthogonalises of a matrix, a rectangle: the whole matrix, a block, or a part of one."""
 
-    Attributes:
-        index: of the matrix.
-        block: number of the block; None is the whole matrix.
-        of: shape of the block, or of the matrix.
-        split: of the matrix.
-        ranks: those that cut the block.
-        place: of this slice's rank among them.
-        steps: of the matrix.
-    """
-
-    index: int
-    block: int | None
-    of: tuple[int, int]
-    split: RowSplit
-    ranks: tuple[int, ...]
-    place: int
-    steps: int = 0
+    index: int  # of the matrix
+    block: int | None  # its number; None is the whole matrix
+    of: tuple[int, int]  # shape of the block, or of the matrix
+    split: RowSplit  # of the matrix
+    ranks: tuple[int, ...]  # those that cut the block
+    place: int  # of this slice's rank among them
+    steps: int = 0  # of the matrix
 
     @property
     def rank(self) -> int:
@@ -154,13 +143,10 @@ class BlockSlice:
 
 @dataclass(frozen=True)
 class Team:
-    """The owners of a matrix: one rank, or several of one node.
+    """The owners of a matrix: one rank, or several of one node, ascending, and what each has to do.
 
-    Attributes:
-        ranks: ascending.
-        loads: what each of the ranks has to do.
-        cuts: for each block `(first, count)`: it is cut over `count` ranks from place `first` of `ranks` on. None has
-            all blocks orthogonalised by the one owner.
+    `cuts` has for each block `(first, count)`: it is cut over `count` ranks from place `first` of `ranks` on; None has
+    all blocks orthogonalised by the one owner.
     """
 
     ranks: tuple[int, ...]

@@ -1,8 +1,4 @@
-"""A team at work: the sums that its ranks form together while each orthogonalises its part of a block.
-
-Of two teams that share a rank one holds the other, and each rank takes the sums of a wave in one order, so no two ranks
-wait for each other.
-"""
+"""A team at work: the sums that its ranks form together while each orthogonalises its part of a block."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ class TeamGroup:
     group: dist.ProcessGroup
 
     def total(self, part: torch.Tensor, probe: Probe = SILENT) -> torch.Tensor:
-        """The sum of the ranks' parts, formed in fp32, in the place of `part`. Collective.
-
-        In a ring, every rank has the same bits, and receives all but one part of the sum twice.
-        """
+        """The sum of the ranks' parts, formed in fp32, the same bits on each, in place of `part`. Collective."""
         total = part.float()
         probe.received(2 * (len(self.ranks) - 1) * total.nbytes // len(self.ranks))
         dist.all_reduce(total, group=self.group)
@@ -40,12 +33,6 @@ class TeamGroup:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
-    def all(self, flags: torch.Tensor) -> torch.Tensor:
-        """Which flags are set on all ranks, bool. Collective."""
-        lowest = flags.int()
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=self.group)
-        return lowest.bool()
-
 
 Teams = Mapping[tuple[int, ...], TeamGroup]
 """The teams that this rank is in, by their ranks in the group of the layout."""
@@ -54,9 +41,8 @@ Teams = Mapping[tuple[int, ...], TeamGroup]
 def make_teams(group: dist.ProcessGroup, teams: Iterable[Team]) -> Teams:
     """Process groups for those of a plan's `teams`, and of their parts that cut a block, that this rank is in.
 
-    Small teams come first, here and in the result, so that no two ranks wait for each other. Collective over the ranks
-    of each team. torch's own names of groups count those that a rank is in: a rank in fewer teams than another gets
-    groups of its own, so that other groups that ranks make later are not named apart.
+    Small teams come first, so that no two ranks wait for each other. A rank in fewer teams than another gets groups of
+    its own: torch's names of groups count those that a rank is in. Collective over the ranks of each team.
     """
     cuts = {(team.ranks, team.cuts) for team in teams if team.cuts is not None}
     together = {ranks for ranks, _ in cuts} | {ranks[k : k + n] for ranks, of in cuts for k, n in of}

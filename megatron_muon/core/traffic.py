@@ -1,7 +1,6 @@
 """What travels: which rank has which elements of a matrix for another, by arithmetic.
 
-Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder. The
-planner and the estimates ask here.
+Rows go from one holder to each rank that orthogonalises some of them, update rows from there to every holder.
 """
 
 # Annotations are no strings here: documentation tools do not find all of their names then.

@@ -1,8 +1,7 @@
 """One choice of the symmetric kernel's configuration for all ranks of a group.
 
-For each size of operand that a process meets first, Triton times up to 180 configurations of emerging-optimizers'
-kernel, 18 from 5,000 rows on. Its record on disk leaves out kernels whose configurations have hooks, as these do, so
-every start tunes again. Here each size is tuned by one rank, and the others take its choice.
+For each size of operand Triton times up to 180 configurations of emerging-optimizers' kernel. Its record on disk leaves
+out kernels whose configurations have hooks, so every start tunes again: here each size by one rank, for all.
 """
 
 from __future__ import annotations
@@ -19,15 +18,9 @@ _NONE = -1
 
 
 def tune(sizes: Sequence[tuple[int, int]], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Have the ranks of `group` use the kernel with one configuration for each size. Collective.
+    """Have the ranks of `group` use the kernel with one configuration for each of the sizes `(rows, cols)`. Collective.
 
-    A size that one of them has tuned before, for another optimizer, is not tuned again; of several choices all take
-    that of the first rank.
-
-    Args:
-        sizes: `(rows, cols)` of the operands, the same on every rank.
-        group: its ranks share the work: each tunes every `group.size()`-th of the sizes.
-        device: where the kernel runs.
+    A size that one of them has tuned before is not tuned again; of several choices all take that of the first rank.
     """
     missing = _agree(sizes, group)
     if not missing:

@@ -1,8 +1,4 @@
-"""A wave's route with its buffers: views and copies that exist from construction on.
-
-`exchange` carries a wave out; here is what it works with. The sizes of buffers come from the route, their places from
-an arena, and when they are needed from `schedule`.
-"""
+"""A wave's route with its buffers: views and copies that exist from construction on, which `exchange` carries out."""
 
 from __future__ import annotations
 
@@ -19,21 +15,13 @@ from megatron_muon.core.teams import TeamGroup
 
 
 class Chunk(NamedTuple):
-    """Rows of a wave that are prepared together, and whose updates are applied together.
+    """Rows of a wave that are prepared together, and whose updates are applied together."""
 
-    Attributes:
-        number: counted over all waves of the exchange.
-        rows: the shards, with their first elements in the chunk.
-        numel: elements of all of them.
-        prepared: where their prepared rows go, flat, fp32.
-        updates: where their updates come, flat, fp32; NaN where one is not finite.
-    """
-
-    number: int
-    rows: tuple[HeldShard, ...]
+    number: int  # over all waves of the exchange
+    rows: tuple[HeldShard, ...]  # with their first elements in the chunk
     numel: int
-    prepared: torch.Tensor
-    updates: torch.Tensor
+    prepared: torch.Tensor  # where prepared rows go, flat, fp32
+    updates: torch.Tensor  # where updates come, flat, fp32; NaN where one is not finite
 
 
 class Agreement(NamedTuple):
@@ -53,21 +41,19 @@ class Wave:
         work_bytes: of the iteration's buffers, by name.
         wire: dtype of what travels and of the stacks.
         chunk_numel: elements of rows that are prepared together, unless one shard has more.
-        world_size: ranks of the group.
+        when: the first moment of each of its stages.
         rows_apart: prepared rows lie in a buffer that is given to it.
 
     Attributes:
+        buffers, tensors: by name; see `schedule.LIFETIMES`.
         chunks: its rows.
         pack: for each chunk, the copies of prepared rows to what is sent and to what stays.
-        unpack: copies from there to the stacks.
-        stacks: `(count, smaller, length)` each.
-        agreements: which slots are finite together.
-        whole: for updates that are normalised: index, views of the matrix's blocks, and their slots.
+        unpack: copies from there to the stacks, which are `(count, smaller, length)` each.
         pack_back: copies of updates from the stacks to what is sent back and to what stays.
         assemble: for each chunk, the copies of what came back.
         by_owner: with broadcasts, the part of each owner of what comes back.
-        work: buffers of the iteration.
-        buffers, tensors: by name; see `schedule.LIFETIMES`.
+        agreements: which slots are finite together.
+        whole: for updates that are normalised: index, views of the matrix's blocks, and their slots.
     """
 
     def __init__(
@@ -75,6 +61,7 @@ class Wave:
         route: Route,
         work_bytes: dict[str, int],
         wire: torch.dtype,
+        when: Sequence[int],
         *,
         chunk_numel: int,
         world_size: int,
@@ -82,10 +69,9 @@ class Wave:
     ) -> None:
         self.route = route
         self._parts = parts_of_rows(route, route.numel if rows_apart else chunk_numel)
-        self.work = Work(overwrites=True)
-        self.work.place(work_bytes)
+        self.work = Work(work_bytes)
         chunk = max((numel for _, numel in self._parts), default=0)
-        self.sizes = {
+        sizes = {
             "prepared": (0 if rows_apart else chunk, torch.float32),
             "send": (route.send.numel, wire),
             "own": (route.padding or route.own.numel, wire),
@@ -97,16 +83,12 @@ class Wave:
             "updates": (chunk, torch.float32),
         }
         self.buffers: dict[str, Buffer] = {}
+        for name, (numel, dtype) in sizes.items():
+            (first, after), (last, until) = LIFETIMES[name]
+            self.buffers[name] = Buffer(numel, dtype, when[first] + after, when[last] + until)
         self.tensors: dict[str, torch.Tensor] = {}
         self.agreements: list[Agreement] = []
         self.whole: list[tuple[int, list[torch.Tensor], torch.Tensor]] = []
-
-    def make_buffers(self, when: Sequence[int]) -> list[Buffer]:
-        """Its buffers, without places; `when` are the first moments of its stages."""
-        for name, (numel, dtype) in self.sizes.items():
-            (first, after), (last, until) = LIFETIMES[name]
-            self.buffers[name] = Buffer(numel, dtype, when[first] + after, when[last] + until)
-        return list(self.buffers.values())
 
     def make_views(self, arena: Arena, first_chunk: int) -> None:
         """Make every view and copy, once buffers have places; chunks are numbered from `first_chunk` on."""
@@ -122,25 +104,14 @@ class Wave:
             moved = tuple(held._replace(start=held.start - start) for held in rows)
             self.chunks.append(Chunk(number, moved, numel, prepared, updates))
             within = range(start, start + numel)
-            self.pack.append(
-                [
-                    Copies(from_chunk(way.copies, within), prepared, tensors[name])
-                    for name, way in (("send", route.send), ("own", route.own))
-                    if way.numel
-                ]
-            )
+            ways = (("send", route.send.copies), ("own", route.own.copies))
+            self.pack.append([Copies(from_chunk(copies, within), prepared, tensors[name]) for name, copies in ways])
             self.assemble.append(Copies(to_chunk(route.returned.copies, within), tensors["returned"], updates))
         stacks = tensors["stacks"]
-        self.unpack = [
-            Copies(copies, tensors[name], stacks)
-            for name, copies in (("receive", route.receive.copies), ("own", route.own_to_stacks))
-            if copies
-        ]
-        self.pack_back = [
-            Copies(copies, stacks, tensors[name])
-            for name, copies in (("back", route.back.copies), ("returned", route.own_updates.copies))
-            if copies
-        ]
+        arrived = (("receive", route.receive.copies), ("own", route.own_to_stacks))
+        leaving = (("back", route.back.copies), ("returned", route.own_updates.copies))
+        self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
+        self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
         self.by_owner = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
 

@@ -85,7 +85,7 @@ class ReplicatedMuon(TensorParallelMuon):
         with self.probe.phase("orthogonalize"):
             update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
         self.probe.updates([update])
-        self.probe.momentum([0], [local_rows(self.state[p][MOMENTUM])], self)
+        self.probe.momentum([0], [local_rows(self.state[p][MOMENTUM])], self.replicas)
         return sharded_like(grad, update)
 
     def _orthogonalize_rows(self, p: torch.Tensor, rows: torch.Tensor, /, **kwargs: Any) -> torch.Tensor:

@@ -253,6 +253,7 @@ def sabotaged(how: str) -> Iterator[None]:
     from megatron_muon.core.cost import Iteration
     from megatron_muon.core.exchange import Exchange
     from megatron_muon.core.orthogonalize import Orthogonalizer
+    from tests.support.rows import orthogonalized
 
     def orthogonalise_the_shard(self: Any, rows: Any, probe: Any) -> None:
         orthogonalizer = Orthogonalizer(Iteration(precision="highest"), extra_scale_factor=0.2)
@@ -261,7 +262,7 @@ def sabotaged(how: str) -> Iterator[None]:
             for held in chunk.rows:
                 there = slice(held.start, held.start + held.shard.numel)
                 shard = chunk.prepared[there].view(held.shard.rows, held.shard.cols)
-                chunk.updates[there] = orthogonalizer(shard)[0].view(-1)
+                chunk.updates[there] = orthogonalized(orthogonalizer, shard)[0].view(-1)
             rows.apply(chunk)
 
     orthogonalize, run = Orthogonalizer.orthogonalize_stack, Exchange.run

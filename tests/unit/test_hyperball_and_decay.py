@@ -15,6 +15,7 @@ from megatron_muon.core.probe import SILENT
 from megatron_muon.core.rules.decay import together
 from megatron_muon.core.rules.hyperball import Hyperball
 from megatron_muon.core.rules.rule import Held, Part, Step
+from tests.support.rows import orthogonalized
 from tests.unit.test_sharded_muon import SETTINGS, gradients, parameters, sharded
 
 DECAY = 0.4
@@ -123,7 +124,7 @@ def test_updates_take_the_place_of_gradients_and_nothing_else() -> None:
     for p, gradient in zip(mine, gradients(0), strict=True):
         p.grad = gradient.clone()
     optimizer.step()
-    expected = optimizer.exchange.orthogonalize(0.19 * gradients(0)[0])[0]  # 0.1 of it, looked ahead
+    expected = orthogonalized(optimizer.exchange.orthogonalize, 0.19 * gradients(0)[0])[0]  # 0.1 of it, looked ahead
     torch.testing.assert_close(mine[0].grad, expected, rtol=0.0, atol=1e-5)
     assert not optimizer.rules[-1]._pairs  # type: ignore[attr-defined]
 

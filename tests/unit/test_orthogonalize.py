@@ -25,7 +25,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer, to_unit_magnitude
 from megatron_muon.core.probe import SILENT
 from megatron_muon.core.route import make_stacks
 from megatron_muon.core.slices import blocks_of
-from tests.support.rows import ByMatrix
+from tests.support.rows import ByMatrix, orthogonalized
 
 SHAPES = [(8, 8), (12, 5), (5, 12), (33, 7), (1, 9), (9, 1)]
 
@@ -35,7 +35,7 @@ def randn(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 
 def one_block(orthogonalizer: Orthogonalizer, block: torch.Tensor) -> torch.Tensor:
-    return orthogonalizer(block)[0]
+    return orthogonalized(orthogonalizer, block)[0]
 
 
 def unscaled(coefficient_type: str = "quintic", steps: int = 5) -> Orthogonalizer:
@@ -109,7 +109,7 @@ def test_the_input_is_left_alone() -> None:
     for precision in ("highest", "medium"):
         block = to_unit_magnitude(randn(6, 4), torch.float32)
         before = block.clone()
-        Orthogonalizer(Iteration(precision=precision))(block)
+        orthogonalized(Orthogonalizer(Iteration(precision=precision)), block)
         assert torch.equal(block, before)
 
 
@@ -118,7 +118,7 @@ def test_blocks_are_orthogonalised_alone() -> None:
     split = RowSplit(groups=3, parts=(4, 2, 2))
     matrix = randn(split.rows, 10)
     orthogonalizer = Orthogonalizer(Iteration(precision="highest"))
-    found, _ = orthogonalizer(matrix, split)
+    found, _ = orthogonalized(orthogonalizer, matrix, split)
     rows = torch.arange(split.rows)
     for start, stop in ((0, 4), (4, 6), (6, 8)):
         mine = rows[(rows % 8 >= start) & (rows % 8 < stop)]
@@ -177,7 +177,7 @@ def test_row_scales_are_those_of_blocks() -> None:
     matrix = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
     settings = {"iteration": Iteration(precision="highest"), "extra_scale_factor": 0.2}
     raw = Orthogonalizer(**settings, scaled=False)
-    scaled, _ = Orthogonalizer(**settings)(matrix, split)
+    scaled, _ = orthogonalized(Orthogonalizer(**settings), matrix, split)
     factors = raw.row_scales(Matrix("w", (8, 5), split=split))
     torch.testing.assert_close(raw(matrix, split)[0] * factors, scaled, rtol=1e-5, atol=0.0)
     assert len(set(factors.flatten().tolist())) == 2
@@ -206,8 +206,7 @@ def test_temporaries_are_those_of_the_blocks_that_are_iterated_together(
     memory = Memory(orthogonalizer.dtype.itemsize, orthogonalizer.iteration)
 
     def buffers() -> Work:
-        work = Work(overwrites=True)
-        work.place(orthogonalizer.work_bytes([of], orthogonalizer.dtype.itemsize))
+        work = Work(orthogonalizer.work_bytes([of], orthogonalizer.dtype.itemsize))
         work.memory = torch.empty(work.nbytes, dtype=torch.uint8)
         return work
 

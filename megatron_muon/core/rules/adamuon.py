@@ -1,8 +1,7 @@
-"""AdaMuon on ZeRO-sharded matrices: each element of the update over the root of its second moment.
+"""AdaMuon: each element of the update over the root of its second moment.
 
-Source: https://arxiv.org/abs/2507.11005; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon. Where
-it differs: every block is scaled by its own shape, as by plain Muon. Each rank advances the second moment of its own
-rows when the update's rows arrive, so the update does not depend on who holds what.
+Source: https://arxiv.org/abs/2507.11005; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon, but
+every block is scaled by its own shape. Each rank advances the second moment of its own rows when their update arrives.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ MOMENT2 = "moment2_buffer"
 
 
 def moment_settings(options: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a rule with a second moment, as parameter groups have them.
-
-    Raises:
-        ValueError: beta2 or eps is out of range.
-    """
+    """The numbers of a rule with a second moment, as parameter groups have them."""
     check_number("adaptive_muon_beta2", options["beta2"])
     check_number("adaptive_muon_eps", options["eps"])
     return {"beta2": options["beta2"], "eps": options["eps"]}

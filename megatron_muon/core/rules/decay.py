@@ -1,7 +1,7 @@
 """Weight decay in three ways, and the step along the update, which is the last rule where norms are not kept.
 
 Source of cautious decay: https://arxiv.org/abs/2510.12402, w <- w - lr * (update + weight_decay * [update * w >= 0] *
-w), element by element. emerging-optimizers 0.3 has no such method.
+w), element by element.
 """
 
 from __future__ import annotations
@@ -80,13 +80,7 @@ def _add_scaled(tensors: list[torch.Tensor], others: list[torch.Tensor], factor:
 
 
 def _decay_aligned(weights: list[torch.Tensor], updates: list[torch.Tensor], factor: Number) -> None:
-    """Add `factor` times their weight to the elements that are `aligned`, in place; where the update is NaN none are.
-
-    Args:
-        weights: rows of matrices, `(rows, cols)` each.
-        updates: what will be subtracted from them, times the learning rate.
-        factor: minus decay rate times learning rate.
-    """
+    """Add `factor`, minus decay times learning rate, of their weight to elements that are `aligned`, in place."""
     for part in together(weights):
         products = torch._foreach_mul(weights[part], updates[part])
         for product in products:

@@ -1,14 +1,13 @@
-"""MuonHyperball on ZeRO-sharded matrices: every matrix keeps its Frobenius norm R, which takes the place of decay.
+"""MuonHyperball: every matrix keeps its Frobenius norm R, which takes the place of decay.
 
     w <- R * normalize(w - lr * R * normalize(update)),  R = ||w||
 
-Source: https://arxiv.org/abs/2606.16899, and emerging-optimizers 0.3, MuonHyperball, whose norms are those of whole
-parameters, as here; each expert of a stack is a matrix of its own.
+Source: https://arxiv.org/abs/2606.16899, and emerging-optimizers 0.3, MuonHyperball; each expert is a matrix of its
+own.
 
-In other words w <- shrink * (w - pace * update) with two numbers of each matrix, which follow from ||w||, ||update||
-and their inner product over all of its shards. So a rank's rows of the updates stay until the exchange is over. They
-take the place of the gradients, which the step has used up by then: no further memory. One all-reduce of three numbers
-for each matrix follows, and one pass over the weights. Nothing is kept between steps.
+In other words w <- shrink * (w - pace * update) with two numbers of each matrix, from norms and inner product over all
+of its shards. So updates stay until the exchange is over, in the place of the gradients, which the step has used up.
+One all-reduce of three numbers for each matrix follows, and one pass over the weights.
 """
 
 from __future__ import annotations
@@ -76,10 +75,7 @@ class Hyperball(Rule):
 
     @override
     def after(self, part: Part) -> None:
-        """Put the updates, zero where one is not finite, in the place of the gradients.
-
-        A matrix without a gradient keeps its weights.
-        """
+        """Put the updates, zero where one is not finite, in the place of the gradients, where there are any."""
         zero_nan(part.flat)
         found = {place: parameter.grad for place, parameter in enumerate(part.parameters)}
         gradients = [local_rows(gradient) for gradient in found.values() if gradient is not None]

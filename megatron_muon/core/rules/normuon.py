@@ -1,9 +1,7 @@
-"""NorMuon on ZeRO-sharded matrices: each neuron's update over the root of its second moment.
+"""NorMuon: each neuron's update over the root of its second moment.
 
-Source: https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon. The
-update is orthogonalised unscaled, then normalised, then scaled; second moment and norm are those of the whole
-parameter, as there. Where it differs: every block is scaled by its own shape, as by plain Muon, and each expert of a
-stack is a matrix of its own.
+Source: https://arxiv.org/abs/2510.05491; of arithmetic, names and shapes emerging-optimizers 0.3, AdaptiveMuon: second
+moment and norm are those of the whole parameter. But every block is scaled by its own shape, and experts are matrices.
 """
 
 from __future__ import annotations
@@ -22,12 +20,10 @@ from megatron_muon.core.rules.rule import Held, Rule, Step
 class NorMuon(Rule):
     """The second moment of rows or columns, which the rank that orthogonalises a matrix advances.
 
-    The second moment of a matrix with at least as many rows as columns has one number for each row, `(rows, 1)`,
-    sharded as the rows are; that of a wider one has one for each column, `(1, cols)`, on every rank.
-
-    Before the exchange every rank gets all numbers, by one all-reduce of a vector in which each number has one rank
-    that does not send zero: a sum that rounds nothing. The owner of a matrix advances its own; after the exchange they
-    go round in the same way.
+    A matrix with at least as many rows as columns has one number for each row, `(rows, 1)`, sharded as the rows are, a
+    wider one for each column, `(1, cols)`, on every rank. Before the exchange every rank gets all numbers, by one
+    all-reduce in which each number has one rank that does not send zero: a sum that rounds nothing. After it they go
+    round once more.
     """
 
     slots = (MOMENT2,)
@@ -68,14 +64,10 @@ class NorMuon(Rule):
             self._sum()
 
     def normalize(self, index: int, update: torch.Tensor, finite: torch.Tensor) -> None:
-        """Advance a matrix's second moment by its update and normalise and scale the update, in place.
+        """Advance a matrix's second moment by its whole unscaled update `(rows, cols)` fp32, normalise and scale that.
 
-        Source: emerging-optimizers' AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
-
-        Args:
-            index: the matrix.
-            update: its whole unscaled update `(rows, cols)`, fp32.
-            finite: whether it is, a bool; if not, the second moment stays as it is.
+        Where it is not `finite` the second moment stays. Source: emerging-optimizers'
+        AdaptiveMuon._apply_moment2_normalization and _match_frobenius_norm.
         """
         assert index not in self._done
         self._done.add(index)
@@ -129,8 +121,8 @@ class NorMuon(Rule):
 def neuron_moment(parameter: torch.Tensor, *, by_row: bool, over_tp: bool) -> torch.Tensor:
     """Zeros for one number for each row (or column) of `parameter`, fp32, a DTensor as `parameter` is.
 
-    The dimension that is averaged over has size 1. Ranks that shard it hold the same numbers; so do tensor-parallel
-    ranks with `over_tp`, and otherwise, their parts being matrices of their own, they hold one each.
+    Ranks that shard the dimension averaged over hold the same numbers; so do tensor-parallel ranks with `over_tp`,
+    whose parts are matrices of their own otherwise.
     """
     gone = parameter.ndim - 1 if by_row else parameter.ndim - 2
     if not isinstance(parameter, DTensor):

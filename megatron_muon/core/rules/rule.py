@@ -1,8 +1,7 @@
 """What a rule is: the part of a step that makes one variant of Muon differ from another.
 
-A rule sees this rank's rows before they are orthogonalised (`before`), the whole update of a matrix on its owner
-(`normalize`), and the rows of the update when they are back (`after`). `ShardedMuon` runs a list of rules in order and
-knows none by name.
+It sees this rank's rows before they are orthogonalised (`before`), the whole update of a matrix on its owner
+(`normalize`), and the rows of the update when they are back (`after`). `ShardedMuon` knows none by name.
 """
 
 from __future__ import annotations
@@ -21,30 +20,17 @@ from megatron_muon.core.route import Stack
 
 @dataclass(frozen=True)
 class Held:
-    """The matrices of an optimizer, and what this rank has of them.
+    """The matrices of an optimizer, and what this rank has of them."""
 
-    Attributes:
-        layout: who holds which rows; the same on every rank.
-        group: the process group of the layout.
-        device: where weights and gradients lie.
-        experts: how many matrices each of the layout's matrices stacks.
-        columns: of each matrix, the first column that this rank's shards have and their number, for empty ones too;
-            None where they have all.
-        scales: for each matrix the factors of its update, `(rows, 1)` fp32, where a rule applies them.
-        replicated: every rank holds whole matrices and all of their state.
-        repeated: every rank orthogonalises every matrix.
-        over_tp: matrices are whole over tensor-parallel ranks.
-    """
-
-    layout: Layout
-    group: dist.ProcessGroup
-    device: torch.device
-    experts: Sequence[int]
-    columns: Sequence[tuple[int, int]] | None = None
-    scales: Sequence[torch.Tensor] = ()
-    replicated: bool = False
-    repeated: bool = False
-    over_tp: bool = True
+    layout: Layout  # who holds which rows; the same on every rank
+    group: dist.ProcessGroup  # of the layout
+    device: torch.device  # where weights and gradients lie
+    experts: Sequence[int]  # how many matrices each of the layout's matrices stacks
+    columns: Sequence[tuple[int, int]] | None = None  # (first, number) of each shard, empty ones too; None: all
+    scales: Sequence[torch.Tensor] = ()  # factors of each update, (rows, 1) fp32, where a rule applies them
+    replicated: bool = False  # every rank holds whole matrices and all of their state
+    repeated: bool = False  # every rank orthogonalises every matrix
+    over_tp: bool = True  # matrices are whole over tensor-parallel ranks
     shards: Sequence[Shard] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,45 +38,26 @@ class Held:
 
 
 class Step(NamedTuple):
-    """A step that begins.
+    """A step that begins."""
 
-    Attributes:
-        groups: the parameter group of each matrix.
-        state: this rank's part of each matrix's slot of this name, `(rows, cols)` fp32.
-        probe: listens to the step.
-    """
-
-    groups: Sequence[dict[str, Any]]
-    state: Callable[[str], list[torch.Tensor]]
+    groups: Sequence[dict[str, Any]]  # the parameter group of each matrix
+    state: Callable[[str], list[torch.Tensor]]  # this rank's part of each matrix's slot of a name, (rows, cols) fp32
     probe: Probe
 
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive matrices of a wave, of which this rank has rows.
-
-    Attributes:
-        indices: of the matrices.
-        parameters: theirs.
-        groups: their parameter groups.
-        group: the only one of them, where there is one.
-        flat: their rows, one after the other, fp32: gradients before the exchange, updates after it, NaN where one is
-            not finite.
-        rows: views of it, `(rows, cols)` each.
-        state: momentum before the exchange, weights after it, `(rows, cols)` fp32 each.
-        flat_state: all of it in one tensor, in the order of `flat`, where it lies so.
-        failed: before the exchange, the elements of `flat` that belong to matrices which no rank updates; None: none.
-    """
+    """Consecutive matrices of a wave, of which this rank has rows, fp32, `(rows, cols)` each."""
 
     indices: Sequence[int]
     parameters: Sequence[torch.Tensor]
     groups: Sequence[dict[str, Any]]
-    group: dict[str, Any] | None
-    flat: torch.Tensor
-    rows: list[torch.Tensor]
-    state: list[torch.Tensor]
-    flat_state: torch.Tensor | None = None
-    failed: torch.Tensor | None = None
+    group: dict[str, Any] | None  # the only one, where there is one
+    flat: torch.Tensor  # rows one after the other: gradients before the exchange, then updates, NaN if not finite
+    rows: list[torch.Tensor]  # views of it
+    state: list[torch.Tensor]  # momentum before the exchange, weights after it
+    flat_state: torch.Tensor | None = None  # all of it, in the order of `flat`, where it lies so
+    failed: torch.Tensor | None = None  # before the exchange: elements of `flat` that no rank updates; None: none
 
     def by_group(self) -> Iterator[tuple[dict[str, Any], list[torch.Tensor], list[torch.Tensor]]]:
         """Each parameter group with the rows and the state of its matrices; as one flat pair where there is one."""
@@ -113,11 +80,7 @@ class Rule:
     """One part of what a step does; this one does nothing.
 
     In a step `begin` comes first, then for each wave `before`, `normalize` on the ranks that orthogonalise, and
-    `after`; `end` comes last.
-
-    Args:
-        held: the matrices.
-        options: what the user has set, by name.
+    `after`; `end` comes last. `options` is what the user has set, by name.
     """
 
     slots: ClassVar[tuple[str, ...]] = ()
