@@ -87,23 +87,15 @@ class _Kind(NamedTuple):
     cost: float
 
 
-@dataclass(frozen=True)
-class _Division:
-    """How a team of some size divides the blocks of a matrix: `Team.cuts`, and what each rank has to do."""
+class _Division(NamedTuple):
+    """How a team of some size divides the blocks of a matrix: `Team.cuts`, what each rank has to do, and the most."""
 
     cuts: Cuts | None
     loads: tuple[float, ...]
-
-    @property
-    def heaviest(self) -> float:
-        """What the rank with most to do has to do."""
-        return max(self.loads)
+    heaviest: float
 
 
-def _heaviest(division: _Division) -> float:
-    return division.heaviest
-
-
+_heaviest = itemgetter(2)
 _Options = Mapping[_Kind, Sequence[_Division]]
 
 
@@ -138,7 +130,7 @@ def assign(
 
 def _options(rules: TeamRules, kind: _Kind) -> list[_Division]:
     """The ways to divide matrices of a kind, over few ranks first; where a size is given, over teams of that alone."""
-    found = [_Division(None, (kind.cost,))]
+    found = [_Division(None, (kind.cost,), kind.cost)]
     for size in rules.sizes[1:]:
         if rules.size:
             return [_divide(rules, kind, size)]
@@ -169,7 +161,7 @@ def _divide(rules: TeamRules, kind: _Kind, size: int, *, cut: bool = True) -> _D
             first = int(loads.reshape(-1, count).max(axis=1).argmin()) * count
             loads[first : first + count] += of_block[count]
             cuts[number] = (first, count)
-        found.append(_Division(tuple(cuts), tuple(loads.tolist())))
+        found.append(_Division(tuple(cuts), tuple(loads.tolist()), float(loads.max())))
     return min(found, key=_heaviest)
 
 
@@ -216,7 +208,7 @@ class _Held(NamedTuple):
 
     numel: int
     by_rank: Mapping[int, int]
-    by_node: Ints
+    by_node: Ints  # a replica counts in its own node, too
     ranks: Ints
 
     @classmethod

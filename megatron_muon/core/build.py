@@ -39,9 +39,9 @@ def make_exchange(
     rules: Sequence[Rule] = (),
     beside: MomentBytes = MomentBytes(),  # noqa: B008  # a tuple
 ) -> Exchange:
-    """The exchange of `layout` by one of the schemes OWNER, GATHERED, SHARED and LOCAL. Collective.
+    """The exchange of `layout` by a scheme: OWNER, GATHERED, or, where ranks hold whole matrices, SHARED and LOCAL.
 
-    SHARED and LOCAL are for matrices that every rank holds whole.
+    Collective.
 
     Args:
         scheme: how matrices become whole.
@@ -86,8 +86,7 @@ def make_exchange(
     _prepare_kernel(layout, group, orthogonalizer, plan)
     if team_rules is None:
         return shared_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype)
-    unmet = team_rules.unmet()
-    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=unmet)
+    return owner_exchange(plan, group, orthogonalizer, buffers, rules, wire_dtype=wire_dtype, unmet=team_rules.unmet())
 
 
 def owner_exchange(

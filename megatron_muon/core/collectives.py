@@ -10,8 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core import ranks as core_ranks
-
 
 @dataclass(frozen=True)
 class Works:
@@ -59,11 +57,6 @@ def exchange_pairs(
         if count
     ]
     return Works(dist.batch_isend_irecv(messages) if messages else [])
-
-
-def all_gather(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Begin to gather equal parts of all ranks. Collective."""
-    return getattr(dist, core_ranks.ALL_GATHER)(received, sent, group=group, async_op=True)
 
 
 def broadcasts(parts: Sequence[tuple[int, torch.Tensor]], group: dist.ProcessGroup) -> Works:

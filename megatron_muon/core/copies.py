@@ -6,6 +6,7 @@ on without a gap is one run. `arena.Copies` carries them out.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -46,22 +47,14 @@ def merged(copies: Iterable[Copy]) -> list[Copy]:
 
 def _collapsed(copy: Copy) -> Copy:
     """Without dimensions of one element, and with those joined that follow on without a gap at both ends."""
-    shape: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
+    dims: list[tuple[int, int, int]] = []
     for size, source, target in zip(copy.shape, copy.source.strides, copy.target.strides, strict=True):
-        if size == 1:
-            continue
-        if shape and sources[-1] == size * source and targets[-1] == size * target:
-            shape[-1] *= size
-            sources[-1], targets[-1] = source, target
-        else:
-            shape.append(size)
-            sources.append(source)
-            targets.append(target)
-    if not shape:
-        shape, sources, targets = [1], [1], [1]
-    return Copy(tuple(shape), Strided(copy.source.offset, tuple(sources)), Strided(copy.target.offset, tuple(targets)))
+        if dims and dims[-1][1:] == (size * source, size * target):
+            dims[-1] = (dims[-1][0] * size, source, target)
+        elif size > 1:
+            dims.append((size, source, target))
+    shape, sources, targets = zip(*(dims or [(1, 1, 1)]), strict=True)
+    return Copy(shape, Strided(copy.source.offset, sources), Strided(copy.target.offset, targets))
 
 
 def _joined(copies: Sequence[Copy]) -> list[Copy]:
@@ -79,36 +72,20 @@ def _joined(copies: Sequence[Copy]) -> list[Copy]:
 
 def _stepped(copies: Sequence[Copy]) -> list[Copy]:
     """Copies of equal shape and strides, at equal distances at both ends, as one with a further dimension."""
-    alike: dict[tuple[tuple[int, ...], ...], list[Copy]] = defaultdict(list)
+    alike: dict[tuple[tuple[int, ...], ...], list[tuple[int, int]]] = defaultdict(list)
     for copy in copies:
-        alike[copy.shape, copy.source.strides, copy.target.strides].append(copy)
+        alike[copy.shape, copy.source.strides, copy.target.strides].append((copy.source.offset, copy.target.offset))
     found: list[Copy] = []
-    for (shape, sources, targets), group in alike.items():
-        if len(shape) == MAX_DIMS:
-            found += group
-            continue
-        offsets = sorted((copy.source.offset, copy.target.offset) for copy in group)
-        first = 0
+    for (shape, sources, targets), unsorted in alike.items():
+        offsets, first = sorted(unsorted), 0
+        steps = [(after[0] - one[0], after[1] - one[1]) for one, after in itertools.pairwise(offsets)]
         while first < len(offsets):
-            count, step = 1, (0, 0)
-            if first + 1 < len(offsets):
-                step = _distance(offsets[first], offsets[first + 1])
-            if step[1] > 0:  # torch's strides are not negative
-                while (
-                    first + count < len(offsets) and _distance(*offsets[first + count - 1 : first + count + 1]) == step
-                ):
-                    count += 1
-            (source, target), more = offsets[first], int(count > 1)
-            found.append(
-                Copy(
-                    (count,) * more + shape,
-                    Strided(source, (step[0],) * more + sources),
-                    Strided(target, (step[1],) * more + targets),
-                )
-            )
-            first += count
+            last, more = first, ((), (), ())
+            if len(shape) < MAX_DIMS and first < len(steps) and steps[first][1] > 0:  # torch's strides are not negative
+                while last < len(steps) and steps[last] == steps[first]:
+                    last += 1
+                more = ((last - first + 1,), (steps[first][0],), (steps[first][1],))
+            source, target = offsets[first]
+            found.append(Copy(more[0] + shape, Strided(source, more[1] + sources), Strided(target, more[2] + targets)))
+            first = last + 1
     return found
-
-
-def _distance(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
-    return other[0] - one[0], other[1] - one[1]

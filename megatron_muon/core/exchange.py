@@ -23,6 +23,7 @@ from megatron_muon.core.memory import CHUNK
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.probe import Probe
+from megatron_muon.core.ranks import all_gather_single
 from megatron_muon.core.route import ALL_GATHER, ALL_TO_ALL, BROADCAST, Route, Way
 from megatron_muon.core.rules.rule import Rule
 from megatron_muon.core.schedule import MOMENTS, moments_of, schedule
@@ -177,7 +178,7 @@ class Exchange:
             return self._all_to_all(tensors["receive"], tensors["send"], route.receive, route.send, probe)
         if route.rows_by == ALL_GATHER:
             probe.received(tensors["receive"].nbytes - tensors["own"].nbytes)
-            return collectives.all_gather(tensors["receive"], tensors["own"], self.group)
+            return all_gather_single(tensors["receive"], tensors["own"], self.group, async_op=True)
         return collectives.Works()
 
     def _send_back(self, wave: Wave, probe: Probe) -> Any:
@@ -187,9 +188,8 @@ class Exchange:
             returned = tensors["returned"][: route.returned.numel]
             return self._all_to_all(returned, tensors["back"], route.returned, route.back, probe)
         if route.updates_by == BROADCAST and self.group.size() > 1:
-            parts = [(owner, part) for owner, part in enumerate(wave.by_owner) if part.numel()]
-            probe.received(sum(part.nbytes for owner, part in parts if owner != self._rank))
-            return collectives.broadcasts(parts, self.group)
+            probe.received(sum(part.nbytes for owner, part in wave.by_owner if owner != self._rank))
+            return collectives.broadcasts(wave.by_owner, self.group)
         return collectives.Works()
 
     def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor, arriving: Way, leaving: Way, probe: Probe) -> Any:

@@ -101,9 +101,11 @@ def of_all_ranks_if_any[T](value: T, group: dist.ProcessGroup | Alone | None = N
     return of_all_ranks(value, group)
 
 
-def all_gather_single(output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
-    """Gathers equal parts into one tensor. Collective."""
-    getattr(dist, ALL_GATHER)(output, part, group=group)
+def all_gather_single(
+    output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
+) -> Any:
+    """Gathers equal parts into one tensor. Collective; what it gives back can be waited for with `async_op`."""
+    return getattr(dist, ALL_GATHER)(output, part, group=group, async_op=async_op)
 
 
 def reduce_scatter_single(output: torch.Tensor, whole: torch.Tensor, op: Any, group: dist.ProcessGroup | None) -> None:

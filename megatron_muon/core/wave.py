@@ -51,7 +51,7 @@ class Wave:
         unpack: copies from there to the stacks, which are `(count, smaller, length)` each.
         pack_back: copies of updates from the stacks to what is sent back and to what stays.
         assemble: for each chunk, the copies of what came back.
-        by_owner: with broadcasts, the part of each owner of what comes back.
+        by_owner: with broadcasts, the owners and their parts of what comes back.
         agreements: which slots are finite together.
         whole: for updates that are normalised: index, views of the matrix's blocks, and their slots.
     """
@@ -113,7 +113,8 @@ class Wave:
         self.unpack = [Copies(copies, tensors[name], stacks) for name, copies in arrived]
         self.pack_back = [Copies(copies, stacks, tensors[name]) for name, copies in leaving]
         self.stacks = [stacks[of.start : of.start + of.numel].view(of.shape) for of in route.stacks]
-        self.by_owner = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
+        parts = tensors["returned"].split(route.returned.counts) if route.updates_by == BROADCAST else ()
+        self.by_owner = [(owner, part) for owner, part in enumerate(parts) if part.numel()]
 
     def slot_views(self) -> list[torch.Tensor]:
         """What each slot has, `(rows, cols)` as in its matrix: views of the stacks."""

@@ -198,12 +198,6 @@ def test_what_may_hold_several_matrices_and_what_is_none_goes_to_the_scalar_opti
     assert not why_not(config, name, shape, use_muon=True), "a script has the last word"
 
 
-def test_a_convolution_goes_to_the_scalar_optimizer() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(12, 1, 4))
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), f"{LAYER}mixer.conv1d_weight", parameter)])
-    assert not selection.is_muon_matrix(parameter)
-
-
 PROJECTIONS = {
     *("in_proj", "linear_qkv", "linear_kv", "linear_kv_up_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
     *("linear_q_proj", "linear_q_up_proj", "linear_fc1"),
@@ -235,11 +229,6 @@ def test_a_stack_has_a_block_for_each_expert(settings: MuonOptimizerConfig, part
     assert split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), settings) == RowSplit(1, parts)
 
 
-def test_only_experts_are_stacks() -> None:
-    """A convolution's weight is 3D too."""
-    assert split(TransformerConfig(**GPT), f"{LAYER}mixer.conv1d.weight", (3, 8, 5), PLAIN) is None
-
-
 def test_a_stack_cannot_be_split_into_rows_that_are_apart() -> None:
     config = TransformerConfig(**GPT, **GATED)
     config.moe_mlp_glu_interleave_size = 2
@@ -256,15 +245,3 @@ def test_experts_fused_into_a_matrix_are_refused(number: int) -> None:
     parameter = torch.nn.Parameter(torch.zeros(16, 48))
     selection.tag_for_muon([Chunk(TransformerConfig(**GPT), name, parameter)], exclude=[f"experts.weight{number}"])
     assert not selection.is_muon_matrix(parameter)
-
-
-def test_excluded_and_frozen_parameters() -> None:
-    config = TransformerConfig(**GPT)
-    qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
-    chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
-    selection.tag_for_muon(chunks)
-    assert selection.is_muon_matrix(qkv)
-    with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
-        selection.tag_for_muon(chunks, exclude=["router"])
-    selection.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
-    assert not selection.is_muon_matrix(qkv)

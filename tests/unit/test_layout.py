@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_muon.core.layout import Layout, LayoutError, Matrix, RowSplit, Shard, replicated, row_sharded, whole
+from megatron_muon.core.layout import Layout, LayoutError, Matrix, RowSplit, Shard, row_sharded
 
 
 def shard(rank: int, rows: range, cols: range) -> Shard:
@@ -32,17 +32,6 @@ def test_row_shards_tile_whatever_their_sizes(rows_per_rank: list[int], cols: in
         held += list(range(mine.row_start, mine.row_start + mine.rows)) if mine else []
     assert held == list(range(sum(rows_per_rank)))
     assert sum(part.numel for part in made.shards) == made.numel
-
-
-@given(st.integers(1, 9), st.integers(1, 12))
-def test_every_rank_holds_a_replicated_matrix_whole(rows: int, world_size: int) -> None:
-    made = replicated("w", (rows, 3), world_size)
-    made.check_tiling()
-    for rank in range(world_size):
-        part = made.shard_of(rank)
-        assert part is not None
-        assert (part.rows, part.cols) == (rows, 3)
-        assert part.source(rank, world_size) == rank
 
 
 @given(
@@ -109,20 +98,19 @@ def test_the_message_names_the_place(shards: list[Shard], message: str) -> None:
         Layout(world_size=2, matrices=(matrix(*shards),))
 
 
-def test_a_name_stands_for_one_matrix() -> None:
-    whole = matrix(shard(0, range(6), range(4)))
-    with pytest.raises(LayoutError, match="w: this name stands for two matrices"):
-        Layout(world_size=1, matrices=(whole, whole))
-
-
-@pytest.mark.parametrize("rank", [-1, 2])
-def test_a_rank_is_in_the_group(rank: int) -> None:
-    with pytest.raises(LayoutError, match=f"rank {rank} is not in a group of 2"):
-        Layout(world_size=2, matrices=(matrix(shard(rank, range(6), range(4))),))
-
-
-def test_a_layout_error_is_a_value_error() -> None:
-    assert issubclass(LayoutError, ValueError)
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        ([matrix(shard(0, range(6), range(4)))] * 2, "w: this name stands for two matrices"),
+        ([matrix(shard(-1, range(6), range(4)))], "rank -1 is not in a group of 2"),
+        ([matrix(shard(2, range(6), range(4)))], "rank 2 is not in a group of 2"),
+        ([matrix(shard(0, range(3), range(4)), shard(0, range(3, 6), range(4)))], "rank 0 holds two shards"),
+        ([row_sharded("w", (6, 4), [3, 3], RowSplit(2, (2,)))], "blocks of 2 x .* do not make its 6 rows"),
+    ],
+)
+def test_names_ranks_and_blocks_are_checked(matrices: list[Matrix], message: str) -> None:
+    with pytest.raises(LayoutError, match=message):
+        Layout(world_size=2, matrices=tuple(matrices))
 
 
 SPLITS = st.builds(
@@ -159,12 +147,6 @@ def test_fused_qkv_by_its_definition(groups: int, heads_per_group: int, width: i
         expected = [row for row in owner if row[0] == part]
         assert block.tolist() == [[float(value) for value in row] for row in expected]
         assert expected == sorted(expected), "heads and rows keep their order"
-
-
-def test_whole_is_one_block() -> None:
-    matrix = torch.randn(5, 3)
-    (view,) = whole(5).views(matrix)
-    assert torch.equal(view, matrix[None])
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (0, 3), (8,), (2, 4, 3)])

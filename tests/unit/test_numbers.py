@@ -3,7 +3,6 @@
 import argparse
 import math
 from fractions import Fraction
-from types import SimpleNamespace
 
 import pytest
 
@@ -15,7 +14,6 @@ from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.errors import UserError
 from megatron_muon.megatron.flags import arguments
-from megatron_muon.megatron.flags.config_file import load_config, merge
 from megatron_muon.megatron.settings import MuonOptimizerConfig, check_supported
 
 RUN = ("--optimizer", "muon", "--use-megatron-fsdp", "--transformer-impl", "local", "--mock-data", "--lr", "0.02")
@@ -60,13 +58,6 @@ def test_impossible_numbers_are_refused_as_flags_and_in_configs(parser, name, va
     if name in MuonOptimizerConfig.__dataclass_fields__:  # else a field of the model's config: test_refusals
         with pytest.raises(UserError, match=message):
             check_supported(MuonOptimizerConfig(**{name: float(value)}), [])
-
-
-def test_in_an_experiment_file_too(parser, tmp_path):
-    file = tmp_path / "run.yaml"
-    file.write_text("MODEL_ARGS:\n  --muon-lr: -1.0\n")
-    with pytest.raises(UserError, match=r"--muon-lr -1 is out of range; choose at least 0$"):
-        check(parser, *merge(load_config(file), []))
 
 
 def test_every_number_of_this_package_has_a_range(parser):
@@ -132,24 +123,13 @@ def test_what_is_no_number_is_said_to_be_none(value):
 
 
 @pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400, 3)], ids=["large", "low", "fraction"])
-def test_what_no_float_holds_is_refused_and_shortened(parser, value):
-    """`--muon-num-ns-steps` with 400 digits was an OverflowError."""
-    for name in RANGES:
-        flag = "--" + name.replace("_", "-")
-        with pytest.raises(UserError, match=rf"^{flag} -?\d\.\de\+\d+ is too large; choose ") as raised:
-            check_number(name, value)
-        assert len(str(raised.value)) < 120
+def test_what_no_float_holds_is_refused(value):
+    """With 400 digits it was an OverflowError."""
     with pytest.raises(
-        UserError, match=r"^--muon-num-ns-steps 1\.1e\+399 is too large; choose a whole number, at least 1"
-    ):
-        check(parser, "--muon-num-ns-steps", "1" * 400)
-    if isinstance(value, int):
-        for given in (value, [0.5, value]):
-            with pytest.raises(
-                UserError, match=r"^--moe-aux-loss-coeff -?1\.0e\+\d+ is too large; choose a finite number$"
-            ):
-                check_numbers(SimpleNamespace(moe_aux_loss_coeff=given))
-    check_numbers(SimpleNamespace(seed=10**300, moe_aux_loss_coeff=[0.5, 10**300]))
+        UserError, match=r"^--muon-num-ns-steps has more digits than .*; choose a whole number"
+    ) as raised:
+        check_number("muon_num_ns_steps", value)
+    assert len(str(raised.value)) < 140
 
 
 def test_ranges_say_what_they_hold():

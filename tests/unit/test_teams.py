@@ -115,12 +115,6 @@ def test_a_size_holds_for_all() -> None:
     assert sizes(plan_of([(4096, 4096)] * 64, 8, rules(8, size=4))) == [4] * 64
 
 
-def test_members_share_a_node() -> None:
-    plan = plan_of([(28672, 4096)] * 4, 24, rules(24, node=4))
-    assert max(sizes(plan)) == 4
-    assert all(len({rank // 4 for rank in team.ranks}) == 1 for team in plan.teams)
-
-
 def test_blocks_of_a_matrix_go_to_different_ranks() -> None:
     split = RowSplit(1, (4096, 4096))
     matrix = row_sharded("gate_up", (8192, 4096), [4096, 4096], split)
