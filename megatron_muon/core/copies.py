@@ -80,7 +80,8 @@ def _stepped(copies: Sequence[Copy]) -> list[Copy]:
         offsets, first = sorted(unsorted), 0
         steps = [(after[0] - one[0], after[1] - one[1]) for one, after in itertools.pairwise(offsets)]
         while first < len(offsets):
-            last, more = first, ((), (), ())
+            last = first
+            more: tuple[tuple[int, ...], ...] = ((), (), ())
             if len(shape) < MAX_DIMS and first < len(steps) and steps[first][1] > 0:  # torch's strides are not negative
                 while last < len(steps) and steps[last] == steps[first]:
                     last += 1
