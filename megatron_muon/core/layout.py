@@ -139,7 +139,7 @@ class Matrix:
     """A named matrix, its global shape `(rows, cols)`, its non-empty shards, which tile it, by rank, and its blocks.
 
     `steps` are its Newton-Schulz steps, 0 for as many as the iteration has for all. Matrices that are cut alike may
-    have the same tuple of shards, which then exists, and is checked, once.
+    share a tuple of shards, which is checked once.
     """
 
     name: str
@@ -195,8 +195,8 @@ class Layout:
     """All matrices of one process group of `world_size` ranks.
 
     Raises:
-        LayoutError: more ranks or elements than can be planned, two matrices share a name, a shard names a rank outside
-            the group, a matrix is not tiled, or its blocks do not add up to its rows.
+        LayoutError: a matrix is not tiled, its blocks do not add up to its rows, a rank is not in the group, a name
+            stands twice, or there are more ranks or elements than can be planned.
     """
 
     world_size: int

@@ -47,8 +47,7 @@ class ShardedMuon(torch.optim.Optimizer):
     exists from construction on every rank, also for empty shards. With `store` momentum is kept there instead.
 
     Args:
-        params: parameter groups; every parameter is 2D, or 3D for a stack of matrices, a DTensor or a plain tensor, and
-            takes part on every rank.
+        params: parameter groups of 2D parameters, or 3D stacks, DTensors or plain; all of them on every rank.
         exchange: makes the matrices of the parameters whole, in their order, and has the rules' `normalize`.
         rules: what a step does to rows, in order; `core.rules`.
         defaults: of parameter groups: `lr`, `momentum` (the share of the old one that is kept) and `weight_decay`.
@@ -57,9 +56,6 @@ class ShardedMuon(torch.optim.Optimizer):
         weights: this rank's rows of the parameters, which then hold none; None changes the parameters themselves.
         skip_missing: a matrix that some rank has no gradient for, or one that is not finite, keeps weights and state on
             every rank, instead of being an error. Costs one all-reduce of a number for each matrix in a step.
-
-    Attributes:
-        probe: receives timings and tensors of each step; `core.probe`.
 
     Raises:
         ValueError: a hyper-parameter is out of range, a parameter is neither 2D nor 3D, or a rule refuses a group.

@@ -148,14 +148,10 @@ def make_plan(
     buffer_bytes: int | None = None,
     rules: TeamRules | None = None,
 ) -> Plan:
-    """Plan a layout.
+    """Plan a layout: the same on every rank that has the same arguments.
 
-    Args:
-        layout: all matrices of the group.
-        costs: the work of orthogonalising each matrix, in any unit.
-        memory: what matrices take.
-        buffer_bytes: what a step may take on a rank. None is `AUTO_BYTES`, or as much as whole blocks need.
-        rules: which teams may own a matrix; None forms none, and takes all ranks for those of one node.
+    `costs` are the work of orthogonalising each matrix, in any unit; `buffer_bytes` what a step may take on a rank,
+    None `AUTO_BYTES` or as much as whole blocks need; `rules` None forms no teams, on one node.
 
     Raises:
         ValueError: a cost for each matrix is missing, or the buffer is too small, also for the largest teams.

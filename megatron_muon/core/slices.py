@@ -25,7 +25,7 @@ _UNIT = 8
 
 
 def chunks(nodes: Sequence[int], size: int) -> list[tuple[int, ...]]:
-    """The ranks of each node, `nodes[rank]`, in teams of `size`, of which the last of a node may be smaller."""
+    """The ranks of each node, `nodes[rank]`, in teams of `size`; the last of a node may be smaller."""
     by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
         by_node.setdefault(node, []).append(rank)
