@@ -21,15 +21,7 @@ from typing import Any
 import torch
 from emerging_optimizers.orthogonalized_optimizers import muon_utils
 
-from megatron_muon.core.cost import (
-    DENSE,
-    HALVES,
-    KERNEL,
-    REVERSING_SETS,
-    Coefficients,
-    Products,
-    gram_runs,
-)
+from megatron_muon.core.cost import DENSE, HALVES, KERNEL, REVERSING_SETS, Coefficients, Products, gram_runs
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.memory import aligned
 

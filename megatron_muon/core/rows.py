@@ -33,11 +33,7 @@ class Rows:
         self.starts = [*(held.start for held in chunk.rows), chunk.numel]
         self.firsts, self.sizes, self.index = (
             torch.tensor(numbers, dtype=torch.int64, device=device)
-            for numbers in (
-                self.starts[:-1],
-                [held.shard.numel for held in chunk.rows],
-                self.indices,
-            )
+            for numbers in (self.starts[:-1], [held.shard.numel for held in chunk.rows], self.indices)
         )
 
     @staticmethod

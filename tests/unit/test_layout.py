@@ -114,9 +114,7 @@ def test_names_ranks_and_blocks_are_checked(matrices: list[Matrix], message: str
 
 
 SPLITS = st.builds(
-    RowSplit,
-    groups=st.integers(1, 5),
-    parts=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple),
+    RowSplit, groups=st.integers(1, 5), parts=st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 )
 
 

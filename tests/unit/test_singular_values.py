@@ -169,10 +169,7 @@ def test_gram_is_left_out_where_it_is_not_proven() -> None:
             {"coefficient_type": "polar_express", "steps": 4},
             "--muon-num-ns-steps 4 is not proven with .* polar_express; choose one of 5, 6, 7, 8, 9, 10, 11, 12;",
         ),
-        (
-            {"steps": 6},
-            "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5, 8, 9, 10;",
-        ),
+        ({"steps": 6}, "--muon-num-ns-steps 6 is not proven with .* quintic; choose one of 1, 2, 3, 4, 5, 8, 9, 10;"),
         ({"steps": 0}, "--muon-num-ns-steps 0 is out of range"),
         ({"steps": 13}, "--muon-num-ns-steps 13 is not proven"),
         ({"method": "newton"}, "--muon-ns newton does not exist; choose one of auto, standard, gram"),
