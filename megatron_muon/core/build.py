@@ -44,14 +44,12 @@ def make_exchange(
     Collective.
 
     Args:
-        scheme: how matrices become whole.
         layout: who holds which rectangle; the same on every rank of `group`.
         buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
         wire: "fp32", "bf16", or "auto" for the dtype in which the iteration starts.
         team_size: with OWNER, how many ranks may own a matrix together: "auto", or a number for all matrices. Ranks
             that cannot have it use 1, and the exchange's `unmet` says so, for `refuse_unmet`.
         plan: of OWNER and SHARED, where it has been made before.
-        beside: what applying an update takes.
 
     Raises:
         UserError: a team cannot have the second moment's norms; the buffer is too small.

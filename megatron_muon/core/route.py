@@ -7,6 +7,7 @@ go the same way back. Every way is a list of `copies.Copy`.
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -151,11 +152,8 @@ def make_route(
     if rows_by == ALL_GATHER:  # every rank sends one shard of each matrix, padded to the largest
         padding = max(shard.numel for index in indices for shard in layout.matrices[index].shards)
         arrived = [(unit.source * padding, unit) for unit in ours]
-    rows, starts, start = [], {}, 0
-    for index in dict.fromkeys(unit.of for _, unit in updates.placed):
-        rows.append(HeldShard(index, held[index], start))
-        starts[index] = start
-        start += held[index].numel
+    order = list(dict.fromkeys(unit.of for _, unit in updates.placed))
+    starts = dict(zip(order, itertools.accumulate((held[index].numel for index in order), initial=0), strict=False))
 
     def from_rows(placed: _Placed) -> list[Copy]:
         return [
@@ -166,7 +164,7 @@ def make_route(
     return Route(
         number,
         indices,
-        rows,
+        [HeldShard(index, held[index], start) for index, start in starts.items()],
         stacks,
         send=Way(sent.counts, from_rows(sent.placed)),
         own=Way(own.counts, from_rows(own.placed)),
