@@ -196,7 +196,7 @@ def _choices(ranks: int, counts: Mapping[_Kind, int], options: _Options) -> list
 
     def bound(choice: Mapping[_Kind, _Division]) -> float:
         mean = sum(sum(choice[kind].loads) * count for kind, count in counts.items()) / ranks
-        return max(mean, *map(_heaviest, choice.values()))
+        return max(mean, *(division.heaviest for division in choice.values()))
 
     limits = sorted({division.heaviest for found in options.values() for division in found})
     different = {tuple(choice.values()): choice for choice in map(chosen, limits)}
