@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_muon.core.build import make_exchange
-from megatron_muon.core.exchange import LOCAL, SHARED, Buffers, Exchange
+from megatron_muon.core.exchange import GATHERED, LOCAL, SHARED, Buffers, Exchange
 from megatron_muon.core.memory import moment_bytes
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
@@ -59,23 +59,16 @@ def make_parts(
         plan: of the exchange, where it has been made before.
         scratch: buffers of another Muon, which steps before or after this one.
     """
-    repeated = not settings.muon_share_replicated if held.replicated else settings.muon_exchange == "allgather"
-    names = chosen_rules(
-        moment2=moment2,
-        cautious=settings.muon_cautious_weight_decay,
-        hyperball=settings.muon_hyperball,
-        decoupled=decoupled,
-    )
+    cautious, device = settings.muon_cautious_weight_decay, orthogonalizer.device
+    names = chosen_rules(moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled)
+    scheme = scheme_of(settings, replicated=held.replicated)
     if any(RULES[name].unscaled for name in names):
         held = replace(held, scales=[orthogonalizer.row_scales(one).to(held.device) for one in held.layout.matrices])
     options = {"nesterov": nesterov, "beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
-    rules = make_rules(names, replace(held, repeated=repeated), options)
-    device = orthogonalizer.device
-    store = None
-    if offload is not None:
-        store = offload.make_store(held.layout, held.group.rank(), device)
+    rules = make_rules(names, replace(held, repeated=scheme in (LOCAL, GATHERED)), options)
+    store = offload.make_store(held.layout, held.group.rank(), device) if offload is not None else None
     exchange = make_exchange(
-        scheme_of(settings, replicated=held.replicated),
+        scheme,
         held.layout,
         group or held.group,
         orthogonalizer,
@@ -86,7 +79,7 @@ def make_parts(
             free=settings.muon_free_buffers,
         ),
         rules=rules,
-        beside=moment_bytes(moment2, cautious=settings.muon_cautious_weight_decay),
+        beside=moment_bytes(moment2, cautious=cautious),
         buffer_mb=settings.muon_exchange_buffer_mb,
         wire=settings.muon_exchange_dtype,
         team_size=settings.muon_team_size,

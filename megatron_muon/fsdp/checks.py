@@ -15,7 +15,9 @@ from megatron_muon.fsdp.adamw import local_parts
 
 
 def check_parameters(
-    placed: Sequence[tuple[torch.Tensor, Any]], names: Mapping[torch.Tensor, str], frozen: Sequence[torch.Tensor]
+    placed: Sequence[tuple[torch.Tensor, tuple[Any, ...]]],
+    names: Mapping[torch.Tensor, str],
+    frozen: Sequence[torch.Tensor],
 ) -> None:
     """Have gradients sharded as their parameters are.
 
@@ -30,11 +32,11 @@ def check_parameters(
         UserError: parameters were sharded, cast or moved after the optimizer was made, or thawed; or a gradient is
             sparse.
     """
-    for p, placement in placed:
-        if (now := shards.placement_of(p)) != placement:
-            was, is_now = shards.shown_placement(placement), shards.shown_placement(now)
+    for p, was in placed:
+        if (now := shards.placement_of(p)) != was:
+            before, after = shards.shown_placement(was), shards.shown_placement(now)
             raise UserError(
-                f"{names[p]} was {was} when the optimizer was made and is {is_now} now; make the optimizer "
+                f"{names[p]} was {before} when the optimizer was made and is {after} now; make the optimizer "
                 "after the model is sharded, of its dtype and on its device"
             )
     for p, name in names.items():

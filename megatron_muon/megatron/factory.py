@@ -7,7 +7,7 @@ TensorParallelMuon where every rank holds whole matrices (`no_shard`), the ZeRO-
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,14 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
+from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.agreement import compare_settings
 from megatron_muon.fsdp.build import offload_run
-from megatron_muon.megatron.builder import MuonBuilder
+from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.main_weights import MainWeights
@@ -78,26 +79,27 @@ def get_megatron_muon_optimizer(
             "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
         )
     offload = offload_run(config)
-    optimizers, plans, unmet = [], {}, {}
+    optimizers: list[MegatronOptimizer] = []
+    muons: dict[str, ShardedMuon] = {}
     splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
+    ddp_config = model_chunks[0].ddp_config
     scratch: torch.Tensor | None = None
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
-        stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
+        stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert, scratch=scratch)
-            muon = builder.build(offload, weights)
+            muon, blocks = build_muon(
+                muon_groups, config, ddp_config, pg_collection, names,
+                is_expert=is_expert, offload=offload, weights=weights, scratch=scratch,
+            )  # fmt: skip
             if isinstance(muon, ShardedMuon):
                 scratch = muon.exchange.arena.memory
+                muons["experts" if is_expert else "dense"] = muon
+            splits |= blocks
             optimizers.append(wrap(muon, config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
-            splits |= zip(builder.parameters, builder.splits, strict=True)
-            if builder.plan is not None:
-                plans["experts" if is_expert else "dense"] = builder.plan
-            if builder.unmet is not None:
-                unmet["expert" if is_expert else "dense"] = builder.unmet
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
             if weights is None or offload is None:
@@ -106,13 +108,7 @@ def get_megatron_muon_optimizer(
                 scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    for line in refuse_unmet(unmet):
-        say(f"megatron-muon: note: {line}")
-    if digest := "-".join(plan.digest() for plan in plans.values()):
-        say(f"megatron-muon: plan {digest}")
-    if part := blockwise_note(config, pg_collection):
-        say(f"megatron-muon: note: {part}")
-    say(selection.parameter_table(groups, names, splits, full=config.muon_log_params))
+    facts = _report(muons, groups, names, splits, config, pg_collection)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
@@ -120,14 +116,34 @@ def get_megatron_muon_optimizer(
     )
     if asked(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
-    chain.facts = {
+    chain.facts = {**facts, "state_bytes": report_state(chain, of_muon=True)}
+    return chain
+
+
+def _report(
+    muons: Mapping[str, ShardedMuon],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[torch.Tensor, str],
+    splits: Mapping[torch.Tensor, RowSplit],
+    config: MuonOptimizerConfig,
+    pg_collection: ProcessGroupCollection,
+) -> dict[str, Any]:
+    """Print what was planned, and who takes what; for facts.json. A UserError for settings that no ranks can have."""
+    exchanges = {kind: muon.exchange for kind, muon in muons.items()}
+    plans = {kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None}
+    digest = "-".join(plan.digest() for plan in plans.values())
+    unmet = {kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER}
+    for note in filter(None, (*refuse_unmet(unmet), blockwise_note(config, pg_collection))):
+        say(f"megatron-muon: note: {note}")
+    if digest:
+        say(f"megatron-muon: plan {digest}")
+    say(selection.parameter_table(groups, names, splits, full=config.muon_log_params))
+    return {
         "muon_parameters": selection.count(groups, of_muon=True),
         "scalar_parameters": selection.count(groups, of_muon=False),
         "plan": digest,
         "plans": {kind: plan.figures() for kind, plan in plans.items()},
-        "state_bytes": report_state(chain, of_muon=True),
     }
-    return chain
 
 
 def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupCollection) -> str:

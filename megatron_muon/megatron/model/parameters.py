@@ -20,9 +20,7 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
 from megatron_muon.core.layout import Layout, Matrix, Rectangle, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
-from megatron_muon.errors import UserError
-from megatron_muon.fsdp.cuts import BufferCut, check_alike
-from megatron_muon.fsdp.shards import noted_part
+from megatron_muon.fsdp import shards
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 
@@ -155,59 +153,18 @@ def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo")
 
 
-def _local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
-    """What this rank holds of each sharded matrix or stack.
-
-    Raises a UserError where tensor parallelism cuts the experts of a stack.
-    """
-    rectangles = {}
-    for chunk in model_chunks:
-        buffer = chunk.param_and_grad_buffer
-        for name, parameter in buffer.optimizer_named_parameters:
-            if parameter.ndim not in (2, 3):
-                continue
-            offsets, sizes = noted_part(buffer, name)
-            if parameter.ndim == 3:  # whole experts, one below the other
-                if getattr(parameter, "expert_stack", False) and sizes[1:] != tuple(parameter.shape[1:]):
-                    raise UserError(
-                        f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
-                        "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
-                    )
-                rows = sizes[1]
-                offsets, sizes = (offsets[0] * rows, offsets[2]), (sizes[0] * rows, sizes[2])
-            rectangles[parameter] = (offsets[0], sizes[0], offsets[1], sizes[1])
-    return rectangles
-
-
 def layout_of(
-    parameters: Sequence[torch.Tensor],
+    splits: Mapping[torch.Tensor, RowSplit],
     names: Mapping[torch.Tensor, str],
-    model_chunks: Sequence[Any],
-    splits: Sequence[RowSplit],
     group: dist.ProcessGroup,
     *,
     over_tp: bool,
 ) -> tuple[Layout, list[Rectangle]]:
     """The layout of sharded parameters over the ranks of `group`, and what this rank holds of each. Collective.
 
-    `splits` has the blocks of each. Ranks that hold the same rectangle are replicas: instances of the distributed
-    optimizer, or tensor-parallel ranks where a parameter is not cut by tensor parallelism. `over_tp` as for
-    `matrix_shape`.
-
-    Raises:
-        UserError: Megatron-FSDP has cut them in a way that is not known here, or otherwise on other ranks.
+    `splits` has each parameter with its blocks. Raises what `fsdp.shards.layout_of` does.
     """
-    rectangles = _local_rectangles(model_chunks)
-    buffers = [chunk.param_and_grad_buffer for chunk in model_chunks]
-    cuts = {p: cut for b in buffers for cut in [BufferCut(b, group)] for _, p in b.optimizer_named_parameters}
-    matrices, mine = [], []
-    for parameter, split in zip(parameters, splits, strict=True):
-        shape = matrix_shape(parameter, over_tp=over_tp)
-        row_start, rows, col_start, cols = rectangles[parameter]
-        # A part begins at a multiple of its size, so the remainder is the place within the part.
-        mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
-        shards = cuts[parameter].shards(parameter, shape)
-        matrices.append(Matrix(names[parameter], shape, shards, split, ns_steps(parameter)))
-    layout = Layout(group.size(), tuple(matrices))
-    check_alike(layout, mine, group, remedy="start all ranks with the same flags and software")
-    return layout, mine
+    matrices = {
+        p: Matrix(names[p], matrix_shape(p, over_tp=over_tp), (), split, ns_steps(p)) for p, split in splits.items()
+    }
+    return shards.layout_of(matrices, group, remedy="start all ranks with the same flags and software")

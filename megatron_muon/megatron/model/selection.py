@@ -5,10 +5,8 @@ Nothing whose rows are fused in a way that is not known either: one update for s
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -20,8 +18,9 @@ from torch import nn
 
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.patterns import matching
-from megatron_muon.fsdp.selection import TABLES, shares, steps_of
+from megatron_muon.fsdp.patterns import matching, steps_of
+from megatron_muon.fsdp.selection import TABLES
+from megatron_muon.fsdp.table import Row, blocks, table
 from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
@@ -43,8 +42,6 @@ _ATTRIBUTES_LEFT_BEHIND = (
     "use_muon",
     "partition_sizes",
 )
-_SHOWN = 3
-"""Names shown of the weights that are left out for one reason, or that are like a pattern."""
 
 
 def restore_attributes(model_chunks: Sequence[Any]) -> None:
@@ -196,52 +193,28 @@ def parameter_table(
     *,
     full: bool = False,
 ) -> str:
-    """A short table: tensors, parameters and share for each optimizer, what is split, and 2D weights that Muon leaves.
+    """The table of both optimizers: what is split, and why Muon leaves a 2D weight.
 
-    With `full`, every parameter too. Counts are whole over data- and tensor-parallel ranks; of experts those of this
-    expert-parallel rank. A group without `optimizer` belongs to Muon; `splits` has the blocks of its parameters.
+    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank. A group
+    without `optimizer` belongs to Muon; `splits` has the blocks of its parameters.
     """
-    found, left_out = defaultdict(list), defaultdict(list)
+    rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
-        found[group.get("optimizer", "muon")].extend(group["params"])
-    lines = shares({optimizer: [_numel(p) for p in parameters] for optimizer, parameters in found.items()})
-    split = Counter((_kind(names[p]), _blocks(each)) for p, each in splits.items() if len(each.parts) > 1)
-    lines += [f"split: {count:,} {kind} into blocks of {blocks} rows" for (kind, blocks), count in split.items()]
-    for optimizer, parameters in found.items():
-        for p in parameters if optimizer != "muon" else ():
-            if p.ndim == 2:
-                left_out[getattr(p, "why_not_muon", "use_muon=False")].append(names[p])
-    for why, left in left_out.items():
-        more = f" and {len(left) - _SHOWN:,} more" if len(left) > _SHOWN else ""
-        lines.append(f"not Muon's, {why}: {', '.join(left[:_SHOWN])}{more}")
-    if full:
-        lines.append("")
-        for optimizer, parameters in found.items():
-            lines += [f"{optimizer:<12}{' x '.join(map(str, _shape(p))):>16}  {names[p]}" for p in parameters]
-    return "\n".join(lines)
-
-
-def _kind(name: str) -> str:
-    """The last two parts of a parameter's name, without an expert's number."""
-    return ".".join(name.rstrip("0123456789").split(".")[-2:])
-
-
-def _blocks(split: RowSplit) -> str:
-    """The rows of each block; of several alike in a row, how many there are."""
-    runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
-    return ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
+        for p in group["params"]:
+            why = getattr(p, "why_not_muon", "use_muon=False") if p.ndim == 2 and "optimizer" in group else ""
+            note = why or (blocks(splits[p]) if p in splits else "")
+            rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
+    return table(rows, full=full)
 
 
 def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
     """How many parameters Muon takes, or the scalar optimizer, counted as in the table."""
-    return sum(_numel(p) for group in groups if ("optimizer" not in group) is of_muon for p in group["params"])
+    return sum(
+        math.prod(_shape(p)) for group in groups if ("optimizer" not in group) is of_muon for p in group["params"]
+    )
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     if parameter.ndim == 2:
         return matrix_shape(parameter)
     return tuple(getattr(parameter, "orig_param", parameter).shape)
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    return math.prod(_shape(parameter))
