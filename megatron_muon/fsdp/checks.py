@@ -19,9 +19,7 @@ def check_parameters(
     names: Mapping[torch.Tensor, str],
     frozen: Sequence[torch.Tensor],
 ) -> None:
-    """Have gradients sharded as their parameters are.
-
-    Of parameters that are replicated under tensor parallelism they may be partial sums.
+    """Have gradients sharded as their parameters are; under tensor parallelism they may be partial sums.
 
     Args:
         placed: matrices with where they lay when the optimizer was made, `shards.placement_of`.

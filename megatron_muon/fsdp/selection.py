@@ -130,7 +130,7 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     """Whether a group's weight decay holds for this parameter of AdamW's."""
-    return parameter.ndim > 1 or group[DECAY_VECTORS]
+    return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
 def why_not_muon(name: str, parameter: torch.Tensor) -> str:

@@ -55,10 +55,7 @@ def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
 def refuse_unusable_gpu(wanted: str) -> None:
     """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:
-        raise UserError(
-            f"--device auto: this machine has a GPU that torch cannot use: {why}; mend that, or use --device cpu on "
-            "all nodes"
-        )
+        raise UserError(f"--device auto: torch cannot use this machine's GPU: {why}; mend that, or use --device cpu")
 
 
 def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -68,14 +65,12 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
     if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles"):
         return None
     files = sorted(_DEVICES.glob("nvidia[0-9]*"))
-    count = 0 if files else torch.cuda._device_count_nvml()
-    if not files and count < 1:
+    if not files and torch.cuda._device_count_nvml() < 1:
         return None
-    seen = f"{files[0]} is there" if files else f"the driver counts {count}"
     if torch.version.cuda is None:
-        return f"{seen}, and torch {torch.__version__} is built for the CPU"
+        return f"torch {torch.__version__} is built for the CPU"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"{seen}, and torch says: {str(error).splitlines()[0].rstrip('.')}"
-    return f"{seen}, and torch {torch.__version__} finds no device; see nvidia-smi"
+        return f"torch says: {str(error).splitlines()[0].rstrip('.')}"
+    return f"torch {torch.__version__} finds no device; see nvidia-smi"
