@@ -7,18 +7,20 @@ the work is repeated, or shared with `--muon-share-replicated`; otherwise matric
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_muon.core.layout import Layout, RowSplit, replicated
+from megatron_muon.core.layout import Layout, Matrix, everywhere
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import make_parts
+from megatron_muon.fsdp.shards import layout_of
 from megatron_muon.megatron.layout_file import dump_layout
 from megatron_muon.megatron.main_weights import MainWeights, matrix_weights
 from megatron_muon.megatron.model import parameters as mp
@@ -39,8 +41,8 @@ def build_muon(
     offload: OffloadRun | None,
     weights: MainWeights | None,
     scratch: torch.Tensor | None,
-) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, RowSplit]]:
-    """The Muon of `groups`, dense parameters or, over their own ranks, experts; and the blocks of each. Collective.
+) -> tuple[torch.optim.Optimizer, dict[torch.Tensor, Matrix]]:
+    """The Muon of `groups`, dense parameters or, over their own ranks, experts; and their matrices. Collective.
 
     `offload`, `weights` and `scratch` are as for `make_muon`.
 
@@ -52,22 +54,20 @@ def build_muon(
     # Either every rank holds whole matrices, or `over_tp` they are whole over tensor-parallel ranks too.
     is_replicated = ddp_config.data_parallel_sharding_strategy == "no_shard"
     over_tp = not is_replicated and config.muon_tp_mode != "blockwise"
-    splits = {parameter: mp.block_split(parameter, config, over_tp=over_tp) for parameter in parameters}
+    matrices = {p: mp.matrix_of(names[p], p, config, over_tp=over_tp) for p in parameters}
     own = config.muon_share_replicated or config.optimizer == "adaptive_muon" or config.muon_hyperball
     if is_replicated and not own:
-        return _plain(groups, config, pg_collection, names, splits), splits
+        return _plain(groups, config, pg_collection, names, matrices), matrices
     group: dist.ProcessGroup = pg_collection.expt_dp if is_expert else pg_collection.dp_cp
     columns = None
     if is_replicated:
-        matrices = (
-            replicated(names[p], mp.matrix_shape(p, over_tp=False), group.size(), split, mp.ns_steps(p))
-            for p, split in splits.items()
-        )
-        layout = Layout(group.size(), tuple(matrices))
+        ranks = group.size()
+        cut = (replace(each, shards=everywhere(each.shape, ranks)) for each in matrices.values())
+        layout = Layout(ranks, tuple(cut))
     else:
         if over_tp:
             group = mp.matrix_group(group, pg_collection.expt_tp if is_expert else pg_collection.tp)
-        layout, mine = mp.layout_of(splits, names, group, over_tp=over_tp)
+        layout, mine = layout_of(matrices, group, remedy="start all ranks with the same flags and software")
         columns = [(start, count) for _, _, start, count in mine]
     device = parameters[0].device
     held = Held(
@@ -85,7 +85,7 @@ def build_muon(
     muon = make_muon(groups, held, config, names, offload=offload, weights=weights, scratch=scratch, **elsewhere)
     if config.muon_dump_layout is not None and dist.get_rank() == 0:
         dump_layout(config.muon_dump_layout, layout, dist.get_process_group_ranks(group), is_expert=is_expert)
-    return muon, splits
+    return muon, matrices
 
 
 def make_muon(
@@ -150,11 +150,11 @@ def _plain(
     config: MuonOptimizerConfig,
     pg_collection: ProcessGroupCollection,
     names: Mapping[torch.Tensor, str],
-    splits: Mapping[torch.Tensor, RowSplit],
+    matrices: Mapping[torch.Tensor, Matrix],
 ) -> ReplicatedMuon:
     """Plain Muon: every rank orthogonalises all matrices, by megatron-core's own class."""
-    for parameter, split in splits.items():
-        give_blocks(parameter, split)
+    for parameter, matrix in matrices.items():
+        give_blocks(parameter, matrix.split)
     muon = ReplicatedMuon(
         groups,
         names=names,

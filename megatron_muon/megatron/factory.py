@@ -90,14 +90,14 @@ def get_megatron_muon_optimizer(
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
         stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            muon, blocks = build_muon(
+            muon, matrices = build_muon(
                 muon_groups, config, ddp_config, pg_collection, names,
                 is_expert=is_expert, offload=offload, weights=weights, scratch=scratch,
             )  # fmt: skip
             if isinstance(muon, ShardedMuon):
                 scratch = muon.exchange.arena.memory
                 muons["experts" if is_expert else "dense"] = muon
-            splits |= blocks
+            splits |= {p: matrix.split for p, matrix in matrices.items()}
             optimizers.append(wrap(muon, config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
         if scalar_groups := [group for group in ours if "optimizer" in group]:

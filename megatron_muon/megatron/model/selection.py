@@ -17,20 +17,20 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_muon.core.layout import RowSplit
-from megatron_muon.errors import UserError
 from megatron_muon.fsdp.patterns import matching, steps_of
 from megatron_muon.fsdp.selection import TABLES
 from megatron_muon.fsdp.table import Row, blocks, table
-from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
+from megatron_muon.megatron.model.parameters import experts_in, fused_rows, matrix_shape
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
 TABLE, VECTOR, UNKNOWN = "table", "vector", "fused in a way that is not known (docs/parameters.md)"
 """Why a 2D weight goes to the scalar optimizer."""
 
 _FUSED = re.compile(
-    r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))", re.I
+    r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
+    re.I,
 )
-"""Names under which layers, megatron-core's and others, keep several matrices one below the other."""
+"""Names under which layers, megatron-core's and others, keep several matrices in one weight."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 _LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
@@ -63,10 +63,9 @@ def tag_for_muon(
 ) -> None:
     """Mark trainable parameters: `use_muon`, `why_not_muon`, `ns_steps`, `expert_tp`, `fused_rows`, `expert_stack`.
 
-    A `use_muon` that a script has set on an embedding or output layer is kept. What the patterns `exclude` match
-    (`--muon-exclude`) goes to the scalar optimizer; `steps_for` has the Newton-Schulz steps of what its patterns match,
-    the last that does (`--muon-ns-steps-for`). Raises a UserError for a pattern that matches none of Muon's
-    matrices, and for experts that cannot be told apart.
+    A `use_muon` that a script has set is kept. What the patterns `exclude` match (`--muon-exclude`) goes to the scalar
+    optimizer; `steps_for` has Newton-Schulz steps by pattern, the last that matches holds (`--muon-ns-steps-for`).
+    Raises a UserError for a pattern that matches none of Muon's matrices.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
     """
@@ -93,13 +92,6 @@ def tag_for_muon(
     steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
-    for name, parameter in matrices.items():
-        if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
-            raise UserError(
-                f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
-                "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or "
-                "send them to the scalar optimizer with --muon-exclude experts.weight1 experts.weight2"
-            )
 
 
 def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
@@ -122,13 +114,15 @@ def _why_not(name: str, parameter: Any, path: Sequence[Any]) -> str:
         stated = getattr(path[-2], "in_proj_split_sections", ())
     config = next(m.config for m in reversed(path) if isinstance(getattr(m, "config", None), TransformerConfig))
     fused = fused_rows(name, config, stated)
-    fits = fused is None or fused.fits(rows_of_one(parameter))
+    fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
     parameter.fused_rows = fused if fits else None
     parts = name.split(".")
     if parameter.ndim == 2 and any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return TABLE
     if parameter.ndim == 2 and 1 in parameter.shape:
         return VECTOR
+    if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
+        return UNKNOWN
     return "" if fits and (fused or not _FUSED.search(".".join(parts[-2:]))) else UNKNOWN
 
 
