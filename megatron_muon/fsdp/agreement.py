@@ -29,8 +29,7 @@ _OF_RANKS = ("params", "process_group", "offload_dir", "muon_offload_dir")
 def compare_settings(settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
     """Compare settings, and those of parameter groups, between ranks. Collective over these.
 
-    Raises:
-        UserError: on every rank: the first setting that differs, with both values, or the ranks that do not answer.
+    A UserError on every rank with the first setting that differs and both values, or the ranks that do not answer.
     """
     if len(ranks) < 2 or dist.get_backend() == "fake":
         return

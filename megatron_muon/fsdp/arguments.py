@@ -144,8 +144,7 @@ def check_scheme(given: Mapping[str, Any], scheme: str) -> None:
 def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict to load, without what groups of torch.optim.Muon say and here holds for the whole optimizer.
 
-    Raises:
-        UserError: they say something else than this Muon, or are of another optimizer.
+    A UserError where they say something else than this Muon, or are of another optimizer.
     """
     groups = [dict(group) for group in state_dict["param_groups"]]
     for group in (group for group in groups if OPTIMIZER not in group):  # those that have it were saved here

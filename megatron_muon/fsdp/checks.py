@@ -21,14 +21,8 @@ def check_parameters(
 ) -> None:
     """Have gradients sharded as their parameters are; under tensor parallelism they may be partial sums.
 
-    Args:
-        placed: matrices with where they lay when the optimizer was made, `shards.placement_of`.
-        names: of all parameters.
-        frozen: what needed no gradient then.
-
-    Raises:
-        UserError: parameters were sharded, cast or moved after the optimizer was made, or thawed; or a gradient is
-            sparse.
+    `placed` has where the matrices lay when the optimizer was made, `frozen` what needed no gradient then. A UserError
+    where parameters were sharded, cast, moved or thawed since, or where a gradient is sparse.
     """
     for p, was in placed:
         if (now := shards.placement_of(p)) != was:

@@ -114,8 +114,7 @@ class BufferCut:
 def dbuffer_shards(buffer: Any, place: int, shape: tuple[int, int], group: dist.ProcessGroup) -> tuple[Shard, ...]:
     """The shards of the matrix at `place` of a DBuffer, on a mesh of all the group's ranks.
 
-    Source: `GlobalLayout.get_local_range` of the experimental Megatron-FSDP: of several axes of the mesh that cut the
-    buffer, the last one cuts first.
+    Source: `GlobalLayout.get_local_range`: of several axes of the mesh that cut the buffer, the last one cuts first.
     """
     ranks = np.searchsorted(dist.get_process_group_ranks(group), buffer.mesh.mesh.numpy())
     flat = sum(type(placement).__name__ == "Flat" for placement in buffer.placements)  # the last ones
@@ -144,17 +143,11 @@ def placed_shards(shape: tuple[int, int], ranks: _Ranks, placements: Sequence[Pl
 
 
 def check_alike(layout: Layout, mine: Sequence[Rectangle], group: dist.ProcessGroup | Alone, *, remedy: str) -> None:
-    """Check that this rank holds what the layout says of it, and that all ranks have the same layout. Collective.
-
-    Args:
-        layout: computed by this rank.
-        mine: what this rank holds of each matrix.
-        group: the ranks of the layout.
-        remedy: ends the message where ranks differ.
+    """Check that this rank holds, in `mine`, what the layout says, and that all ranks have the same. Collective.
 
     Raises:
-        UserError: on every rank where one rank holds something else, or has another layout; the message names the
-            first matrix and both sides.
+        UserError: on every rank where one rank holds something else, or has another layout; the message names the first
+            matrix and both sides, and ends with `remedy`.
     """
     misfit = _misfit(layout, mine, group.rank())
     digests = [found for (found,) in numbers_of_all_ranks([_ELSEWHERE if misfit else layout.digest()], group)]

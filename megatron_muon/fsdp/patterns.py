@@ -33,8 +33,9 @@ def matching(
         if there := next((name for name in others if _found(pattern, name)), None):
             raise UserError(f"{nothing}, only parameters that Muon does not take ({there}); leave it out")
         components = sorted({part for name in names for part in name.split(".")})
-        near = ".".join((difflib.get_close_matches(part, components, 1) or [part])[0] for part in pattern.split("."))
-        meant = f"; did you mean {near}?" if near != pattern else ""
+        parts = pattern.strip(".").split(".")
+        near = [(difflib.get_close_matches(part, components, 1) or [part])[0] for part in parts]
+        meant = f"; did you mean {'.'.join(near)}?" if near != parts else ""
         raise UserError(f"{nothing} by whole components of their names{meant}{hint}")
     return [name for name in names if any(_found(pattern, name) for pattern in patterns)]
 

@@ -162,8 +162,7 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
 
     Raises:
         TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
-        UserError: nothing to optimise, an empty group, a parameter twice, one that Muon cannot take, a pattern that
-            matches nothing, a setting in a group that holds for the whole optimizer.
+        UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
     selection = Selection()
     tensors = list(_trained(params, selection))
@@ -216,11 +215,7 @@ def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
 def splits(
     given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, RowSplit]:
-    """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows.
-
-    Raises:
-        UserError: a pattern matches nothing, rows are not whole numbers, or the rows of a matrix are not filled.
-    """
+    """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows."""
     found = {}
     by_name = {names[p]: p for p in parameters}
     for pattern, several in given.items():
@@ -238,7 +233,7 @@ def splits(
 def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
     """Each parameter that needs a gradient, with its name, empty where it has none, and the options of its group.
 
-    Fills in the selection's `names` and `frozen`. Raises what `select` does for wrong parameters.
+    Fills in the selection's `names` and `frozen`.
     """
     given = _groups(params)
     for number, group in enumerate(given):

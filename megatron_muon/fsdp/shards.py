@@ -61,10 +61,9 @@ def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
 
 
 def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Where this rank's part of a Megatron-FSDP parameter begins, and its sizes.
+    """Offsets and sizes of this rank's part of a Megatron-FSDP parameter, which are noted for checkpoints.
 
-    It is noted on the tensor from which the optimizer's parameter is made (update_uneven_dtensor_chunk_metadata), for
-    checkpoints.
+    (update_uneven_dtensor_chunk_metadata, on the tensor from which the optimizer's parameter is made)
     """
     tensor = buffer.dist_main_weight[name]
     if not hasattr(tensor._local_tensor, "__create_chunk_list__"):  # no_shard: replicas of the whole
@@ -113,11 +112,7 @@ def shown_placement(placement: tuple[Any, ...]) -> str:
 
 
 def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:
-    """The mesh of all these parameters; None where they are plain tensors.
-
-    Raises:
-        UserError: they are on different meshes, or some are plain tensors.
-    """
+    """The mesh of all these parameters; None for plain tensors. A UserError where they are on different ones."""
     first, *others = ((p, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters)
     for parameter, mesh in others:
         if mesh != first[1]:

@@ -32,12 +32,9 @@ class MuonState(ShardedMuon):
                 group.setdefault(STEPS, 0)
 
     def refuse_lost_state(self, group: Any = None) -> None:
-        """Refuse to go on where a rank has lost state, and warn of what it could not write.
+        """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
 
         Collective over `group`, or all ranks, where momentum is in files.
-
-        Raises:
-            OffloadError: on every rank, with the rank and the file.
         """
         failure = worst_failure([self.store], group) if isinstance(self.store, RecordStore) else None
         if failure is None:
@@ -51,11 +48,7 @@ class MuonState(ShardedMuon):
 
     @override
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded.
-
-        Raises:
-            OffloadError: momentum cannot be read; on every rank that takes part.
-        """
+        """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded."""
         state = super().momentum_state(empty=empty)
         is_whole = self.exchange.scheme in (LOCAL, SHARED)  # one rank alone may save it
         self.refuse_lost_state(Alone() if is_whole else self.exchange.group)
@@ -79,10 +72,8 @@ class MuonState(ShardedMuon):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer, but that momentum stays fp32 whatever the parameters are.
 
-        A parameter that was frozen after construction keeps its state; AdamW's state that is missing starts at zero.
-
-        Raises:
-            UserError: state of a matrix is missing, or of another shape; nothing is loaded then.
+        A parameter that was frozen after construction keeps its state; AdamW's state that is missing starts at zero. A
+        UserError, with nothing loaded, where state of a matrix is missing, or of another shape.
         """
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
         of_muon, before, groups = set(self._group_of), dict(self.state), self.param_groups

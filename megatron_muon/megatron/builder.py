@@ -103,17 +103,9 @@ def make_muon(
 ) -> ShardedMuon:
     """The Muon of parameters whose layout is known. Collective.
 
-    Args:
-        groups: the parameter groups, in the order of the layout.
-        held: the matrices, and what this rank has of them.
-        config: the settings.
-        names: of the parameters, for messages.
-        offload: keeps momentum elsewhere or in another format than fp32; None does not.
-        weights: the main weights, which `offload` keeps too.
-        plan: of the exchange, where it has been made before.
-        scratch: buffers of another Muon, which steps before or after this one.
-        device: where momentum and iteration compute, if elsewhere than the weights.
-        group: the same ranks as the layout's, for an exchange there.
+    `groups` are in the order of the layout. `weights` has the main weights, which `offload` keeps too. `device` and
+    `group`, of the same ranks, say where momentum and iteration compute, if elsewhere than the weights; all else is as
+    for `make_parts`.
     """
     adaptive = config.optimizer == "adaptive_muon"
     orthogonalizer = Orthogonalizer(

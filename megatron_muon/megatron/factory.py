@@ -1,7 +1,6 @@
-"""Picks the optimizers for a Megatron model under Megatron-FSDP for `--optimizer muon` and `adaptive_muon`.
+"""Picks the optimizers for a Megatron model under Megatron-FSDP: Muon for 2D weights, the scalar one for the rest.
 
-2D weights go to Muon, everything else to the scalar optimizer. `builder` makes the Muons: megatron-core's
-TensorParallelMuon where every rank holds whole matrices (`no_shard`), the ZeRO-sharded Muon otherwise.
+`builder` makes the Muons.
 """
 
 from __future__ import annotations
@@ -160,8 +159,8 @@ def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupColle
 def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float) -> dict[ParamKey, Any]:
     """Give MuP's overrides, of --use-mup, to the scalar optimizer's matrices alone.
 
-    megatron-core 0.19 goes by dimensions: it takes a stack of experts for one of Adam's, which --muon-lr then
-    contradicts, and a matrix of --muon-exclude for Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
+    megatron-core 0.19 goes by dimensions: it takes a stack of experts for Adam's and a matrix of --muon-exclude for
+    Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
 
     def restricted(key: ParamKey) -> ParamKey:
@@ -243,8 +242,7 @@ def _grad_stats_group(ddp_config: Any, pg_collection: ProcessGroupCollection, *,
     """The group over which gradient norms and zero counts add up.
 
     Shards add up over all ranks of the optimizer instance, and over all instances where these share them too. Under
-    no_shard the data-parallel ranks hold the same gradients, so only model-parallel ranks add: for experts that
-    includes the ranks with other experts.
+    no_shard only model-parallel ranks add: for experts that includes the ranks with other experts.
     """
     group: dist.ProcessGroup = pg_collection.intra_dist_opt
     if ddp_config.data_parallel_sharding_strategy == "no_shard":

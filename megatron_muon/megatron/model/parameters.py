@@ -129,10 +129,7 @@ def matrix_of(name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig,
 
 
 def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The ranks that together hold matrices which data and tensor parallelism cut.
-
-    Where tensor parallelism has several ranks this makes process groups: a collective over all ranks of the run.
-    """
+    """The ranks that together hold matrices which data and tensor parallelism cut. Collective over all ranks."""
     if tensor_parallel.size() == 1:
         return data_parallel
     first = min(dist.get_process_group_ranks(data_parallel))
@@ -143,5 +140,5 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory. A collective over all ranks of the run."""
+    """A group of the same ranks for tensors in host memory. Collective over all ranks of the run."""
     return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo")

@@ -48,8 +48,7 @@ def restore_attributes(model_chunks: Sequence[Any]) -> None:
     """Give the optimizer's DTensor parameters the attributes that Megatron-FSDP leaves on the originals.
 
     Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and counted wrong in the
-    gradient norm. Needed by megatron-core 0.19 (ParamAndGradBuffer._init_optimizer_named_parameters copies a fixed
-    list).
+    gradient norm (ParamAndGradBuffer._init_optimizer_named_parameters of megatron-core 0.19 copies a fixed list).
     """
     for parameter in (parameter for chunk in model_chunks for parameter in chunk.parameters()):
         original = getattr(parameter, "orig_param", None)
@@ -105,10 +104,7 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]
 
 
 def _why_not(name: str, parameter: Any, path: Sequence[Any]) -> str:
-    """Tag a 2D parameter or a stack with `fused_rows`; why it is no matrix for Muon, empty where it may be one.
-
-    What is fused in it is the layer's own word, else known by name and the sizes of the layer's config.
-    """
+    """Tag a 2D parameter or a stack with `fused_rows`; why it is no matrix for Muon, empty where it may be one."""
     stated = getattr(parameter, "partition_sizes", ())
     if not stated and name.endswith(".in_proj.weight"):
         stated = getattr(path[-2], "in_proj_split_sections", ())
@@ -148,12 +144,11 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
 
 
 def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[Any, str]:
-    """The 2D weights that Muon must not take, each with the reason.
+    """The 2D weights of embeddings and output layers, each with the reason.
 
     Embeddings are the weights of embedding modules, with whatever else holds the same parameter, and parameters with
     "embedding" in their names that no linear layer holds. In a model that megatron-core has not marked, the last
-    linear layer with as many rows as the largest embedding is the projection to the vocabulary, unless a linear layer
-    is tied to an embedding.
+    linear layer with as many rows as the largest embedding is the projection to the vocabulary, unless one is tied.
     """
     reasons: dict[Any, str] = {}
     linear: list[torch.Tensor] = []
