@@ -77,20 +77,14 @@ def test_an_inherited_attribute_is_removed_rather_than_pinned():
     assert Child.where() == "base"
 
 
-@pytest.mark.parametrize("act", ["replace", "wrap"])
-def test_a_missing_attribute_is_named_along_with_the_versions(act):
-    owner = make_owner()
-    with pytest.raises(RuntimeError, match=r"owner\.gone.*megatron-core .* with torch 2"):
-        getattr(Patches(), act)(owner, "gone", lambda original: original)
-    assert not hasattr(owner, "gone")
-
-
 def test_a_changed_signature_is_refused_and_nothing_changes():
     owner = make_owner()
     function = owner.function
     with pytest.raises(RuntimeError, match=r"owner\.function: it accepts group, device, without async_ops"):
         Patches().replace(owner, "function", print, takes=("group", "async_ops"))
     assert owner.function is function
+    with pytest.raises(RuntimeError, match=r"owner\.gone.*megatron-core .* with torch 2"):
+        Patches().wrap(owner, "gone", lambda original: original)
 
 
 # ------------------------------------------------------------------------------------------------ install
@@ -140,8 +134,7 @@ def test_installing_twice_wraps_once(backend):
 
 def test_refuses_where_cuda_exists_unless_forced(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(RuntimeError, match=r"CUDA is available here \(2 devices\).*--device cpu"):
+    with pytest.raises(RuntimeError, match=r"CUDA is available here.*--device cpu"):
         cpu.install()
     assert not cpu.installed()
     cpu.install(force=True)
@@ -369,14 +362,6 @@ def test_reductions_that_gloo_lacks(backend, buffers, recorded, name, called, op
     getattr(buffers.torch.distributed, name)(*arguments, op=op)
     assert arguments[0].item() == expected
     assert [call[:2] for call in recorded] == [(called, dist.ReduceOp.SUM)]
-
-
-def test_fused_gradient_scaling_needs_no_nccl(backend, buffers, recorded):
-    config = types.SimpleNamespace(average_in_collective=False, gradient_reduce_div_fusion=True)
-    gradient = torch.full((1,), 3.0)
-    op = buffers.gradient_reduce_preprocessing(gradient, 0.5, config)
-    buffers.torch.distributed.all_reduce(gradient, op=op)
-    assert gradient.item() == 3.0
 
 
 # ------------------------------------------------------------------------------------------------ megatron
