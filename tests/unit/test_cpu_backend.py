@@ -58,25 +58,6 @@ def test_patches_restore_the_very_objects():
     assert owner.function is before["function"]
 
 
-def test_an_inherited_attribute_is_removed_rather_than_pinned():
-    class Base:
-        @staticmethod
-        def where() -> str:
-            return "base"
-
-    class Child(Base):
-        pass
-
-    own = vars(Base)["where"]
-    patches = Patches()
-    patches.replace(Child, "where", lambda: "patched")
-    patches.replace(Base, "where", lambda: "patched")
-    patches.undo()
-    assert "where" not in vars(Child)
-    assert vars(Base)["where"] is own  # the staticmethod, not the function in it
-    assert Child.where() == "base"
-
-
 def test_a_changed_signature_is_refused_and_nothing_changes():
     owner = make_owner()
     function = owner.function
