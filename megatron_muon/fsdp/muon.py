@@ -63,7 +63,7 @@ class Muon(MuonState):
 
     A parameter without a gradient is passed over, and so is a matrix whose update is not finite.
 
-    Arguments that are not listed are the flags `--muon-*` (`--adaptive-muon-*`) of these names.
+    Arguments that are not listed are those of `torch.optim.Muon`, or the flags `--muon-*` (`--adaptive-muon-*`).
 
     Args:
         params: `model.named_parameters()`, or groups of it with settings of their own: `lr`, `weight_decay`,
@@ -71,12 +71,8 @@ class Muon(MuonState):
             without names must be matrices or in such a group. What needs no gradient is left out.
         lr: learning rate of Muon; `adamw_lr` None takes it too.
         weight_decay: decay per unit of learning rate; `adamw_weight_decay` None takes it too.
-        momentum: the exponential moving average keeps this share of the old momentum.
-        nesterov: look ahead by mixing the gradient with the new momentum.
         ns_coefficients: `(a, b, c)` of every Newton-Schulz step, several of them, the last repeated, or the name of a
             set of emerging-optimizers, such as "polar_express".
-        eps: momentum of a smaller Frobenius norm is divided by this instead of by its norm.
-        ns_steps: Newton-Schulz steps.
         adjust_lr_fn: how updates are scaled by a matrix's shape: a key of `fsdp.arguments.ADJUST_LR`.
         matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns, or a function of name
             and parameter.
@@ -156,23 +152,23 @@ class Muon(MuonState):
         """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
         hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}  # none but on a refill
         self.close()
-        self._building = True
+        self._building, self._has_stepped = True, False
         self.selection = selection
         for options in selection.groups:
             options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
         try:
             self._build_matrices(selection)
             self._add_adamw(selection)
+            self._members = members_of(self.param_groups)
+            self._building = False
+            vars(self).update(hooks)
+            self.initialize_state()
+            self.metrics = Sampler([self], interval=self._settings["metrics_interval"], group=self.group)
+            if self._settings["cuda_graph"]:
+                self._capture()
         except BaseException:
             self.close()
             raise
-        self._members = members_of(self.param_groups)
-        self._has_stepped, self._building = False, False
-        vars(self).update(hooks)
-        self.initialize_state()
-        self.metrics = Sampler([self], interval=self._settings["metrics_interval"], group=self.group)
-        if self._settings["cuda_graph"]:
-            self._capture()
 
     def _build_matrices(self, selection: Selection) -> None:
         """Find out who holds what, and make exchange, plan and state of the matrices. Collective."""
