@@ -9,10 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_muon.core.cost import AUTO, Coefficients, Iteration
+from megatron_muon.core.cost import Coefficients, Iteration
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.exchange import OWNER
-from megatron_muon.core.numbers import check_number
+from megatron_muon.core.numbers import check_number, check_numbers
 from megatron_muon.fsdp.selection import KNOWN, NOTES, OF_ALL, OPTIMIZER
 from megatron_muon.settings import MuonSettings, choices_of
 
@@ -35,11 +34,12 @@ _ARGUMENTS = {
 }
 """What messages about flags call them, where it is not the flag's name without `muon`."""
 
-_ARGUMENTS_OF = {argument: flag for flag, argument in _ARGUMENTS.items()}
 _FLAGS = re.compile(r"--((?:adaptive-)?muon-[a-z0-9-]*[a-z0-9]|lr|weight-decay)(?![a-z0-9-])")
 """Flags that are arguments of `Muon`; others, such as those of `megatron-muon doctor`, are to be typed as they are."""
 
-PRECISIONS = ("highest", "high", "medium", "low")
+_NOT_SHARED = ("lr", "exclude", "ns_steps_for")
+"""Arguments that mean something else, or are of another form, than the field of `MuonSettings` with such a name."""
+
 NS_COEFFICIENTS, NS_STEPS = (3.4445, -4.775, 2.0315), 5
 """torch.optim.Muon's defaults, which are the set "simple" of emerging-optimizers."""
 
@@ -61,53 +61,39 @@ def iteration_of(
     return Iteration("simple" if steps == (NS_COEFFICIENTS,) else steps, ns_steps, fp32_matmul_prec, ns)
 
 
-_NOT_SHARED = ("lr", "exclude", "ns_steps_for")
-"""Arguments that mean something else, or are of another form, than the field of `MuonSettings` with such a name."""
-
-_NUMBERS = {
-    "adamw_lr": "lr",
-    "adamw_eps": "adam_eps",
-    "adamw_weight_decay": "weight_decay",
-    "exchange_buffer_mb": "muon_exchange_buffer_mb",
-    "offload_fraction": "muon_offload_fraction",
-    "offload_buffer_mb": "muon_offload_buffer_mb",
-    "metrics_interval": "muon_metrics_interval",
-    "eps": "adam_eps",
-}
-"""Arguments that are numbers, with the names of their ranges."""
-
-_NOT_CAPTURED = {"offload": "none", "momentum_dtype": "fp32", "free_buffers": False, "metrics_interval": 0}
-"""The only values that go with cuda_graph=True."""
-
-
-def _fields(given: Mapping[str, Any]) -> dict[str, str]:
-    """The arguments that are fields of `MuonSettings`, with the field's name."""
-    fields = {name: _ARGUMENTS_OF.get(name, f"muon_{name}") for name in given if name not in _NOT_SHARED}
-    return {name: field for name, field in fields.items() if field in MuonSettings.__dataclass_fields__}
-
-
 def settings_of(given: Mapping[str, Any]) -> MuonSettings:
     """The settings that arguments of `Muon` are."""
-    values = {field: given[name] for name, field in _fields(given).items() if given[name] is not None}
-    return MuonSettings(**values)
+    flags = {argument: flag for flag, argument in _ARGUMENTS.items()}
+    values = {flags.get(name, f"muon_{name}"): value for name, value in given.items() if name not in _NOT_SHARED}
+    fields = MuonSettings.__dataclass_fields__
+    return MuonSettings(**{name: value for name, value in values.items() if name in fields and value is not None})
 
 
 def check(given: Mapping[str, Any]) -> None:
     """Refuse values that no other part would refuse, by a UserError."""
-    choices: dict[str, Sequence[Any]] = {name: choices_of(field) for name, field in _fields(given).items()}
-    choices["fp32_matmul_prec"], choices["adjust_lr_fn"] = PRECISIONS, tuple(ADJUST_LR)
-    choices["moment2_method"] = (None, *choices_of("adaptive_muon_moment2_method"))
-    for name, possible in choices.items():
-        if possible and given[name] not in possible:
-            raise UserError(f"{name}={given[name]!r} does not exist; choose one of {', '.join(map(repr, possible))}")
-    for name, kind in _NUMBERS.items():
-        if given[name] is not None:
-            check_number(kind, given[name], flag=name)
+    settings = vars(settings_of(given))
+    choices = {name: (value, choices_of(name)) for name, value in settings.items()}
+    for name, possible in (
+        ("fp32_matmul_prec", ("highest", "high", "medium", "low")),
+        ("adjust_lr_fn", tuple(ADJUST_LR)),
+        ("moment2_method", (None, *choices_of("adaptive_muon_moment2_method"))),
+    ):
+        choices[name] = given[name], possible
+    for name, (value, possible) in choices.items():
+        if possible and value not in possible:
+            shown = ", ".join(map(repr, possible))
+            raise UserError(f"{_argument(name)}={value!r} does not exist; choose one of {shown}")
+    check_numbers(settings_of(given))
+    for name in ("lr", "eps", "weight_decay"):
+        if (value := given[f"adamw_{name}"]) is not None:
+            check_number("adam_eps" if name == "eps" else name, value, flag=f"adamw_{name}")
+    check_number("adam_eps", given["eps"], flag="eps")
     if not isinstance(given["adamw_betas"], Sequence) or len(given["adamw_betas"]) != 2:
         raise UserError(f"adamw_betas={given['adamw_betas']!r} are not two numbers")
     for place, beta in enumerate(given["adamw_betas"]):
         check_number("adam_beta1", beta, flag=f"adamw_betas[{place}]")
-    for name, value in _NOT_CAPTURED.items() if given["cuda_graph"] else ():
+    uncaptured = {"offload": "none", "momentum_dtype": "fp32", "free_buffers": False, "metrics_interval": 0}
+    for name, value in uncaptured.items() if given["cuda_graph"] else ():
         if given[name] != value:
             raise UserError(f"{name}={given[name]!r} is not supported with cuda_graph=True; use {name}={value!r}")
     hyperball, shared = given["hyperball"], given["share_replicated"]
@@ -130,15 +116,6 @@ def check(given: Mapping[str, Any]) -> None:
     }.items():
         if is_wrong:
             raise UserError(message)
-
-
-def check_scheme(given: Mapping[str, Any], scheme: str) -> None:
-    """Refuse a team size that the scheme of an exchange ignores, by a UserError."""
-    if scheme != OWNER and given["team_size"] != AUTO:
-        raise UserError(
-            f"team_size={given['team_size']!r} has no effect here, where no rank owns a sharded matrix ({scheme}); "
-            "leave it out"
-        )
 
 
 def check_loaded(state_dict: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,9 +150,8 @@ def in_arguments() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise UserError(_FLAGS.sub(_argument, str(error))) from None
+        raise UserError(_FLAGS.sub(lambda flag: _argument(flag[1].replace("-", "_")), str(error))) from None
 
 
-def _argument(flag: re.Match[str]) -> str:
-    name = flag[1].replace("-", "_")
-    return _ARGUMENTS.get(name, name.removeprefix("muon_"))
+def _argument(flag: str) -> str:
+    return _ARGUMENTS.get(flag, flag.removeprefix("muon_"))

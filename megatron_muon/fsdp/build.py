@@ -6,7 +6,7 @@ their settings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -23,15 +23,6 @@ from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a `ShardedMuon` is made of."""
-
-    exchange: Exchange
-    rules: list[Rule]
-    store: RecordStore | None
-
-
 def make_parts(
     held: Held,
     settings: MuonSettings,
@@ -44,8 +35,8 @@ def make_parts(
     group: dist.ProcessGroup | None = None,
     plan: Plan | None = None,
     scratch: Any = None,
-) -> Parts:
-    """The parts of a Muon. Collective.
+) -> tuple[Exchange, list[Rule], RecordStore | None]:
+    """What a `ShardedMuon` is made of. Collective.
 
     Args:
         held: the matrices, and what this rank has of them.
@@ -85,7 +76,7 @@ def make_parts(
         team_size=settings.muon_team_size,
         plan=plan,
     )
-    return Parts(exchange, rules, store)
+    return exchange, rules, store
 
 
 def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:

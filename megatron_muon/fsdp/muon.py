@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.layout import Matrix, whole
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.orthogonalize import Orthogonalizer
@@ -29,7 +30,6 @@ from megatron_muon.fsdp.arguments import (
     NS_STEPS,
     check,
     check_loaded,
-    check_scheme,
     in_arguments,
     iteration_of,
     settings_of,
@@ -190,11 +190,12 @@ class Muon(MuonState):
         }
         layout, mine = shards.layout_of(matrices, group, remedy=_ALIKE)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
-        check_scheme(given, scheme_of(settings, replicated=replicated))
+        if given["team_size"] != AUTO and scheme_of(settings, replicated=replicated) != OWNER:
+            raise UserError(f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold")
         columns = [(start, count) for _, _, start, count in mine]
         held = Held(layout, group, device, [1] * len(parameters), columns, replicated=replicated)
         self._run = offload_run(settings)
-        parts = make_parts(
+        exchange, rules, store = make_parts(
             held,
             settings,
             self._orthogonalizer(device),
@@ -202,15 +203,14 @@ class Muon(MuonState):
             nesterov=given["nesterov"],
             offload=self._run,
         )
-        if parts.exchange.unmet:
-            refuse_unmet({"these": parts.exchange.unmet})
-        self.digest = parts.exchange.plan.digest() if parts.exchange.plan is not None else ""
+        if exchange.unmet:
+            refuse_unmet({"these": exchange.unmet})
+        self.digest = exchange.plan.digest() if exchange.plan is not None else ""
         self._placed = [(p, shards.placement_of(p)) for p in parameters]
         defaults = {"lr": float(given["lr"]), "momentum": given["momentum"], "weight_decay": given["weight_decay"]}
         super().__init__(
-            selection.muon, parts.exchange, parts.rules,
-            defaults=defaults, names=names, store=parts.store, skip_missing=True,
-        )  # fmt: skip
+            selection.muon, exchange, rules, defaults=defaults, names=names, store=store, skip_missing=True
+        )
 
     def _add_adamw(self, selection: Selection) -> None:
         """Add AdamW's parameter groups, and put all groups in the order that was given."""

@@ -235,8 +235,16 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
 
     Fills in the selection's `names` and `frozen`.
     """
-    given = _groups(params)
+    if isinstance(params, (nn.Module, torch.Tensor)):
+        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
+    given = list(params)
+    if not given:
+        raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
+    if not any(isinstance(group, Mapping) for group in given):
+        given = [{"params": given}]
     for number, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(f"entry {number} of params is no parameter group with 'params', as the others are")
         options = {key: value for key, value in group.items() if key != "params"}
         _check_options(options, number)
         selection.grouped |= bool(options)
@@ -259,20 +267,6 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
                 yield name, parameter, options
             else:
                 selection.frozen.append(parameter)
-
-
-def _groups(params: Any) -> list[Mapping[str, Any]]:
-    if isinstance(params, (nn.Module, torch.Tensor)):
-        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
-    entries = list(params)
-    if not entries:
-        raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
-    if any(isinstance(entry, Mapping) for entry in entries):
-        for number, entry in enumerate(entries):
-            if not isinstance(entry, Mapping) or "params" not in entry:
-                raise TypeError(f"entry {number} of params is no parameter group with 'params', as the others are")
-        return entries
-    return [{"params": entries}]
 
 
 def _check_options(options: Mapping[str, Any], number: int) -> None:

@@ -115,7 +115,7 @@ def make_muon(
         scaled=not adaptive,
         device=device or held.device,
     )
-    parts = make_parts(
+    exchange, rules, store = make_parts(
         held,
         config,
         orthogonalizer,
@@ -128,13 +128,11 @@ def make_muon(
         scratch=scratch,
     )
     outside = None
-    if weights is not None and offload is not None and parts.store is not None:
+    if weights is not None and offload is not None and store is not None:
         parameters = [parameter for member in groups for parameter in member["params"]]
-        outside = matrix_weights(weights, offload, parameters, parts.store)
+        outside = matrix_weights(weights, offload, parameters, store)
     defaults = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
-    return ShardedMuon(
-        groups, parts.exchange, parts.rules, defaults=defaults, names=names, store=parts.store, weights=outside
-    )
+    return ShardedMuon(groups, exchange, rules, defaults=defaults, names=names, store=store, weights=outside)
 
 
 def _plain(
