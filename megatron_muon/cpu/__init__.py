@@ -27,8 +27,8 @@ _active: Patches | None = None
 def install(*, force: bool = False) -> None:
     """Make the CPU stand in for a CUDA device. Installing twice is installing once.
 
-    Raises RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch or megatron-core
-    has changed in a way that this package does not know.
+    A RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch or megatron-core has
+    changed in a way that this package does not know.
     """
     global _active
     if _active is not None:
@@ -73,9 +73,8 @@ def installed() -> bool:
 def keep_freed_memory() -> bool:
     """Tell glibc to serve blocks below 128 MiB from the heap, and to keep up to 256 MiB of it when it falls free.
 
-    By default it gives memory of a few MiB back to the system and asks for it again in the next operation, and every
-    page is then cleared anew. With four ranks on two cores that was a tenth of a Muon step. False where that was left
-    alone: no glibc, or the user has set it in the environment.
+    By default it gives such memory back, and every page is cleared anew: with four ranks on two cores a tenth of a Muon
+    step. False where that was left alone: no glibc, or the user has set it in the environment.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or os.environ.keys() & _TUNABLES:

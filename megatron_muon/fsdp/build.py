@@ -38,17 +38,12 @@ def make_parts(
 ) -> tuple[Exchange, list[Rule], RecordStore | None]:
     """What a `ShardedMuon` is made of. Collective.
 
-    Args:
-        held: the matrices, and what this rank has of them.
-        settings: of the user.
-        orthogonalizer: of the matrices, on the device where momentum and exchange compute; unscaled with `moment2`.
-        moment2: the second moment's rule, or None.
-        nesterov: look ahead by mixing the gradient with the new momentum.
-        decoupled: decay shrinks the weights, or it is added to the gradient.
-        offload: keeps momentum elsewhere, or in another format than fp32.
-        group: the same ranks as the layout's, for an exchange on another device.
-        plan: of the exchange, where it has been made before.
-        scratch: buffers of another Muon, which steps before or after this one.
+    Args: held: the matrices, and what this rank has of them. settings: of the user. orthogonalizer: on the device
+    where momentum and exchange compute; unscaled with `moment2`, the second moment's rule. moment2, nesterov,
+    decoupled: which rules; `decoupled` decay shrinks weights, other decay is added to the gradient. offload: keeps
+    momentum elsewhere, or in another format than fp32. group: the same ranks as the layout's, for an exchange on
+    another device. plan: of the exchange, where it has been made before. scratch: buffers of another Muon, which
+    steps before or after this one.
     """
     cautious, device = settings.muon_cautious_weight_decay, orthogonalizer.device
     names = chosen_rules(moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled)

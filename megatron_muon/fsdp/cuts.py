@@ -32,11 +32,9 @@ _ELSEWHERE = -1
 
 
 class Places:
-    """Who has which piece of every bucket.
+    """Who has which piece of every bucket, from `ranks` in the group, `(instances, pieces, parts)`.
 
-    Args:
-        ranks: `(instances, pieces, parts)`, the rank in the group that has a piece. Instances hold the same; parts are
-            those of tensor-parallel ranks, each of which has buckets of its own.
+    Instances hold the same; parts are those of tensor-parallel ranks, each of which has buckets of its own.
     """
 
     def __init__(self, ranks: _Ranks) -> None:

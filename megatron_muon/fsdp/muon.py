@@ -265,7 +265,7 @@ class Muon(MuonState):
         )
 
     def close(self) -> None:
-        """Delete the files of momentum on disk, and give the folder back; the optimizer is of no use any more."""
+        """Delete the files of momentum on disk; the optimizer is of no use any more."""
         if self._run is not None:
             self._run.close()
         self._run = None
@@ -323,11 +323,9 @@ class Muon(MuonState):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns what `closure` returns. Collective.
 
-        Raises:
-            UserError: parameters have changed since the optimizer was made, a gradient is sparse, or it is closed.
-            OffloadError: on every rank where one cannot read its momentum. No weight has changed where that is known
-                before the step: a failed read of what the buffer holds. Where a later read fails,
-                matrices that came before it have moved. The optimizer is of no use afterwards.
+        Raises: UserError: parameters have changed since the optimizer was made, a gradient is sparse, or it is
+        closed. OffloadError: on every rank where one cannot read its momentum; no weight has changed if it lay in
+        the buffer, else matrices that came before it have moved. The optimizer is of no use afterwards.
         """
         loss = None
         if closure is not None:

@@ -29,10 +29,9 @@ from megatron_muon.fsdp.cuts import BufferCut, check_alike, dbuffer_shards, dten
 
 
 def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
-    """What this rank holds of a matrix, or of a stack of matrices seen as one, one below the other.
+    """What this rank holds of a matrix, or of a stack of matrices, one below the other.
 
-    Raises:
-        UserError: it is sharded in a way that Muon does not take.
+    A UserError where it is sharded in a way that Muon does not take.
     """
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0], 0, parameter.shape[1]
@@ -145,11 +144,9 @@ def layout_of(
 ) -> tuple[Layout, list[Rectangle]]:
     """Who holds which rectangle of parameters, and what this rank holds of each. Collective.
 
-    Args:
-        matrices: name, shape, blocks and steps of each parameter as Muon sees it, still without shards. The shape is
-            whole over the ranks of the group; where tensor parallelism cuts a parameter further, that of a part.
-        group: the ranks of the layout. Those that hold the same rectangle are replicas.
-        remedy: ends the message where ranks differ.
+        Args: matrices: each parameter as Muon sees it, still without shards. The shape is whole over the ranks of the
+        group; where tensor parallelism cuts a parameter further, that of a part. group: the ranks of the layout. Those
+        that hold the same rectangle are replicas. remedy: ends the message where ranks differ.
 
     Raises:
         UserError: a rank's parameters are others than those of the first, or cut in a way that is not known here.

@@ -1,7 +1,4 @@
-"""What a GPU of this machine can do: its peak rate by its name, and whether torch can use it at all.
-
-A node whose GPU torch cannot use must not fall back to the CPU where other nodes use theirs.
-"""
+"""What a GPU of this machine can do: its peak rate by its name, and whether torch can use it at all."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ def bf16_tflops(name: str) -> float | None:
 def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
     """Make a rank's own GPU current, before anything makes a stream or a context on the first one.
 
-    Megatron does so as late as in its initialization. A process that no launcher started keeps the first GPU.
-
-    Raises:
-        UserError: the machine has fewer GPUs than ranks.
+    A process that no launcher started keeps the first GPU. A UserError where the machine has fewer GPUs than ranks.
     """
     import torch
 

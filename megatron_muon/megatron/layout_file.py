@@ -4,9 +4,8 @@
      "matrices": [{"name": "w", "shape": [4, 8], "shards": [[0, 0, 3, 0, 8], [1, 3, 1, 0, 8]]}]}
 
 A shard is `[rank, row_start, rows, col_start, cols]`; where further ranks hold the same rectangle, the list of them
-follows. The optional key `ranks` has the global rank of each rank of the group, ascending, where they are not counted
-from 0: they decide which of them share a node. The optional key `blocks`, `[groups, [part, ...]]`, says how the rows of
-a matrix make blocks (`RowSplit`).
+follows. `ranks`, if given, has the global rank of each rank of the group, ascending, where they are not counted from 0.
+`blocks`, `[groups, [part, ...]]`, says how the rows of a matrix make blocks (`RowSplit`).
 """
 
 from __future__ import annotations

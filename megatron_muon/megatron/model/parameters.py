@@ -104,10 +104,7 @@ def experts_in(parameter: torch.Tensor) -> int:
 
 
 def block_split(parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> RowSplit:
-    """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`.
-
-    Raises a ValueError for stacked experts whose blocks are not of consecutive rows.
-    """
+    """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`."""
     experts = experts_in(parameter)
     rows, part = (matrix_shape(parameter, over_tp=whole_rows)[0] // experts for whole_rows in (over_tp, False))
     fused: Fused | None = getattr(parameter, "fused_rows", None)
