@@ -67,16 +67,7 @@ def get_megatron_muon_optimizer(
     check_supported(config, model_chunks)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    selection.restore_attributes(model_chunks)
-    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
-    names = selection.parameter_names(model_chunks)
-
-    width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
-    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
-    if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
-        raise UserError(
-            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
-        )
+    groups, names = _groups(config, model_chunks, config_overrides)
     offload = offload_run(config)
     optimizers: list[MegatronOptimizer] = []
     muons: dict[str, ShardedMuon] = {}
@@ -117,6 +108,21 @@ def get_megatron_muon_optimizer(
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
     chain.facts = {**facts, "state_bytes": report_state(chain, of_muon=True)}
     return chain
+
+
+def _groups(
+    config: MuonOptimizerConfig, model_chunks: Sequence[Any], config_overrides: dict[ParamKey, Any] | None
+) -> tuple[list[dict[str, Any]], dict[Any, str]]:
+    """megatron-core's parameter groups, those of Muon without `optimizer`, and a name for each parameter."""
+    selection.restore_attributes(model_chunks)
+    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
+    width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
+    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
+    if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
+        raise UserError(
+            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
+        )
+    return groups, selection.parameter_names(model_chunks)
 
 
 def _report(
