@@ -47,19 +47,29 @@ def torch_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_muon, "_zeropower_via_newtonschulz", names["_zeropower_via_newtonschulz"])
 
 
-@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
-@pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-@pytest.mark.parametrize("ns", ["standard", "gram"])
-def test_ten_steps_are_those_of_torch_in_fp32(
-    torch_in_fp32: None, adjust_lr_fn: str | None, nesterov: bool, weight_decay: float, ns: str
-) -> None:
+GIVEN: list[dict[str, Any]] = [
+    {"adjust_lr_fn": adjust, "nesterov": nesterov, "weight_decay": decay, "ns": ns}
+    for adjust in (None, "original", "match_rms_adamw")
+    for nesterov in (True, False)
+    for decay in (0.0, 0.1)
+    for ns in ("standard", "gram")
+]
+
+
+@pytest.mark.parametrize("given", [*GIVEN, {"ns_coefficients": (3.0, -3.2, 1.2), "ns_steps": 7}])
+def test_ten_steps_are_those_of_torch_in_fp32(torch_in_fp32: None, given: dict[str, Any]) -> None:
     """Products are formed in another order: 1e-6 of weights of size 1 to 4, which move by 0.02 to 0.2 a step."""
-    given = {"lr": 0.02, "adjust_lr_fn": adjust_lr_fn, "nesterov": nesterov, "weight_decay": weight_decay}
-    expected = trained(torch.optim.Muon(matrices(), **given))
-    found = trained(megatron_muon.Muon(matrices(), **given, fp32_matmul_prec="highest", ns=ns))
+    of_torch = {name: value for name, value in given.items() if name != "ns"}
+    expected = trained(torch.optim.Muon(matrices(), lr=0.02, **of_torch))
+    found = trained(megatron_muon.Muon(matrices(), lr=0.02, fp32_matmul_prec="highest", **given))
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [(2.0, 0.0, 0.0), (-3.4445, 4.775, -2.0315)])
+def test_coefficients_that_turn_or_blow_up_singular_values_are_refused(bad: tuple[float, float, float]) -> None:
+    with pytest.raises(UserError, match="singular values between"):
+        megatron_muon.Muon(matrices(), ns_coefficients=bad)
 
 
 def test_ten_steps_are_those_of_torch_in_bf16() -> None:
@@ -92,18 +102,6 @@ def test_eps_means_what_it_means_in_torch(torch_in_fp32: None) -> None:
     for one, other in zip(updates[:2], updates[2:], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-9)
     assert updates[2].abs().max() < 0.1 < 0.5 < updates[3].abs().max()
-
-
-def test_coefficients_of_ones_own(torch_in_fp32: None) -> None:
-    coefficients = (3.0, -3.2, 1.2)
-    given = {"lr": 0.02, "ns_coefficients": coefficients, "ns_steps": 7}
-    expected = trained(torch.optim.Muon(matrices(), **given))
-    found = trained(megatron_muon.Muon(matrices(), **given, fp32_matmul_prec="highest"))
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-    for bad in ((2.0, 0.0, 0.0), (-3.4445, 4.775, -2.0315)):
-        with pytest.raises(UserError, match="singular values between"):
-            megatron_muon.Muon(matrices(), ns_coefficients=bad)
 
 
 def test_the_rest_is_torchs_adamw() -> None:
