@@ -1,6 +1,7 @@
 """The CPU backend: it maps devices, refuses where a GPU is, and can be taken back without a trace."""
 
 import itertools
+import logging
 import subprocess
 import sys
 import types
@@ -364,3 +365,14 @@ def test_token_counts_become_numbers(backend):
     assert list(counts) == [3, 1]
     assert token_dispatcher.maybe_move_tensor_to_cpu(None, as_numpy=True) is None
     assert isinstance(token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([3])), torch.Tensor)
+
+
+def test_one_generator_for_two_is_nothing_to_warn_of(caplog):
+    """A quickstart said so 37 times; what else that module warns of is heard."""
+    logger = logging.getLogger("megatron.core.tensor_parallel.random")
+    with Patches() as patches:
+        cpu_megatron.install(patches)
+        logger.warning("CPU RNG state changed within GPU RNG context")
+        logger.warning("something else")
+    logger.warning("CPU RNG state changed within GPU RNG context")
+    assert [record.getMessage()[:14] for record in caplog.records] == ["something else", "CPU RNG state "]
