@@ -71,8 +71,10 @@ def settings_of(given: Mapping[str, Any]) -> MuonSettings:
 
 def check(given: Mapping[str, Any]) -> None:
     """Refuse values that no other part would refuse, by a UserError."""
-    settings = vars(settings_of(given))
-    choices = {name: (value, choices_of(name)) for name, value in settings.items()}
+    settings = settings_of(given)
+    choices: dict[str, tuple[Any, Sequence[Any]]] = {
+        name: (value, choices_of(name)) for name, value in vars(settings).items()
+    }
     for name, possible in (
         ("fp32_matmul_prec", ("highest", "high", "medium", "low")),
         ("adjust_lr_fn", tuple(ADJUST_LR)),
@@ -83,7 +85,7 @@ def check(given: Mapping[str, Any]) -> None:
         if possible and value not in possible:
             shown = ", ".join(map(repr, possible))
             raise UserError(f"{_argument(name)}={value!r} does not exist; choose one of {shown}")
-    check_numbers(settings_of(given))
+    check_numbers(settings)
     for name in ("lr", "eps", "weight_decay"):
         if (value := given[f"adamw_{name}"]) is not None:
             check_number("adam_eps" if name == "eps" else name, value, flag=f"adamw_{name}")
