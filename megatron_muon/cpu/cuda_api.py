@@ -91,6 +91,7 @@ def _seed(seed: int) -> None:
 
 
 def _always(value: Any) -> Any:
+    """A function of its own for each name: torch's compiler keeps a table by function."""
     return lambda *args, **kwargs: value
 
 
@@ -101,21 +102,20 @@ def install(patches: Patches) -> None:
     # FP8 nor kernels written for a later GPU.
     total_memory = psutil.virtual_memory().total
     cpu = SimpleNamespace(name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=total_memory)
-    true, nothing = _always(True), _always(None)
     for name, value in {
         # Megatron imports _lazy_call and _lazy_init by name, so they must be convinced rather than replaced: with
         # this set, the first runs its callback at once and the second returns.
         "_initialized": True,
-        "is_available": true,
-        "is_initialized": true,
+        "is_available": _always(True),
+        "is_initialized": _always(True),
         "is_current_stream_capturing": _always(False),
         "device_count": _always(1),
         "current_device": _always(0),
-        "set_device": nothing,
-        "synchronize": nothing,
-        "empty_cache": nothing,
-        "ipc_collect": nothing,
-        "set_stream": nothing,
+        "set_device": _always(None),
+        "synchronize": _always(None),
+        "empty_cache": _always(None),
+        "ipc_collect": _always(None),
+        "set_stream": _always(None),
         "current_stream": _always(stream),
         "default_stream": _always(stream),
         "stream": _always(contextlib.nullcontext()),
@@ -142,7 +142,7 @@ def install(patches: Patches) -> None:
         patches.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         patches.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
     for name in ("range_push", "range_pop", "mark"):
-        patches.replace(cuda.nvtx, name, nothing)
+        patches.replace(cuda.nvtx, name, _always(None))
     patches.replace(cuda.nvtx, "range", _always(contextlib.nullcontext()))
     # DataLoader asks this one whether to pin memory, and it would ask torch.cuda.is_available in turn.
     patches.replace(torch.accelerator, "is_available", _always(False))
