@@ -81,9 +81,9 @@ def check(given: Mapping[str, Any]) -> None:
         ("moment2_method", (None, *choices_of("adaptive_muon_moment2_method"))),
     ):
         choices[name] = given[name], possible
-    for name, (value, possible) in choices.items():
-        if possible and value not in possible:
-            shown = ", ".join(map(repr, possible))
+    for name, (value, allowed) in choices.items():
+        if allowed and value not in allowed:
+            shown = ", ".join(map(repr, allowed))
             raise UserError(f"{_argument(name)}={value!r} does not exist; choose one of {shown}")
     check_numbers(settings)
     for name in ("lr", "eps", "weight_decay"):
