@@ -1,9 +1,7 @@
 """Lets unmodified megatron-core 0.19.x, with Megatron-FSDP, train on the CPU over gloo.
 
-`install()` answers for `torch.cuda`, sends CUDA tensors to the CPU and runs Megatron-FSDP's collectives one
-by one. Nothing happens on import, everything can be taken back with `uninstall()`, and a machine that has a
-GPU is left alone unless the caller insists. It makes nothing fast: it serves tests, first steps and
-rehearsals at small size.
+`install()` answers for `torch.cuda`, sends CUDA tensors to the CPU and runs Megatron-FSDP's collectives one by one;
+`uninstall()` takes everything back. A machine that has a GPU is left alone unless the caller insists.
 
     megatron_muon.cpu.install()     # before the first tensor or process group is made
     megatron.training.pretrain(...) # with --distributed-backend gloo
@@ -29,8 +27,8 @@ _active: Patches | None = None
 def install(*, force: bool = False) -> None:
     """Make the CPU stand in for a CUDA device. Installing twice is installing once.
 
-    Raises RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch or megatron-core
-    has changed in a way that this package does not know.
+    A RuntimeError, with nothing patched, where CUDA is available and `force` is not set, or torch or megatron-core has
+    changed in a way that this package does not know.
     """
     global _active
     if _active is not None:
@@ -38,11 +36,9 @@ def install(*, force: bool = False) -> None:
     import torch
 
     if torch.cuda.is_available() and not force:
-        count = torch.cuda.device_count()
         raise RuntimeError(
-            f"the CPU backend was asked for, but CUDA is available here ({count} device{'s'[: count != 1]}). "
-            "To train on the CPU all the same, pass --device cpu; to use the GPU, do not call "
-            "megatron_muon.cpu.install()."
+            "CUDA is available here: to train on the CPU all the same, pass --device cpu; to use the GPU, do not call "
+            "megatron_muon.cpu.install()"
         )
 
     from megatron_muon.cpu import cuda_api, devices, megatron
@@ -51,8 +47,7 @@ def install(*, force: bool = False) -> None:
 
     patches = Patches()
     try:
-        # The one that imports megatron-core comes first: it must not pick up patched functions by name while it
-        # is imported, or uninstalling could not take them back.
+        # The one that imports megatron-core comes first, so that it picks up no patched functions by name.
         with quiet_imports():
             for part in (megatron, cuda_api, devices):
                 part.install(patches)
@@ -78,9 +73,8 @@ def installed() -> bool:
 def keep_freed_memory() -> bool:
     """Tell glibc to serve blocks below 128 MiB from the heap, and to keep up to 256 MiB of it when it falls free.
 
-    By default it gives memory of a few MiB back to the system and asks for it again in the next operation, and every
-    page is then cleared anew. With four ranks on two cores that was a tenth of a Muon step. False where that was left
-    alone: no glibc, or the user has set it in the environment.
+    By default it gives such memory back, and every page is cleared anew: with four ranks on two cores a tenth of a Muon
+    step. False where that was left alone: no glibc, or the user has set it in the environment.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or os.environ.keys() & _TUNABLES:

@@ -1,10 +1,9 @@
 """The part of `torch.cuda` that megatron-core's training touches, answered for one CPU.
 
-There is one device, index 0, and one stream, on which everything has already happened. The CUDA random
-generator *is* the CPU's default generator. Memory figures are those of this process: "allocated" and
-"reserved" are both its resident set, Python and libraries included; "max allocated" is the peak of that.
-CUDA graphs, memory snapshots, NVML queries (temperature, power, clock) and the profiler's `cudart` are not
-provided: asking for them fails as it does on any machine without a GPU.
+There is one device, index 0, and one stream, on which everything has already happened. The CUDA random generator *is*
+the CPU's default generator. Memory figures are those of this process: "allocated" and "reserved" are both its resident
+set, "max allocated" is the peak of that. CUDA graphs, memory snapshots, NVML queries and the profiler's `cudart` fail
+as on any machine without a GPU.
 """
 
 from __future__ import annotations
@@ -86,13 +85,13 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def _seed(seed: int) -> None:
-    # Megatron seeds each tensor-parallel rank through here alone: were this to do nothing, all of them
-    # would draw the same numbers. torch.manual_seed calls it too, with the seed that the generator has just
-    # been given.
+    # Megatron seeds each tensor-parallel rank through here alone: were this to do nothing, all of them would draw the
+    # same numbers. torch.manual_seed calls it too, with the seed that the generator has just been given.
     torch.default_generator.manual_seed(int(seed))
 
 
 def _always(value: Any) -> Any:
+    """A function of its own for each name: torch's compiler keeps a table by function."""
     return lambda *args, **kwargs: value
 
 
@@ -104,28 +103,25 @@ def install(patches: Patches) -> None:
     total_memory = psutil.virtual_memory().total
     cpu = SimpleNamespace(name="cpu", major=8, minor=0, multi_processor_count=1, total_memory=total_memory)
     for name, value in {
-        "is_available": True,
-        "is_initialized": True,
-        "device_count": 1,
-        "current_device": 0,
-        "set_device": None,
-        "synchronize": None,
-        "empty_cache": None,
-        "ipc_collect": None,
-        "current_stream": stream,
-        "default_stream": stream,
-        "set_stream": None,
-        "is_current_stream_capturing": False,
-        "get_device_name": cpu.name,
-        "get_device_capability": (cpu.major, cpu.minor),
-        "get_device_properties": cpu,
-        "stream": contextlib.nullcontext(),
-    }.items():
-        patches.replace(cuda, name, _always(value))
-    for name, value in {
         # Megatron imports _lazy_call and _lazy_init by name, so they must be convinced rather than replaced: with
         # this set, the first runs its callback at once and the second returns.
         "_initialized": True,
+        "is_available": _always(True),
+        "is_initialized": _always(True),
+        "is_current_stream_capturing": _always(False),
+        "device_count": _always(1),
+        "current_device": _always(0),
+        "set_device": _always(None),
+        "synchronize": _always(None),
+        "empty_cache": _always(None),
+        "ipc_collect": _always(None),
+        "set_stream": _always(None),
+        "current_stream": _always(stream),
+        "default_stream": _always(stream),
+        "stream": _always(contextlib.nullcontext()),
+        "get_device_name": _always(cpu.name),
+        "get_device_capability": _always((cpu.major, cpu.minor)),
+        "get_device_properties": _always(cpu),
         "Event": _Event,
         "Stream": _Stream,
         "device": contextlib.nullcontext,  # there is no other to change to
@@ -140,23 +136,19 @@ def install(patches: Patches) -> None:
         "default_generators": (torch.default_generator,),
     }.items():
         patches.replace(cuda, name, value)
-
     for module in (cuda, cuda.random):  # the first re-exports the second's functions, and Megatron uses both names
         patches.replace(module, "manual_seed", _seed)
         patches.replace(module, "manual_seed_all", _seed)
         patches.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         patches.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
-
     for name in ("range_push", "range_pop", "mark"):
         patches.replace(cuda.nvtx, name, _always(None))
     patches.replace(cuda.nvtx, "range", _always(contextlib.nullcontext()))
-
     # DataLoader asks this one whether to pin memory, and it would ask torch.cuda.is_available in turn.
     patches.replace(torch.accelerator, "is_available", _always(False))
 
-    # In a CUDA build the compiler asks the driver about the device as soon as it believes that there is one.
-    # The setting is read when a compiled function is called, so functions decorated earlier obey it as
-    # well, and no environment variable is needed.
+    # In a CUDA build the compiler asks the driver about the device as soon as it believes that there is one. The
+    # setting is read when a compiled function is called, so functions decorated earlier obey it as well.
     import torch._dynamo.config as dynamo_config
 
     patches.replace(dynamo_config, "disable", True)

@@ -1,12 +1,9 @@
 """Sends tensors that ask for a CUDA device to the CPU.
 
-Factory functions, `Tensor` methods, `DeviceMesh` and `with torch.device(...)` accept "cuda", a CUDA
-`torch.device` or a device index and build on the CPU. `torch.device` objects themselves stay what they are,
-and so does `Tensor.is_cuda`: it is False, which is the truth. `torch.load(map_location="cuda")`,
-`torch.autocast` and CUDA `torch.Generator`s are not mapped: training does not ask for them, and they fail
-loudly.
-
-Needed with megatron-core 0.19.x, whose training loop and Megatron-FSDP name the device in hundreds of places.
+Factory functions, `Tensor` methods, `DeviceMesh` and `with torch.device(...)` accept "cuda", a CUDA `torch.device` or a
+device index and build on the CPU: megatron-core 0.19 names the device in hundreds of places. `torch.device` objects and
+`Tensor.is_cuda` (False) stay. `torch.load(map_location="cuda")`, `torch.autocast` and CUDA `torch.Generator`s are not
+mapped, and fail loudly.
 """
 
 import functools
@@ -37,14 +34,12 @@ def _on_cpu(device: Any) -> Any:
 
 def install(patches: Patches) -> None:
     """Map CUDA devices to the CPU wherever a tensor, a module or a mesh is made or moved."""
-    # This list is cached on first use and its functions are compared by identity: fill it with the
-    # originals, or `with torch.device("meta")` would not recognise the functions that it is meant to
-    # redirect.
+    # This list is cached on first use and its functions are compared by identity: fill it with the originals, or
+    # `with torch.device("meta")` would not recognise the functions that it is meant to redirect.
     listed = {function.__name__: function for function in device_context._device_constructors()}
     own = sorted(name for name, function in listed.items() if getattr(torch, name, None) is function)
-
-    # The functions are wrapped one by one; a TorchFunctionMode would be shorter, but it is suspended inside
-    # Tensor.backward, where Megatron-FSDP's hooks allocate their buckets.
+    # A TorchFunctionMode would be shorter, but it is suspended inside Tensor.backward, where Megatron-FSDP's hooks
+    # allocate their buckets.
     for name in (*own, *_LIKE):
         patches.wrap(torch, name, _mapped)
     for name in _NEW:
@@ -52,14 +47,12 @@ def install(patches: Patches) -> None:
     # to(device, ...), to(dtype, ...) or to(other, ...): only the first kind names a device.
     patches.wrap(torch.Tensor, "to", functools.partial(_mapped, has_self=True))
     patches.wrap(torch.Tensor, "type", _tensor_type)
-
     # Everything lives on the one device there is, so moving there returns the tensor itself, as on a GPU.
     patches.replace(torch.Tensor, "cuda", _itself)
     patches.replace(torch.nn.Module, "cuda", _itself, takes=("device",))
     # Pinning asks the driver, and record_stream wants a real stream.
     patches.replace(torch.Tensor, "pin_memory", _itself)
     patches.replace(torch.Tensor, "record_stream", lambda tensor, stream: None)
-
     for owner, keyword in ((DeviceMesh, "device_type"), (device_context.DeviceContext, "device")):
         patches.wrap(owner, "__init__", functools.partial(_mapped, has_self=True, keyword=keyword), takes=(keyword,))
 

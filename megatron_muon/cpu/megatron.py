@@ -1,16 +1,10 @@
 """What megatron-core itself needs in order to run on the CPU, beside devices: collectives that are safe on gloo first.
 
-Megatron-FSDP frees a bucket's storage as soon as the *stream order* allows it. On a GPU the collective and
-the free are ordered on the device. With gloo a coalesced, asynchronous collective runs in a worker thread,
-which may still be writing when the bucket's memory is given back: SIGSEGV or SIGABRT in about one run of
-fifteen, more under load. So they run one by one, and are finished when the call returns. The outer (HSDP)
-reductions and gathers are treated alike. Only the module `param_and_grad_buffer` sees this; everyone else's
-collectives, asynchronous ones included, are left alone. Gradient scaling that NCCL fuses into the reduction (a
-pre-multiplied sum, an average) is carried out as a multiplication before, or a division after, a plain sum.
-
-Further: token counts as numbers for collectives, norms that know sequence parallelism, random numbers that resume
-where they stopped, and no saving in the background, which would write what training is changing meanwhile. None of
-it touches numerics.
+Megatron-FSDP frees a bucket's storage as soon as the *stream order* allows it. With gloo a coalesced, asynchronous
+collective runs in a worker thread, which may still be writing when the bucket's memory is given back: SIGSEGV or
+SIGABRT in about one run of fifteen. So they run one by one, and are finished when the call returns. Only the module
+`param_and_grad_buffer` sees this. Gradient scaling that NCCL fuses into the reduction (a pre-multiplied sum, an
+average) is a multiplication before, or a division after, a plain sum. Nothing here touches numerics.
 """
 
 import contextlib
@@ -179,9 +173,8 @@ def _init_iterator(init: Any, iterator: Any, loader: Any) -> None:
 
 
 def _refuse_worker(*args: Any, **kwargs: Any) -> NoReturn:
-    # The worker is a fresh process, where nothing is installed: it divides by its zero CUDA devices and
-    # dies. Were it to live, it would share the optimizer's tensors rather than copies of them: copying to
-    # the host, which makes the snapshot on a GPU, hands back the same tensor on the CPU.
+    # The worker is a fresh process, where nothing is installed: it divides by its zero CUDA devices and dies. Were it
+    # to live, it would share the optimizer's tensors: copying to the host hands back the same tensor on the CPU.
     raise RuntimeError(
         "--use-persistent-ckpt-worker does not work on the CPU: leave it and --async-save out, and checkpoints "
         "are written before training goes on."

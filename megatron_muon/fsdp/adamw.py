@@ -32,35 +32,27 @@ def step_adamw(group: Mapping[str, Any], state: Mapping[torch.Tensor, dict[str, 
             state[p]["step"] += p.grad is not None or counts_empty
         elif p.grad is not None:
             members.append(p)
-    _step_alike(group, state, [p for p in members if decays(group, p)], group["weight_decay"])
-    _step_alike(group, state, [p for p in members if not decays(group, p)], 0.0)
-
-
-def _step_alike(
-    group: Mapping[str, Any],
-    state: Mapping[torch.Tensor, dict[str, Any]],
-    members: Sequence[torch.Tensor],
-    weight_decay: float,
-) -> None:
-    if not members:
-        return
-    states = [state[p] for p in members]
-    adamw(
-        local_parts(members),
-        [gradient.to(p.dtype) for gradient, p in zip(local_parts([p.grad for p in members]), members, strict=True)],
-        local_parts([slots["exp_avg"] for slots in states]),
-        local_parts([slots["exp_avg_sq"] for slots in states]),
-        [],
-        [slots["step"] for slots in states],
-        foreach=True,
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=float(group["lr"]),
-        weight_decay=weight_decay,
-        eps=group["eps"],
-        maximize=False,
-    )
+    for decay in (True, False):
+        some = [p for p in members if decays(group, p) is decay]
+        if not some:
+            continue
+        states = [state[p] for p in some]
+        adamw(
+            local_parts(some),
+            [gradient.to(p.dtype) for gradient, p in zip(local_parts([p.grad for p in some]), some, strict=True)],
+            local_parts([slots["exp_avg"] for slots in states]),
+            local_parts([slots["exp_avg_sq"] for slots in states]),
+            [],
+            [slots["step"] for slots in states],
+            foreach=True,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=float(group["lr"]),
+            weight_decay=group["weight_decay"] if decay else 0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def local_parts(tensors: Sequence[Any]) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -28,19 +29,14 @@ _OF_RANKS = ("params", "process_group", "offload_dir", "muon_offload_dir")
 def compare_settings(settings: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], ranks: Sequence[int]) -> None:
     """Compare settings, and those of parameter groups, between ranks. Collective over these.
 
-    Raises:
-        UserError: on every rank: the first setting that differs, with both values, or the ranks that do not answer.
+    A UserError on every rank with the first setting that differs and both values, or the ranks that do not answer.
     """
     if len(ranks) < 2 or dist.get_backend() == "fake":
         return
-    of_groups = {
-        f"{name} of parameter group {number}": value
-        for number, group in enumerate(groups)
-        for name, value in group.items()
-        if name not in _OF_RANKS
-    }
-    shared = {name: value for name, value in settings.items() if name not in _OF_RANKS} | of_groups
-    mine = {name: _shown(value) for name, value in shared.items() if not callable(value)}
+    shared = dict(settings)
+    for number, group in enumerate(groups):
+        shared |= {f"{name} of parameter group {number}": group[name] for name in group if name not in _OF_RANKS}
+    mine = {name: _shown(each) for name, each in shared.items() if name not in _OF_RANKS and not callable(each)}
     rank, key = dist.get_rank(), hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
     store = c10d.PrefixStore(f"megatron_muon/{key}", c10d._get_default_store())
     store = c10d.PrefixStore(str(store.add(f"made on {rank}", 1)), store)  # a Muon after the other
@@ -48,8 +44,12 @@ def compare_settings(settings: Mapping[str, Any], groups: Sequence[Mapping[str, 
         if rank == ranks[0]:
             store.set("settings", json.dumps(mine))
         store.wait(["settings"], TIME_LIMIT)
-        if difference := _difference(json.loads(store.get("settings")), mine, ranks[0], rank):
-            store.set("difference", difference)
+        first = json.loads(store.get("settings"))
+        for name in dict.fromkeys([*first, *mine]):
+            one, two = (values.get(name, "not set") for values in (first, mine))
+            if one != two:
+                store.set("difference", f"{name} is {one} on rank {ranks[0]} and {two} on rank {rank}")
+                break
         store.set(f"rank {rank}", "")
         if store.add("ranks", 1) == len(ranks):
             store.set("all", "")
@@ -57,24 +57,13 @@ def compare_settings(settings: Mapping[str, Any], groups: Sequence[Mapping[str, 
     except RuntimeError as error:
         absent = [other for other in ranks if not store.check([f"rank {other}"]) and other != rank]
         raise UserError(
-            f"rank {rank} has waited {TIME_LIMIT.total_seconds():g} s for rank {_some(absent)} to make this Muon; make "
-            f"it on each of the ranks {_some(ranks)}, with the same share_replicated, process_group and offload"
+            f"rank {rank} has waited {TIME_LIMIT.total_seconds():g} s for ranks {reprlib.repr(absent)} to make this "
+            f"Muon; make it on each of the ranks {reprlib.repr(list(ranks))}, with the same share_replicated, "
+            "process_group and offload"
         ) from error
     if store.check(["difference"]):
         raise UserError(f"{store.get('difference').decode()}; give every rank the same settings")
 
 
-def _difference(first: Mapping[str, str], mine: Mapping[str, str], first_rank: int, rank: int) -> str:
-    for name in [*first, *mine]:
-        one, two = (values.get(name, "not set") for values in (first, mine))
-        if one != two:
-            return f"{name} is {one} on rank {first_rank} and {two} on rank {rank}"
-    return ""
-
-
 def _shown(value: Any) -> str:
     return repr(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
-
-
-def _some(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -6,13 +6,13 @@ their settings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_muon.core.build import make_exchange
-from megatron_muon.core.exchange import LOCAL, SHARED, Buffers, Exchange
+from megatron_muon.core.exchange import GATHERED, LOCAL, SHARED, Buffers, Exchange
 from megatron_muon.core.memory import moment_bytes
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import Plan
@@ -21,15 +21,6 @@ from megatron_muon.core.rules.rule import Held, Rule
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What a `ShardedMuon` is made of."""
-
-    exchange: Exchange
-    rules: list[Rule]
-    store: RecordStore | None
 
 
 def make_parts(
@@ -44,38 +35,26 @@ def make_parts(
     group: dist.ProcessGroup | None = None,
     plan: Plan | None = None,
     scratch: Any = None,
-) -> Parts:
-    """The parts of a Muon. Collective.
+) -> tuple[Exchange, list[Rule], RecordStore | None]:
+    """What a `ShardedMuon` is made of. Collective.
 
-    Args:
-        held: the matrices, and what this rank has of them.
-        settings: of the user.
-        orthogonalizer: of the matrices, on the device where momentum and exchange compute; unscaled with `moment2`.
-        moment2: the second moment's rule, or None.
-        nesterov: look ahead by mixing the gradient with the new momentum.
-        decoupled: decay shrinks the weights, or it is added to the gradient.
-        offload: keeps momentum elsewhere, or in another format than fp32.
-        group: the same ranks as the layout's, for an exchange on another device.
-        plan: of the exchange, where it has been made before.
-        scratch: buffers of another Muon, which steps before or after this one.
+    Args: held: the matrices, and what this rank has of them. settings: of the user. orthogonalizer: on the device
+    where momentum and exchange compute; unscaled with `moment2`, the second moment's rule. moment2, nesterov,
+    decoupled: which rules; `decoupled` decay shrinks weights, other decay is added to the gradient. offload: keeps
+    momentum elsewhere, or in another format than fp32. group: the same ranks as the layout's, for an exchange on
+    another device. plan: of the exchange, where it has been made before. scratch: buffers of another Muon, which
+    steps before or after this one.
     """
-    repeated = not settings.muon_share_replicated if held.replicated else settings.muon_exchange == "allgather"
-    names = chosen_rules(
-        moment2=moment2,
-        cautious=settings.muon_cautious_weight_decay,
-        hyperball=settings.muon_hyperball,
-        decoupled=decoupled,
-    )
+    cautious, device = settings.muon_cautious_weight_decay, orthogonalizer.device
+    names = chosen_rules(moment2=moment2, cautious=cautious, hyperball=settings.muon_hyperball, decoupled=decoupled)
+    scheme = scheme_of(settings, replicated=held.replicated)
     if any(RULES[name].unscaled for name in names):
         held = replace(held, scales=[orthogonalizer.row_scales(one).to(held.device) for one in held.layout.matrices])
     options = {"nesterov": nesterov, "beta2": settings.adaptive_muon_beta2, "eps": settings.adaptive_muon_eps}
-    rules = make_rules(names, replace(held, repeated=repeated), options)
-    device = orthogonalizer.device
-    store = None
-    if offload is not None:
-        store = offload.make_store(held.layout, held.group.rank(), device)
+    rules = make_rules(names, replace(held, repeated=scheme in (LOCAL, GATHERED)), options)
+    store = offload.make_store(held.layout, held.group.rank(), device) if offload is not None else None
     exchange = make_exchange(
-        scheme_of(settings, replicated=held.replicated),
+        scheme,
         held.layout,
         group or held.group,
         orthogonalizer,
@@ -86,13 +65,13 @@ def make_parts(
             free=settings.muon_free_buffers,
         ),
         rules=rules,
-        beside=moment_bytes(moment2, cautious=settings.muon_cautious_weight_decay),
+        beside=moment_bytes(moment2, cautious=cautious),
         buffer_mb=settings.muon_exchange_buffer_mb,
         wire=settings.muon_exchange_dtype,
         team_size=settings.muon_team_size,
         plan=plan,
     )
-    return Parts(exchange, rules, store)
+    return exchange, rules, store
 
 
 def scheme_of(settings: MuonSettings, *, replicated: bool) -> str:

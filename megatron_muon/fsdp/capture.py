@@ -16,20 +16,12 @@ from megatron_muon.core.rows import local_rows
 _BEFORE = 2
 """Steps that run as they are: the first makes connections and caches, the second is like all others."""
 
-_NUMBERS = ("lr", "weight_decay")
-"""Of a parameter group, which schedules change."""
-
 
 class CapturedStep:
-    """Runs a step twice as it is, then captures it, and from then on replays it.
+    """Runs a step of these parameters twice as it is, then captures it, and from then on replays it.
 
     A graph works on the memory that the captured step worked on. So learning rate and decay of the groups become
     tensors, fp32 on the device, for schedulers to fill; a decay of zero stays a number, as no operation reads it.
-
-    Args:
-        enqueue: the step; what it enqueues must be the same in every step.
-        parameters: its matrices.
-        groups: their parameter groups.
     """
 
     def __init__(
@@ -42,9 +34,8 @@ class CapturedStep:
         self._captured: list[Any] = []
         device = local_rows(parameters[0]).device
         for group in groups:
-            for name in _NUMBERS:
-                if name == "lr" or group[name]:
-                    group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device=device)
+            for name in ("lr", "weight_decay")[: 1 + bool(group["weight_decay"])]:
+                group[name] = torch.tensor(float(group[name]), dtype=torch.float32, device=device)
 
     def __call__(self) -> None:
         """One step.
@@ -72,5 +63,5 @@ class CapturedStep:
     def _fixed(self) -> list[Any]:
         """The addresses of what the step reads; None of a gradient that is missing; a number as it is."""
         gradients = [None if p.grad is None else local_rows(p.grad).data_ptr() for p in self._held]
-        numbers = [group[name] for group in self._groups for name in _NUMBERS]
+        numbers = [group[name] for group in self._groups for name in ("lr", "weight_decay")]
         return gradients + [one.data_ptr() if isinstance(one, torch.Tensor) else one for one in numbers]

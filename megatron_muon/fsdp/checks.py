@@ -15,26 +15,20 @@ from megatron_muon.fsdp.adamw import local_parts
 
 
 def check_parameters(
-    placed: Sequence[tuple[torch.Tensor, Any]], names: Mapping[torch.Tensor, str], frozen: Sequence[torch.Tensor]
+    placed: Sequence[tuple[torch.Tensor, tuple[Any, ...]]],
+    names: Mapping[torch.Tensor, str],
+    frozen: Sequence[torch.Tensor],
 ) -> None:
-    """Have gradients sharded as their parameters are.
+    """Have gradients sharded as their parameters are; under tensor parallelism they may be partial sums.
 
-    Of parameters that are replicated under tensor parallelism they may be partial sums.
-
-    Args:
-        placed: matrices with where they lay when the optimizer was made, `shards.placement_of`.
-        names: of all parameters.
-        frozen: what needed no gradient then.
-
-    Raises:
-        UserError: parameters were sharded, cast or moved after the optimizer was made, or thawed; or a gradient is
-            sparse.
+    `placed` has where the matrices lay when the optimizer was made, `frozen` what needed no gradient then. A UserError
+    where parameters were sharded, cast, moved or thawed since, or where a gradient is sparse.
     """
-    for p, placement in placed:
-        if (now := shards.placement_of(p)) != placement:
-            was, is_now = shards.shown_placement(placement), shards.shown_placement(now)
+    for p, was in placed:
+        if (now := shards.placement_of(p)) != was:
+            before, after = shards.shown_placement(was), shards.shown_placement(now)
             raise UserError(
-                f"{names[p]} was {was} when the optimizer was made and is {is_now} now; make the optimizer "
+                f"{names[p]} was {before} when the optimizer was made and is {after} now; make the optimizer "
                 "after the model is sharded, of its dtype and on its device"
             )
     for p, name in names.items():

@@ -4,16 +4,13 @@
     its next version   does so in a DBuffer
     FSDP2, TP          cut by DTensor's placements, on a mesh of one or more dimensions
 
-Of Megatron-FSDP this needs only what is the same on every rank: where a parameter begins in its bucket, and how large
-the bucket is. `check_alike` compares the layout with what this rank holds, and a digest of it over all ranks.
+`check_alike` compares the layout with what this rank holds, and a digest of it over all ranks.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -34,25 +31,16 @@ _ELSEWHERE = -1
 """In place of a layout's digest: this rank does not hold what the layout says."""
 
 
-@dataclass(frozen=True)
 class Places:
-    """Who has which piece of every bucket.
+    """Who has which piece of every bucket, from `ranks` in the group, `(instances, pieces, parts)`.
 
-    Attributes:
-        ranks: `(instances, pieces, parts)`, the rank in the group that has a piece. Instances hold the same; parts are
-            those of tensor-parallel ranks, each of which has buckets of its own.
+    Instances hold the same; parts are those of tensor-parallel ranks, each of which has buckets of its own.
     """
 
-    ranks: _Ranks
-    _holders: dict[tuple[int, int | None], tuple[int, tuple[int, ...]]] = field(default_factory=dict, repr=False)
-
-    def holders(self, piece: int, part: int | None) -> tuple[int, tuple[int, ...]]:
-        """The lowest rank that has a piece of one part, or of any part, and the others in ascending order."""
-        if (piece, part) not in self._holders:
-            ranks = self.ranks[:, piece] if part is None else self.ranks[:, piece, part]
-            first, *others = sorted(ranks.ravel().tolist())
-            self._holders[piece, part] = first, tuple(others)
-        return self._holders[piece, part]
+    def __init__(self, ranks: _Ranks) -> None:
+        by_part = np.sort(ranks, axis=0).transpose(1, 2, 0)
+        self.of_part = [[tuple(holders) for holders in parts] for parts in by_part.tolist()]
+        self.of_all = [tuple(holders) for holders in np.sort(by_part.reshape(len(by_part), -1)).tolist()]
 
 
 def bucket_shards(
@@ -71,15 +59,13 @@ def bucket_shards(
     """
     (rows, cols), shards = part, []
     down, right = (size * (size != of_all) for size, of_all in zip(part, shape, strict=True))  # from part to part
-    parts = range(places.ranks.shape[2]) if down or right else (None,)
     for piece in range(start // piece_size, (start + rows * cols - 1) // piece_size + 1):
         first = max(piece * piece_size - start, 0) // cols
         end = min((piece + 1) * piece_size - start, rows * cols) // cols
         if end > first:
-            for number in parts:
-                rank, replicas = places.holders(piece, number)
-                at = number or 0
-                shards.append(Shard(rank, first + at * down, end - first, at * right, cols, replicas))
+            parts = places.of_part[piece] if down or right else [places.of_all[piece]]
+            for at, (rank, *replicas) in enumerate(parts):
+                shards.append(Shard(rank, first + at * down, end - first, at * right, cols, tuple(replicas)))
     return tuple(sorted(shards, key=lambda shard: shard.rank))
 
 
@@ -126,8 +112,7 @@ class BufferCut:
 def dbuffer_shards(buffer: Any, place: int, shape: tuple[int, int], group: dist.ProcessGroup) -> tuple[Shard, ...]:
     """The shards of the matrix at `place` of a DBuffer, on a mesh of all the group's ranks.
 
-    Source: `GlobalLayout.get_local_range` of the experimental Megatron-FSDP: of several axes of the mesh that cut the
-    buffer, the last one cuts first.
+    Source: `GlobalLayout.get_local_range`: of several axes of the mesh that cut the buffer, the last one cuts first.
     """
     ranks = np.searchsorted(dist.get_process_group_ranks(group), buffer.mesh.mesh.numpy())
     flat = sum(type(placement).__name__ == "Flat" for placement in buffer.placements)  # the last ones
@@ -156,34 +141,30 @@ def placed_shards(shape: tuple[int, int], ranks: _Ranks, placements: Sequence[Pl
 
 
 def check_alike(layout: Layout, mine: Sequence[Rectangle], group: dist.ProcessGroup | Alone, *, remedy: str) -> None:
-    """Check that this rank holds what the layout says of it, and that all ranks have the same layout. Collective.
-
-    Args:
-        layout: what this rank worked out.
-        mine: what it holds of each matrix.
-        group: the ranks of the layout.
-        remedy: ends the message where ranks differ.
+    """Check that this rank holds, in `mine`, what the layout says, and that all ranks have the same. Collective.
 
     Raises:
-        UserError: on every rank where one rank holds something else, or has another layout; the message names the
-            first matrix and both sides.
+        UserError: on every rank where one rank holds something else, or has another layout; the message names the first
+            matrix and both sides, and ends with `remedy`.
     """
     misfit = _misfit(layout, mine, group.rank())
-    digest = layout.digest() if misfit is None else _ELSEWHERE
-    digests = [found for (found,) in numbers_of_all_ranks([digest], group)]
-    if misfit is not None:
+    digests = [found for (found,) in numbers_of_all_ranks([_ELSEWHERE if misfit else layout.digest()], group)]
+    if misfit:
         raise UserError(misfit)
     if _ELSEWHERE in digests:
         rank = digests.index(_ELSEWHERE)
         raise UserError(f"rank {rank} of the group holds other rows than the layout gives it; see that rank's message")
-    for rank, found in enumerate(digests):
-        if found != digests[0]:
-            first, second = (_of_rank(each, layout, group) for each in (0, rank))
-            raise UserError(f"{_difference(first, second, rank)}; {remedy}")
+    if (other := next((rank for rank, found in enumerate(digests) if found != digests[0]), None)) is not None:
+        assert not isinstance(group, Alone)
+        first: list[Any] = [layout.matrices]  # Python objects, only to say what is wrong
+        dist.broadcast_object_list(first, group=group, group_src=0)
+        second: list[Any] = [layout.matrices]
+        dist.broadcast_object_list(second, group=group, group_src=other)
+        raise UserError(f"{_difference(first[0], second[0], other)}; {remedy}")
 
 
-def _misfit(layout: Layout, mine: Sequence[Rectangle], rank: int) -> str | None:
-    """The first matrix of which this rank holds something else than the layout says."""
+def _misfit(layout: Layout, mine: Sequence[Rectangle], rank: int) -> str:
+    """The first matrix of which this rank holds something else than the layout says; empty where there is none."""
     for matrix, shard, rectangle in zip(layout.matrices, layout.held(rank), mine, strict=True):
         cut = shard.row_start, shard.rows, shard.col_start, shard.cols
         if cut != rectangle and (shard.numel or rectangle[1] * rectangle[3]):
@@ -191,7 +172,7 @@ def _misfit(layout: Layout, mine: Sequence[Rectangle], rank: int) -> str | None:
                 f"{matrix.name}: rank {rank} of the group holds {_shown(rectangle)}, where the framework's cut as this "
                 f"package knows it gives {_shown(cut)}; {_KNOWN}"
             )
-    return None
+    return ""
 
 
 def _shown(rectangle: Rectangle) -> str:
@@ -199,25 +180,10 @@ def _shown(rectangle: Rectangle) -> str:
     return f"rows {row} to {row + rows - 1}, columns {col} to {col + cols - 1}" if rows and cols else "no rows"
 
 
-def _of_rank(rank: int, layout: Layout, group: dist.ProcessGroup | Alone) -> tuple[Matrix, ...]:
-    """The matrices of one rank's layout, on every rank; only to say what is wrong."""
-    assert not isinstance(group, Alone)
-    told: list[Any] = [layout.matrices]
-    dist.broadcast_object_list(told, group=group, group_src=rank)
-    matrices: tuple[Matrix, ...] = told[0]
-    return matrices
-
-
 def _difference(first: Sequence[Matrix], second: Sequence[Matrix], other: int) -> str:
-    """What two ranks' layouts differ in."""
     if len(first) != len(second):
         return f"rank 0 gives {len(first)} matrices and rank {other} gives {len(second)}"
-    one, two = next((pair for pair in zip_longest(first, second) if pair[0] != pair[1]), (first[0], second[0]))
+    one, two = next(pair for pair in zip(first, second, strict=True) if pair[0] != pair[1])
     if (one.name, one.shape) != (two.name, two.shape):
         return f"rank 0 gives {one.name} {one.shape} where rank {other} gives {two.name} {two.shape}"
-    if one.split != two.split:
-        return f"{one.name}: rank 0 has blocks of {one.split.parts} rows and rank {other} of {two.split.parts}"
-    if one.steps != two.steps:
-        of_one, of_two = (matrix.steps or "the usual" for matrix in (one, two))
-        return f"{one.name}: rank 0 takes {of_one} Newton-Schulz steps and rank {other} takes {of_two}"
-    return f"{one.name}: rank 0 has it in {len(one.shards)} shards and rank {other} has it in {len(two.shards)}"
+    return f"{one.name} has other blocks, Newton-Schulz steps or shards on rank {other} than on rank 0"

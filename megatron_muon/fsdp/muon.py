@@ -13,8 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from megatron_muon.core.assignment import refuse_unmet
-from megatron_muon.core.cost import Coefficients, Iteration
+from megatron_muon.core.cost import AUTO, Coefficients, Iteration
 from megatron_muon.core.errors import UserError
+from megatron_muon.core.exchange import OWNER
+from megatron_muon.core.layout import Matrix, whole
 from megatron_muon.core.metrics import Sampler
 from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.ranks import Alone
@@ -28,7 +30,6 @@ from megatron_muon.fsdp.arguments import (
     NS_STEPS,
     check,
     check_loaded,
-    check_scheme,
     in_arguments,
     iteration_of,
     settings_of,
@@ -36,11 +37,16 @@ from megatron_muon.fsdp.arguments import (
 from megatron_muon.fsdp.build import make_parts, offload_run, scheme_of
 from megatron_muon.fsdp.capture import CapturedStep
 from megatron_muon.fsdp.checks import are_zero, check_parameters, refuse_orphans
-from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits, steps_of
+from megatron_muon.fsdp.patterns import steps_of
+from megatron_muon.fsdp.selection import MUON, OPTIMIZER, Rule, Selection, members_of, select, splits
 from megatron_muon.fsdp.state import MuonState
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 from megatron_muon.settings import MuonSettings
+
+_ALIKE = (
+    "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split= and ns_steps_for="
+)
 
 
 class Muon(MuonState):
@@ -57,47 +63,29 @@ class Muon(MuonState):
 
     A parameter without a gradient is passed over, and so is a matrix whose update is not finite.
 
+    Arguments that are not listed are those of `torch.optim.Muon`, or the flags `--muon-*` (`--adaptive-muon-*`).
+
     Args:
         params: `model.named_parameters()`, or groups of it with settings of their own: `lr`, `weight_decay`,
             `momentum`, `betas`, `eps`, and `optimizer`, "muon" or "adamw", which decides for all of a group. Tensors
             without names must be matrices or in such a group. What needs no gradient is left out.
-        lr: learning rate of Muon.
-        weight_decay: decay per unit of learning rate.
-        momentum: the exponential moving average keeps this share of the old momentum.
-        nesterov: look ahead by mixing the gradient with the new momentum.
+        lr: learning rate of Muon; `adamw_lr` None takes it too.
+        weight_decay: decay per unit of learning rate; `adamw_weight_decay` None takes it too.
         ns_coefficients: `(a, b, c)` of every Newton-Schulz step, several of them, the last repeated, or the name of a
             set of emerging-optimizers, such as "polar_express".
-        eps: momentum of a smaller Frobenius norm is divided by this instead of by its norm.
-        ns_steps: Newton-Schulz steps.
-        adjust_lr_fn: how updates are scaled by a matrix's shape: a key of
-            `fsdp.arguments.ADJUST_LR`.
+        adjust_lr_fn: how updates are scaled by a matrix's shape: a key of `fsdp.arguments.ADJUST_LR`.
         matrices: what Muon takes, instead of the rule by name (`fsdp.selection`): shell patterns, or a function of name
             and parameter.
         exclude: patterns of what goes to AdamW all the same.
         split: by pattern, rows of the matrices that are fused in one parameter, `{"qkv_proj": (4096, 1024, 1024)}`;
             they repeat to fill its rows, and each is orthogonalised alone.
         ns_steps_for: by pattern, Newton-Schulz steps of matrices, `{"mlp": 4}`; of several that match the last holds.
-        adamw_lr: learning rate of AdamW; None takes `lr`.
-        adamw_betas: of AdamW.
-        adamw_eps: of AdamW.
-        adamw_weight_decay: of AdamW; None takes `weight_decay`.
         fp32_matmul_prec: "medium" iterates in bf16, as torch.optim.Muon does, "high" in TF32, "highest" in fp32.
-        ns: "auto", "standard" or "gram": which Newton-Schulz iteration.
-        exchange: "owner" or "allgather": how sharded matrices become whole.
-        exchange_buffer_mb: MiB that a step may take on a rank; None is 256, or as much as the largest matrix needs.
-        free_buffers: give the step's buffers back after each step, as the flag `--muon-free-buffers`.
-        exchange_dtype: what travels: "auto", "fp32" or "bf16".
-        team_size: how many ranks own a matrix together: "auto", "1", "2", "4" or "8", as the flag `--muon-team-size`.
         share_replicated: matrices that every rank holds whole, as under DDP, are orthogonalised by one rank each, which
             broadcasts the update, instead of by all. Needs the same gradients on all ranks.
         process_group: of the ranks that share; None takes all ranks.
-        cautious_weight_decay: decay only elements of a matrix that have one sign with their update.
-        hyperball: every matrix keeps its Frobenius norm (MuonHyperball), and `lr` is the relative size of a step. Needs
-            `weight_decay=0`, which `adamw_weight_decay` need not be. The step overwrites the gradients of matrices.
+        hyperball: MuonHyperball; needs `weight_decay=0`. The step overwrites the gradients of matrices.
         moment2_method: "adamuon" or "normuon" for adaptive Muon; `beta2` and `moment2_eps` are its.
-        momentum_dtype: how momentum is stored: "fp32", "bf16" or "int8".
-        offload: where momentum is stored: "none" (the device), "cpu" or "nvme", there in files in `offload_dir`.
-            `offload_fraction` and `offload_buffer_mb` as the flags `--muon-offload-*`.
         cuda_graph: capture the step of the matrices in a CUDA graph at the third step, and replay it. `lr` and
             `weight_decay` of groups are tensors then, to be filled, as torch's schedulers do. Gradients must stay where
             they are: `zero_grad(set_to_none=False)`. It has never run on a GPU.
@@ -162,66 +150,71 @@ class Muon(MuonState):
 
     def _build(self, selection: Selection) -> None:
         """Make everything, or nothing: a refused optimizer leaves no file and holds no folder. Collective."""
+        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}  # none but on a refill
+        self.close()
+        self._building, self._has_stepped = True, False
+        self.selection = selection
+        for options in selection.groups:
+            options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
         try:
-            self._build_all(selection)
+            self._build_matrices(selection)
+            self._add_adamw(selection)
+            self._members = members_of(self.param_groups)
+            self._building = False
+            vars(self).update(hooks)
+            self.initialize_state()
+            self.metrics = Sampler([self], interval=self._settings["metrics_interval"], group=self.group)
+            if self._settings["cuda_graph"]:
+                self._capture()
         except BaseException:
             self.close()
             raise
 
-    def _build_all(self, selection: Selection) -> None:
-        """Find out who holds what, and make exchange, plan and state. Collective."""
-        given = self._settings
-        hooks = {name: value for name, value in vars(self).items() if name.endswith("_hooks")}  # none but on a refill
-        self.close()
-        self._building = True
-        self.selection = selection
-        names, groups = selection.names, selection.muon
-        for options in selection.groups:
-            options.update({name: float(options[name]) for name in ("lr", "weight_decay") if name in options})
-        parameters = members_of(groups)
+    def _build_matrices(self, selection: Selection) -> None:
+        """Find out who holds what, and make exchange, plan and state of the matrices. Collective."""
+        given, names = self._settings, selection.names
+        settings, parameters = settings_of(given), members_of(selection.muon)
         mesh = shards.mesh_of(names, parameters)
         compare_settings(given, selection.groups, self._ranks(mesh))
         group: Any = Alone() if mesh is None else shards.group_of(mesh)
         if mesh is None and given["share_replicated"]:
             group = given["process_group"] or dist.group.WORLD
-        self.group = group
+        self.group, device = group, parameters[0].device
         self._from_megatron_fsdp = hasattr(parameters[0], "_megatron_fsdp_model")
-        self._has_stepped = False
         steps = steps_of((names[p] for p in parameters), given["ns_steps_for"] or {})
         selection.splits = splits(given["split"] or {}, names, parameters)
-        layout = shards.layout_of(names, parameters, selection.splits, group, steps)
+        matrices = {
+            p: Matrix(names[p], (p.shape[0], p.shape[1]), (), split, steps.get(names[p], 0))
+            for p in parameters
+            for split in [selection.splits.get(p, whole(p.shape[0]))]
+        }
+        layout, mine = shards.layout_of(matrices, group, remedy=_ALIKE)
         replicated = mesh is None or all(_is_replicated(p) for p in parameters)
-        settings = settings_of(given)
-        check_scheme(given, scheme_of(settings, replicated=replicated))
-        rectangles = [
-            shards.rectangle_of(matrix.name, p) for matrix, p in zip(layout.matrices, parameters, strict=True)
-        ]
-        held = Held(
-            layout,
-            group,
-            parameters[0].device,
-            experts=[1] * len(parameters),
-            columns=[(start, count) for _, _, start, count in rectangles],
-            replicated=replicated,
-        )
+        if given["team_size"] != AUTO and scheme_of(settings, replicated=replicated) != OWNER:
+            raise UserError(f"team_size={given['team_size']!r} has no effect here: no rank owns what others hold")
+        columns = [(start, count) for _, _, start, count in mine]
+        held = Held(layout, group, device, [1] * len(parameters), columns, replicated=replicated)
         self._run = offload_run(settings)
-        parts = make_parts(
+        exchange, rules, store = make_parts(
             held,
             settings,
-            self._orthogonalizer(parameters[0].device),
+            self._orthogonalizer(device),
             moment2=given["moment2_method"],
             nesterov=given["nesterov"],
             offload=self._run,
         )
-        if parts.exchange.unmet:
-            refuse_unmet({"these": parts.exchange.unmet})
-        self.digest = parts.exchange.plan.digest() if parts.exchange.plan is not None else ""
+        if exchange.unmet:
+            refuse_unmet({"these": exchange.unmet})
+        self.digest = exchange.plan.digest() if exchange.plan is not None else ""
         self._placed = [(p, shards.placement_of(p)) for p in parameters]
         defaults = {"lr": float(given["lr"]), "momentum": given["momentum"], "weight_decay": given["weight_decay"]}
         super().__init__(
-            groups, parts.exchange, parts.rules,
-            defaults=defaults, names=names, store=parts.store, skip_missing=True,
-        )  # fmt: skip
+            selection.muon, exchange, rules, defaults=defaults, names=names, store=store, skip_missing=True
+        )
+
+    def _add_adamw(self, selection: Selection) -> None:
+        """Add AdamW's parameter groups, and put all groups in the order that was given."""
+        given = self._settings
         lr, decay = given["adamw_lr"], given["adamw_weight_decay"]
         of_adamw = {
             "lr": self.defaults["lr"] if lr is None else lr,
@@ -233,19 +226,8 @@ class Muon(MuonState):
             members.update({name: value for name, value in of_adamw.items() if name not in members})
             self.add_param_group(members)
         self.param_groups = list(selection.groups)
-        self._group_of = [
-            number
-            for number, members in enumerate(self.param_groups)
-            if members[OPTIMIZER] == MUON
-            for _ in members["params"]
-        ]
-        self._members = members_of(self.param_groups)
-        self._building = False
-        vars(self).update(hooks)
-        self.initialize_state()
-        self.metrics = Sampler([self], interval=given["metrics_interval"], group=group)
-        if given["cuda_graph"]:
-            self._capture()
+        numbered = [(number, members) for number, members in enumerate(self.param_groups) for _ in members["params"]]
+        self._group_of = [number for number, members in numbered if members[OPTIMIZER] == MUON]
 
     @override
     def _enqueue(self) -> None:
@@ -265,9 +247,8 @@ class Muon(MuonState):
             return sorted(mesh.mesh.flatten().tolist())
         if self._settings["share_replicated"]:
             return dist.get_process_group_ranks(self._settings["process_group"])
-        return (
-            list(range(dist.get_world_size())) if self._settings["offload"] == "nvme" and dist.is_initialized() else []
-        )
+        in_files = self._settings["offload"] == "nvme" and dist.is_initialized()
+        return list(range(dist.get_world_size())) if in_files else []
 
     def _orthogonalizer(self, device: torch.device) -> Orthogonalizer:
         given = self._settings
@@ -284,7 +265,7 @@ class Muon(MuonState):
         )
 
     def close(self) -> None:
-        """Delete the files of momentum on disk, and give the folder back; the optimizer is of no use any more."""
+        """Delete the files of momentum on disk; the optimizer is of no use any more."""
         if self._run is not None:
             self._run.close()
         self._run = None
@@ -298,9 +279,9 @@ class Muon(MuonState):
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused once the optimizer is made, because owners and waves are settled then.
+        """Refused once the optimizer is made, but for Megatron-FSDP's `fully_shard`.
 
-        Megatron-FSDP's `fully_shard` empties an optimizer and gives it the sharded parameters; then it is made anew.
+        That empties an optimizer and gives it the sharded parameters; then it is made anew.
         """
         if self._building:
             super().add_param_group(param_group)
@@ -313,7 +294,7 @@ class Muon(MuonState):
             with in_arguments():
                 self._build(select(param_group["params"], self._settings["matrices"], self._settings["exclude"]))
         else:
-            raise UserError("Muon settles who owns what when it is made; give it all parameters then")
+            raise UserError("Muon plans who owns what when it is made; give it all parameters then")
 
     @override
     def initialize_state(self) -> None:
@@ -342,11 +323,9 @@ class Muon(MuonState):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter that has a gradient; returns what `closure` returns. Collective.
 
-        Raises:
-            UserError: parameters have changed since the optimizer was made, a gradient is sparse, or it is closed.
-            OffloadError: on every rank where one cannot read its momentum. No weight has changed where that is known
-                before the step: a failed read of what the buffer holds. Where a later read fails,
-                matrices that came before it have moved. The optimizer is of no use afterwards.
+        Raises: UserError: parameters have changed since the optimizer was made, a gradient is sparse, or it is
+        closed. OffloadError: on every rank where one cannot read its momentum; no weight has changed if it lay in
+        the buffer, else matrices that came before it have moved. The optimizer is of no use afterwards.
         """
         loss = None
         if closure is not None:

@@ -7,10 +7,7 @@ Without names nothing can be told from a shape, so parameters without names must
 
 from __future__ import annotations
 
-import difflib
-import math
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -22,7 +19,8 @@ from torch import nn
 from megatron_muon.core.errors import UserError
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.numbers import check_number
-from megatron_muon.fsdp.patterns import kind_of, matching
+from megatron_muon.fsdp.patterns import matching
+from megatron_muon.fsdp.table import Row, blocks, table
 
 MUON, ADAMW = "muon", "adamw"
 OPTIMIZER = "optimizer"
@@ -66,9 +64,6 @@ KNOWN = (*_NUMBERS, OPTIMIZER, DECAY_VECTORS)
 
 NOTES = ("name", "param_names", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
 """What else a group may have: a label, and what torch's schedulers keep in it."""
-
-_MEANT = {"use_muon": OPTIMIZER, "algorithm": OPTIMIZER, "mu": "momentum", "beta": "momentum"}
-"""Keys of other Muons that are spelt too differently to be found."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -117,32 +112,15 @@ class Selection:
         )
 
     def table(self, *, full: bool = False) -> str:
-        """Tensors, elements and share of each optimizer; below, each kind of parameter, or with `full` each parameter.
-
-        Parameters of one kind differ in the numbers of their layers alone, and share a line.
-        """
-        kinds: dict[tuple[str, str, str, str], list[torch.Tensor]] = defaultdict(list)
+        """Which optimizer takes which parameters, with the reason, what is split and what has no weight decay."""
+        rows = []
         for group in (*self.muon, *self.adamw):
             for p in group["params"]:
-                notes = [self.why[p]] if p in self.why else []
-                if p in self.splits:
-                    parts = self.splits[p].parts
-                    notes.append(f"{len(parts)} matrices of {', '.join(map(str, dict.fromkeys(parts)))} rows")
+                notes = [self.why.get(p, ""), blocks(self.splits[p]) if p in self.splits else ""]
                 if group[OPTIMIZER] == ADAMW and not decays(group, p):
                     notes.append("no weight decay")
-                name = self.names[p] if full else kind_of(self.names[p])
-                kinds[group[OPTIMIZER], shown_shape(p), name, "; ".join(notes)].append(p)
-        of_each: dict[str, list[int]] = {MUON: [], ADAMW: []}
-        for (optimizer, *_), members in kinds.items():
-            of_each[optimizer] += [math.prod(p.shape) for p in members]
-        lines = shares(of_each)
-        if self.frozen:
-            lines.append(f"{'frozen':<12}{len(self.frozen):>9,}")
-        lines.append("")
-        for (optimizer, shape, name, why), members in kinds.items():
-            shown = self.names[members[0]] if len(members) == 1 else name
-            lines.append(f"{optimizer:<12}{len(members):>9,}{shape:>16}  {shown}{f' ({why})' if why else ''}")
-        return "\n".join(lines)
+                rows.append(Row(group[OPTIMIZER], self.names[p], p.shape, "; ".join(filter(None, notes))))
+        return table(rows, frozen=len(self.frozen), full=full)
 
 
 def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
@@ -152,21 +130,7 @@ def members_of(groups: Iterable[Mapping[str, Any]]) -> list[torch.Tensor]:
 
 def decays(group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
     """Whether a group's weight decay holds for this parameter of AdamW's."""
-    return parameter.ndim > 1 or group[DECAY_VECTORS]
-
-
-def shown_shape(parameter: torch.Tensor) -> str:
-    """A shape as tables have it."""
-    return " x ".join(map(str, parameter.shape)) or "scalar"
-
-
-def shares(sizes: Mapping[str, Sequence[int]]) -> list[str]:
-    """A table of optimizers: tensors, elements in all, share, from the elements of each tensor."""
-    total = max(sum(map(sum, sizes.values())), 1)
-    lines = [f"{'optimizer':<12}{'tensors':>9}{'parameters':>16}{'share':>9}"]
-    for optimizer, counts in sizes.items():
-        lines.append(f"{optimizer:<12}{len(counts):>9,}{sum(counts):>16,}{sum(counts) / total:>9.1%}")
-    return lines
+    return parameter.ndim > 1 or bool(group[DECAY_VECTORS])
 
 
 def why_not_muon(name: str, parameter: torch.Tensor) -> str:
@@ -197,16 +161,14 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
         exclude: such patterns of what goes to AdamW all the same.
 
     Raises:
-        TypeError: `params` is a module or a tensor, or holds something that is no tensor.
-        UserError: nothing to optimise, an empty group, a parameter twice, one that Muon cannot take, a pattern that
-            matches nothing, a setting in a group that holds for the whole optimizer.
+        TypeError: `params` is a module or a tensor, or holds something that is not a tensor.
+        UserError: something in `params` that Muon cannot take, a pattern that matches nothing.
     """
     selection = Selection()
     tensors = list(_trained(params, selection))
     if not tensors:
         raise UserError("no parameter needs a gradient; unfreeze at least one")
     by_name = {name: p for name, p, options in tensors if name and OPTIMIZER not in options}
-    included: set[str]
     if matrices is None:
         included = {name for name, p in by_name.items() if not why_not_muon(name, p)}
     elif callable(matrices):
@@ -215,36 +177,26 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
         of_two = [name for name, p in by_name.items() if p.ndim == 2]
         included = set(matching("matrices", matrices, of_two, others=by_name))
     excluded = set(matching("exclude", exclude, [name for name in by_name if name in included], others=by_name))
-    included -= excluded
-    groups: dict[tuple[int, str], list[torch.Tensor]] = defaultdict(list)
-    options_of: dict[int, dict[str, Any]] = {}
+    parts: dict[int, dict[str, dict[str, Any]]] = {}  # of each given group Muon's, AdamW's or both, in their order
     for name, parameter, options in tensors:
         optimizer, why = options.get(OPTIMIZER), "its group says so"
-        if optimizer is None and not name:
-            optimizer = MUON
-        elif optimizer is None:
-            optimizer = MUON if name in included else ADAMW
+        if optimizer is None:
+            optimizer = MUON if not name or name in included - excluded else ADAMW
             why = "exclude" if name in excluded else why_not_muon(name, parameter) or "not among matrices"
-        if optimizer == MUON and (parameter.ndim != 2 or not parameter.numel()):
+        if optimizer == ADAMW:
+            selection.why[parameter] = why
+        elif parameter.ndim != 2 or not parameter.numel():
             raise UserError(
                 f"{selection.names[parameter]} has shape {tuple(parameter.shape)}, Muon takes matrices of two "
                 "dimensions; pass model.named_parameters(), leave it out of matrices=, or put it into a group with "
                 "optimizer='adamw'"
             )
-        if optimizer == ADAMW:
-            selection.why[parameter] = why
-        groups[id(options), optimizer].append(parameter)
-        options_of[id(options)] = options
-    rest: list[dict[str, Any]] = []
-    for key, options in options_of.items():
-        parts = [optimizer for optimizer in (MUON, ADAMW) if (key, optimizer) in groups]
-        for optimizer in parts:
-            group = {name: value for name, value in options.items() if name not in _FOR_OTHER[optimizer]}
-            group |= {"params": groups[key, optimizer], OPTIMIZER: optimizer}
-            if optimizer == ADAMW:
-                group[DECAY_VECTORS] = options.get(DECAY_VECTORS, "weight_decay" in options)
-            (selection.groups if optimizer == parts[0] else rest).append(group)
-    selection.groups += rest
+        of_group = parts.setdefault(id(options), {})
+        if optimizer not in of_group:
+            of_group[optimizer] = _part(options, optimizer)
+        of_group[optimizer]["params"].append(parameter)
+    in_order = [[of_group[each] for each in (MUON, ADAMW) if each in of_group] for of_group in parts.values()]
+    selection.groups = [first for first, *_ in in_order] + [second for _, *rest in in_order for second in rest]
     if not selection.muon:
         raise UserError(
             "no parameter is a matrix for Muon; use torch.optim.AdamW, or say with matrices= what Muon is to take"
@@ -252,14 +204,18 @@ def select(params: Any, matrices: Sequence[str] | Rule | None = None, exclude: S
     return selection
 
 
+def _part(options: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
+    """A parameter group of one optimizer, still empty, with the options of a given one that concern it."""
+    group = {name: value for name, value in options.items() if name not in _FOR_OTHER[optimizer]}
+    if optimizer == ADAMW:
+        group[DECAY_VECTORS] = options.get(DECAY_VECTORS, "weight_decay" in options)
+    return {**group, "params": [], OPTIMIZER: optimizer}
+
+
 def splits(
     given: Mapping[str, int | Sequence[int]], names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, RowSplit]:
-    """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows.
-
-    Raises:
-        UserError: a pattern matches nothing, rows are not whole numbers, or the rows of a matrix are not filled.
-    """
+    """The blocks of matrices that hold several, from the rows of each by pattern; they repeat to fill the rows."""
     found = {}
     by_name = {names[p]: p for p in parameters}
     for pattern, several in given.items():
@@ -274,32 +230,21 @@ def splits(
     return found
 
 
-def steps_of(
-    names: Iterable[str],
-    steps_for: Mapping[str, int],
-    *,
-    flag: str = "--muon-ns-steps-for",
-    others: Iterable[str] = (),
-    hint: str = "",
-) -> dict[str, int]:
-    """The Newton-Schulz steps of matrices by name, from those of patterns; the last pattern that is found in one holds.
-
-    Raises a UserError for a pattern as `matching` does.
-    """
-    names, others = list(names), list(others)
-    found = {}
-    for pattern, steps in steps_for.items():
-        found.update(dict.fromkeys(matching(flag, [pattern], names, others=others, hint=hint), steps))
-    return found
-
-
 def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Tensor, dict[str, Any]]]:
     """Each parameter that needs a gradient, with its name, empty where it has none, and the options of its group.
 
-    Fills in the selection's `names` and `frozen`. Raises what `select` does for wrong parameters.
+    Fills in the selection's `names` and `frozen`.
     """
-    given = _groups(params)
+    if isinstance(params, (nn.Module, torch.Tensor)):
+        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
+    given = list(params)
+    if not given:
+        raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
+    if not any(isinstance(group, Mapping) for group in given):
+        given = [{"params": given}]
     for number, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise TypeError(f"entry {number} of params is no parameter group with 'params', as the others are")
         options = {key: value for key, value in group.items() if key != "params"}
         _check_options(options, number)
         selection.grouped |= bool(options)
@@ -324,48 +269,27 @@ def _trained(params: Any, selection: Selection) -> Iterator[tuple[str, torch.Ten
                 selection.frozen.append(parameter)
 
 
-def _groups(params: Any) -> list[Mapping[str, Any]]:
-    if isinstance(params, (nn.Module, torch.Tensor)):
-        raise TypeError(f"params is a {type(params).__name__}; pass model.named_parameters()")
-    entries = list(params)
-    if not entries:
-        raise UserError("params is empty; pass model.named_parameters(), which can be read only once")
-    if any(isinstance(entry, Mapping) for entry in entries):
-        for number, entry in enumerate(entries):
-            if not isinstance(entry, Mapping) or "params" not in entry:
-                raise TypeError(f"entry {number} of params is no parameter group with 'params', as the others are")
-        return entries
-    return [{"params": entries}]
-
-
 def _check_options(options: Mapping[str, Any], number: int) -> None:
     """Refuse what has no effect on a group; what users note in groups of their own, they add once it is made."""
     optimizer = options.get(OPTIMIZER)
     for name, value in options.items():
-        at = f"parameter group {number} has {name}={value!r}"
+        wrong = ""
         if name in OF_ALL:
-            raise UserError(f"{at}, which holds for the whole optimizer; pass it to Muon")
-        if name not in (*KNOWN, *NOTES):
-            raise UserError(f"{at}, which Muon does not know; {_nearest_key(name)}a group may have {', '.join(KNOWN)}")
-        if name == OPTIMIZER and value not in (MUON, ADAMW):
-            raise UserError(f"{at}; choose 'muon' or 'adamw'")
-        if name == DECAY_VECTORS and not isinstance(value, bool):
-            raise UserError(f"{at}; choose True or False")
-        if name in _FOR_OTHER.get(str(optimizer), ()):
-            raise UserError(f"{at}, which has no effect with optimizer={optimizer!r}; leave it out")
+            wrong = "which holds for the whole optimizer; pass it to Muon"
+        elif name not in (*KNOWN, *NOTES):
+            wrong = f"which Muon does not know; a group may have {', '.join(KNOWN)}"
+        elif name == OPTIMIZER and value not in (MUON, ADAMW):
+            wrong = "which does not exist; choose 'muon' or 'adamw'"
+        elif name == DECAY_VECTORS and not isinstance(value, bool):
+            wrong = "which is not True or False"
+        elif name in _FOR_OTHER.get(str(optimizer), ()):
+            wrong = f"which has no effect with optimizer={optimizer!r}; leave it out"
+        if wrong:
+            raise UserError(f"parameter group {number} has {name}={value!r}, {wrong}")
         values = {f"{name}[{place}]": beta for place, beta in enumerate(value)} if name == "betas" else {name: value}
-        for shown, number_of in values.items() if name in _NUMBERS else ():
-            number_given = number_of.item() if isinstance(number_of, torch.Tensor) else number_of
-            check_number(_NUMBERS[name], number_given, flag=f"{shown} of parameter group {number}")
-
-
-def _nearest_key(name: str) -> str:
-    """A question whether a known key of a group is meant; empty where none is like it."""
-    if (bare := name.removeprefix("adamw_")) != name and bare in KNOWN:
-        return f"did you mean {bare}, with optimizer='adamw'? "
-    near = [_MEANT[name]] if name in _MEANT else [key for key in KNOWN if name.startswith(key)]
-    near += difflib.get_close_matches(name, KNOWN, cutoff=0.6)
-    return f"did you mean {near[0]}? " if near else ""
+        for shown, given in values.items() if name in _NUMBERS else ():
+            given = given.item() if isinstance(given, torch.Tensor) else given
+            check_number(_NUMBERS[name], given, flag=f"{shown} of parameter group {number}")
 
 
 def _check_tensor(name: str, parameter: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ none of these frameworks is imported.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,16 +23,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Partial, Placement
 
 from megatron_muon.core.errors import UserError
-from megatron_muon.core.layout import Layout, Matrix, Rectangle, RowSplit, Shard, everywhere, whole
+from megatron_muon.core.layout import Layout, Matrix, Rectangle, Shard, everywhere
 from megatron_muon.core.ranks import Alone, new_group_of
 from megatron_muon.fsdp.cuts import BufferCut, check_alike, dbuffer_shards, dtensor_shards
 
 
 def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
-    """What this rank holds of a matrix.
+    """What this rank holds of a matrix, or of a stack of matrices, one below the other.
 
-    Raises:
-        UserError: it is sharded in a way that Muon does not take.
+    A UserError where it is sharded in a way that Muon does not take.
     """
     if not isinstance(parameter, DTensor):
         return 0, parameter.shape[0], 0, parameter.shape[1]
@@ -49,14 +49,20 @@ def rectangle_of(name: str, parameter: torch.Tensor) -> Rectangle:
     else:
         sizes = tuple(parameter._local_tensor.shape)
         _, offsets = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if parameter.ndim == 3:
+        if tuple(sizes[1:]) != tuple(parameter.shape[1:]):
+            raise UserError(
+                f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
+                "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
+            )
+        return offsets[0] * sizes[1], sizes[0] * sizes[1], 0, sizes[2]
     return offsets[0], sizes[0], offsets[1], sizes[1]
 
 
 def noted_part(buffer: Any, name: str) -> tuple[Sequence[int], Sequence[int]]:
-    """Where this rank's part of a Megatron-FSDP parameter begins, and its sizes.
+    """Offsets and sizes of this rank's part of a Megatron-FSDP parameter, which are noted for checkpoints.
 
-    It is noted on the tensor from which the optimizer's parameter is made (update_uneven_dtensor_chunk_metadata), for
-    checkpoints.
+    (update_uneven_dtensor_chunk_metadata, on the tensor from which the optimizer's parameter is made)
     """
     tensor = buffer.dist_main_weight[name]
     if not hasattr(tensor._local_tensor, "__create_chunk_list__"):  # no_shard: replicas of the whole
@@ -70,24 +76,20 @@ def _place_within(group: Any, parameter: torch.Tensor) -> int:
 
 
 def check_placements(name: str, parameter: DTensor) -> None:
-    """Refuse DTensors that are not whole rows, or rectangles of a two-dimensional mesh.
-
-    Raises:
-        UserError: names the parameter, its placements and the remedy.
-    """
+    """Refuse DTensors that are not whole rows, or rectangles of a two-dimensional mesh, by a UserError."""
     cut = [getattr(placement, "dim", None) for placement in parameter.placements]
+    placements, device, mesh = _shown(parameter.placements), parameter.device.type, parameter.device_mesh.device_type
     if any(isinstance(placement, Partial) for placement in parameter.placements):
-        raise UserError(f"{name} has unreduced values ({_shown(parameter.placements)}); Muon takes reduced parameters")
+        raise UserError(f"{name} has unreduced values ({placements}); Muon takes reduced parameters")
     if 1 in cut and 0 not in cut:
         raise UserError(
-            f"{name} is sharded by columns ({_shown(parameter.placements)}); Muon takes rows: use Shard(0), "
-            "fully_shard's default, or columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
+            f"{name} is sharded by columns ({placements}); Muon takes rows: use Shard(0), fully_shard's default, or "
+            "columns by tensor parallelism beside fully_shard on a mesh of two dimensions"
         )
-    if parameter.device.type != parameter.device_mesh.device_type and parameter.device_mesh.device_type != "cpu":
+    if device != mesh and mesh != "cpu":
         raise UserError(
-            f"{name} lies on {parameter.device.type} and its mesh on {parameter.device_mesh.device_type}, as with "
-            "FSDP's CPUOffloadPolicy, which Muon does not take; keep them on the device and give Muon "
-            "offload='cpu'"
+            f"{name} lies on {device} and its mesh on {mesh}, as with FSDP's CPUOffloadPolicy, which Muon does not "
+            "take; keep them on the device and give Muon offload='cpu'"
         )
 
 
@@ -109,27 +111,16 @@ def shown_placement(placement: tuple[Any, ...]) -> str:
 
 
 def mesh_of(names: Mapping[torch.Tensor, str], parameters: Sequence[torch.Tensor]) -> DeviceMesh | None:
-    """The mesh of all these parameters; None where they are plain tensors.
-
-    Raises:
-        UserError: they are on different meshes, or some are plain tensors.
-    """
-
-    def mesh(parameter: torch.Tensor) -> DeviceMesh | None:
-        return parameter.device_mesh if isinstance(parameter, DTensor) else None
-
-    first = mesh(parameters[0])
-    for parameter in parameters:
-        if mesh(parameter) != first:
+    """The mesh of all these parameters; None for plain tensors. A UserError where they are on different ones."""
+    first, *others = ((p, p.device_mesh if isinstance(p, DTensor) else None) for p in parameters)
+    for parameter, mesh in others:
+        if mesh != first[1]:
+            one, other = (each or "no mesh (a plain tensor)" for each in (mesh, first[1]))
             raise UserError(
-                f"{names[parameter]} is on {_shown_mesh(mesh(parameter))} and {names[parameters[0]]} on "
-                f"{_shown_mesh(first)}; one Muon takes matrices of one mesh: make one for each"
+                f"{names[parameter]} is on {one} and {names[first[0]]} on {other}; one Muon takes matrices of "
+                "one mesh: make one for each"
             )
-    return first
-
-
-def _shown_mesh(mesh: DeviceMesh | None) -> str:
-    return "no mesh (a plain tensor)" if mesh is None else str(mesh)
+    return first[1]
 
 
 def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -146,13 +137,16 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def layout_of(
-    names: Mapping[torch.Tensor, str],
-    parameters: Sequence[torch.Tensor],
-    splits: Mapping[torch.Tensor, RowSplit],
+    matrices: Mapping[torch.Tensor, Matrix],
     group: dist.ProcessGroup | Alone,
-    steps: Mapping[str, int],
-) -> Layout:
-    """Who holds which rectangle of the matrices. Collective.
+    *,
+    remedy: str,
+) -> tuple[Layout, list[Rectangle]]:
+    """Who holds which rectangle of parameters, and what this rank holds of each. Collective.
+
+        Args: matrices: each parameter as Muon sees it, still without shards. The shape is whole over the ranks of the
+        group; where tensor parallelism cuts a parameter further, that of a part. group: the ranks of the layout. Those
+        that hold the same rectangle are replicas. remedy: ends the message where ranks differ.
 
     Raises:
         UserError: a rank's parameters are others than those of the first, or cut in a way that is not known here.
@@ -173,15 +167,12 @@ def layout_of(
             alike[cut] = dtensor_shards(shape, parameter.device_mesh, parameter.placements, group)
         return alike[cut]
 
-    mine, matrices = [rectangle_of(names[p], p) for p in parameters], []
-    for p in parameters:
-        shape = p.shape[0], p.shape[1]
-        split = splits.get(p, whole(shape[0]))
-        matrices.append(Matrix(names[p], shape, shards_of(p, shape), split, steps.get(names[p], 0)))
-    layout = Layout(group.size(), tuple(matrices))
-    remedy = (
-        "give all ranks the same parameters in the same order, with the same matrices=, exclude=, split= and "
-        "ns_steps_for="
-    )
+    mine, cut = [], []
+    for parameter, matrix in matrices.items():
+        row, rows, col, cols = rectangle_of(matrix.name, parameter)
+        # A part begins at a multiple of its size, so the remainder is the place within the part.
+        mine.append((row % matrix.shape[0], rows, col % matrix.shape[1], cols))
+        cut.append(replace(matrix, shards=shards_of(parameter, matrix.shape)))
+    layout = Layout(group.size(), tuple(cut))
     check_alike(layout, mine, group, remedy=remedy)
-    return layout
+    return layout, mine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, override
 
 import torch
@@ -33,12 +32,9 @@ class MuonState(ShardedMuon):
                 group.setdefault(STEPS, 0)
 
     def refuse_lost_state(self, group: Any = None) -> None:
-        """Refuse to go on where a rank has lost state, and warn of what it could not write.
+        """Raise an OffloadError on every rank where one has lost state, and warn of what it could not write.
 
         Collective over `group`, or all ranks, where momentum is in files.
-
-        Raises:
-            OffloadError: on every rank, with the rank and the file.
         """
         failure = worst_failure([self.store], group) if isinstance(self.store, RecordStore) else None
         if failure is None:
@@ -52,11 +48,7 @@ class MuonState(ShardedMuon):
 
     @override
     def momentum_state(self, *, empty: bool = False) -> dict[torch.Tensor, torch.Tensor]:
-        """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded.
-
-        Raises:
-            OffloadError: momentum cannot be read; on every rank that takes part.
-        """
+        """As `ShardedMuon`. Collective where momentum is in files and matrices are sharded."""
         state = super().momentum_state(empty=empty)
         is_whole = self.exchange.scheme in (LOCAL, SHARED)  # one rank alone may save it
         self.refuse_lost_state(Alone() if is_whole else self.exchange.group)
@@ -80,45 +72,40 @@ class MuonState(ShardedMuon):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As of any optimizer, but that momentum stays fp32 whatever the parameters are.
 
-        A parameter that was frozen after construction keeps its state; AdamW's state that is missing starts at zero.
-
-        Raises:
-            UserError: state of a matrix is missing, or of another shape; nothing is loaded then.
+        A parameter that was frozen after construction keeps its state; AdamW's state that is missing starts at zero. A
+        UserError, with nothing loaded, where state of a matrix is missing, or of another shape.
         """
         # Keyed by numbers, or by names where it comes from torch's distributed checkpoints; in the order of the groups.
-        of_muon = set(self._group_of)
+        of_muon, before, groups = set(self._group_of), dict(self.state), self.param_groups
         groups_to_load = enumerate(state_dict["param_groups"])
         keys = [key for number, group in groups_to_load if number in of_muon for key in group["params"]]
-        saved = [state_dict["state"].get(key, {}) for key in keys[: len(self._matrices)]]
-        wanted: dict[str, Sequence[torch.Tensor]] = {MOMENTUM: self._matrices}
-        for slot in (slot for rule in self.rules for slot in rule.slots):
-            wanted[slot] = [self.state[p][slot] for p in self._matrices]
-        for slot, like in wanted.items():
-            for index, (p, each) in enumerate(zip(self._matrices, like, strict=True)):
-                found = saved[index].get(slot) if index < len(saved) else None
-                if (found is None and p.requires_grad) or (found is not None and found.shape != each.shape):
-                    shape = "no" if found is None else tuple(found.shape)
+        saved = {p: state_dict["state"].get(key, {}) for p, key in zip(self._matrices, keys, strict=False)}
+        own = {slot for rule in self.rules for slot in rule.slots}
+        for p in self._matrices:
+            for slot in (MOMENTUM, *sorted(own)):
+                shape = tuple((p if slot == MOMENTUM else self.state[p][slot]).shape)
+                found = saved.get(p, {}).get(slot)
+                if (found is None and p.requires_grad) or (found is not None and found.shape != shape):
                     raise UserError(
-                        f"the state to load has {shape} {slot} of {self._names[p]}, which here is {tuple(each.shape)}; "
-                        "was it saved by Muon with the same settings?"
+                        f"the state to load has {'no' if found is None else tuple(found.shape)} {slot} of "
+                        f"{self._names[p]}, which here is {shape}; was it saved by Muon with the same settings?"
                     )
-        before, groups = dict(self.state), self.param_groups
         # torch casts all that it is given to the parameters' dtype and device, at once: neither is where ours belongs.
         others = {
-            key: {slot: value for slot, value in slots.items() if slot not in wanted}
+            key: {slot: value for slot, value in slots.items() if slot not in {MOMENTUM, *own}}
             for key, slots in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": others})
         for group, old in zip(self.param_groups, groups, strict=True):
             group.update({name: value for name, value in old.items() if name not in group})
-        stored = {MOMENTUM} if self.store is not None else set()
-        for p, slots in zip(self._matrices, saved, strict=True):
-            for slot in wanted.keys() - stored if slots else ():
+        for p in self._matrices:
+            slots = saved.get(p, {})
+            for slot in own | ({MOMENTUM} if self.store is None else set()) if slots else ():
                 self.state[p][slot] = slots[slot].to(device=p.device, dtype=torch.float32)
             if not slots:
                 self.state[p] = before[p]
         if self.store is not None:
-            self.load_momentum({p: slots[MOMENTUM] for p, slots in zip(self._matrices, saved, strict=True) if slots})
+            self.load_momentum({p: slots[MOMENTUM] for p, slots in saved.items() if slots})
         self.initialize_state()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ LOSS = "lm loss"
 FACTS = "facts.json"
 """What a training knows of itself, for tools, in --tensorboard-dir: `versions`, `commit`, `dirty`, `processor`;
 `parameters` of the model on a model-parallel rank; of a Muon `muon_parameters`, `scalar_parameters`, `plan`, its
-digest, and `plans`, the figures of each kind of group; `state_bytes` of all ranks together, by kind; `diverged_at`, the
+digest, `plans`, the figures of each kind of group, and `state_bytes` of all ranks, by kind; `diverged_at`, the
 iteration at which Megatron ended the run for a number that is not finite. TensorBoard and Weights & Biases show all."""
 
 FACTS_PREFIX = "facts/"
@@ -26,14 +26,14 @@ WANDB_RUN = "wandb.json"
 
 TOLD = "told.jsonl"
 """What a training tells its launcher as it happens: JSON lines in `STATUS_FOLDER`, written by the last rank of each
-machine. Each has an `event` and facts of it:
+machine. Each has an `event` and facts of it, null or absent where they are not known:
 
 - stage: `stage`, what the ranks do now, null for steps; `FIRST_STEP` when all is built and the data is there;
-- model: `parameters`, `muon_parameters` and `device`, the GPU's name, as far as they are known;
+- model: `parameters`, `muon_parameters` and `device`, the GPU's name;
 - tick: `step`, the last that was finished; about once a second;
 - step: once a log interval, and after a start's first step: `step` of `steps`, `loss`, the mean of the interval,
   `grad_norm`, `lr`, `muon_lr`, `skipped` steps, `step_s`, `tokens_per_s`, `mfu`, `optimizer_share`, `peak_bytes` of a
-  rank and `seconds_left`; null or absent where they are not known;
+  rank and `seconds_left`;
 - validation: `step`, `loss`, `set` ("" where there is one), `data` (validation or test), whether it is the `last` after
   training, `seconds`;
 - saved: `step`, `folder`, `seconds`, and whether files are still written in the `background`."""

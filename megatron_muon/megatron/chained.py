@@ -1,7 +1,5 @@
 """One step of Muon and the scalar optimizers together, as the training loop asks for it.
 
-A step is: finish the gradient reduction unless that is done, compute the norm over all parameters, clip, skip where a
-gradient is not finite, step every optimizer, clip queries and keys where asked, install the weights once.
 megatron-core's ChainedOptimizer does norm, clipping of gradients and zero counts.
 """
 
@@ -30,9 +28,13 @@ from megatron_muon.offload.store import RecordStore, worst_failure
 class MuonChainedOptimizer(ChainedOptimizer):
     """Muon and scalar optimizers on one model under Megatron-FSDP, seen by the training loop as one optimizer.
 
-    Each is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures no step.
-    `weights` has the main weights where they are moved out of Megatron-FSDP's buffers, and `scalar_state` the state of
-    the scalar optimizers then.
+    A step finishes the gradient reduction unless that is done, computes the norm over all parameters, clips, skips
+    where a gradient is not finite, steps every optimizer, clips queries and keys where asked, and installs the weights
+    once.
+
+    Each optimizer is in a DistributedOptimizer of megatron-core, all with one config; 0 as `metrics_interval` measures
+    no step. `weights` has the main weights where they are moved out of Megatron-FSDP's buffers, and `scalar_state` the
+    state of the scalar optimizers then.
     """
 
     def __init__(
@@ -62,9 +64,8 @@ class MuonChainedOptimizer(ChainedOptimizer):
         """One step: `(updated, gradient norm, zeros in the gradient)`.
 
         `updated` is False where a gradient was not finite: weights and momentum are as before. Raises an OffloadError
-        on every rank where one cannot read its state: before a weight changes where that is known by then, else before
-        the model gets its new weights. What could not be written is raised in the next step: this one is finished on
-        every rank, so that a checkpoint can be saved.
+        on every rank where one cannot read its state, before the model gets new weights. What could not be written is
+        raised in the next step: this one is finished on every rank, so that a checkpoint can be saved.
         """
         if self.offload_failure is not None:
             raise self.offload_failure
@@ -140,8 +141,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def main_weights_at_hand(self, *, values: bool = True, write: bool = False) -> Iterator[None]:
         """Around what reads main weights, or with `write` changes them, between steps; see `MainWeights.at_hand`.
 
-        Without `--muon-offload-state all` they are there anyway. An OffloadError on every rank where one cannot read
-        its own.
+        Without `--muon-offload-state all` they are there anyway.
         """
         if self._weights is None:
             yield
@@ -179,10 +179,7 @@ class MuonChainedOptimizer(ChainedOptimizer):
     def sharded_state_dict(
         self, model_sharded_state_dict: Any, is_loading: bool = False, metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """One state dict for all optimizers, keyed by parameter name, as megatron-core's fsdp_dtensor format wants it.
-
-        Its handlers do not understand a dict for each optimizer. State exists, so loading needs no dummy step.
-        """
+        """One state dict for all optimizers, keyed by parameter name, for megatron-core's fsdp_dtensor format."""
         merged: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
         for member in self._members:
             part = member.sharded_state_dict(model_sharded_state_dict, False, metadata=metadata)

@@ -1,13 +1,12 @@
-"""Picks the optimizers for a Megatron model under Megatron-FSDP for `--optimizer muon` and `adaptive_muon`.
+"""Picks the optimizers for a Megatron model under Megatron-FSDP: Muon for 2D weights, the scalar one for the rest.
 
-2D weights go to Muon, everything else to the scalar optimizer. `builder` makes the Muons: megatron-core's
-TensorParallelMuon where every rank holds whole matrices (`no_shard`), the ZeRO-sharded Muon otherwise.
+`builder` makes the Muons.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, ParamKey, 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_muon.core.assignment import refuse_unmet
+from megatron_muon.core.exchange import OWNER
 from megatron_muon.core.layout import RowSplit
 from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.ranks import say
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.agreement import compare_settings
 from megatron_muon.fsdp.build import offload_run
-from megatron_muon.megatron.builder import MuonBuilder
+from megatron_muon.megatron.builder import build_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.flags.refusals import asked
 from megatron_muon.megatron.main_weights import MainWeights
@@ -67,37 +67,29 @@ def get_megatron_muon_optimizer(
     check_supported(config, model_chunks)
     if pg_collection is None:
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
-    selection.restore_attributes(model_chunks)
-    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
-    names = selection.parameter_names(model_chunks)
-
-    width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
-    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
-    if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
-        raise UserError(
-            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
-        )
+    groups, names = _groups(config, model_chunks, config_overrides)
     offload = offload_run(config)
-    optimizers, plans, unmet = [], {}, {}
+    optimizers: list[MegatronOptimizer] = []
+    muons: dict[str, ShardedMuon] = {}
     splits: dict[Any, RowSplit] = {}
     weights = MainWeights(model_chunks) if config.muon_offload_state == "all" else None
     scalar_state: dict[MegatronOptimizer, ScalarState] = {}
+    ddp_config = model_chunks[0].ddp_config
     scratch: torch.Tensor | None = None
     for is_expert in (False, True):
         ours = [group for group in groups if group["is_expert_parallel"] is is_expert and group["params"]]
-        stats_group = _grad_stats_group(model_chunks[0].ddp_config, pg_collection, is_expert=is_expert)
+        stats_group = _grad_stats_group(ddp_config, pg_collection, is_expert=is_expert)
         if muon_groups := [group for group in ours if "optimizer" not in group]:
-            builder = MuonBuilder(muon_groups, config, model_chunks, pg_collection, names, is_expert, scratch=scratch)
-            muon = builder.build(offload, weights)
+            muon, matrices = build_muon(
+                muon_groups, config, ddp_config, pg_collection, names,
+                is_expert=is_expert, offload=offload, weights=weights, scratch=scratch,
+            )  # fmt: skip
             if isinstance(muon, ShardedMuon):
                 scratch = muon.exchange.arena.memory
+                muons["experts" if is_expert else "dense"] = muon
+            splits |= {p: matrix.split for p, matrix in matrices.items()}
             optimizers.append(wrap(muon, config, model_chunks, pg_collection))
             optimizers[-1].grad_stats_parallel_group = stats_group
-            splits |= zip(builder.parameters, builder.splits, strict=True)
-            if builder.plan is not None:
-                plans["experts" if is_expert else "dense"] = builder.plan
-            if builder.unmet is not None:
-                unmet["expert" if is_expert else "dense"] = builder.unmet
         if scalar_groups := [group for group in ours if "optimizer" in group]:
             optimizers.append(_scalar(config, model_chunks, scalar_groups, pg_collection, stats_group))
             if weights is None or offload is None:
@@ -106,13 +98,7 @@ def get_megatron_muon_optimizer(
                 scalar_state[optimizers[-1]] = ScalarState(optimizers[-1], weights, offload, names)
     if not optimizers:
         raise UserError("the model has no trainable parameter on this rank; unfreeze at least one")
-    for line in refuse_unmet(unmet):
-        say(f"megatron-muon: note: {line}")
-    if digest := "-".join(plan.digest() for plan in plans.values()):
-        say(f"megatron-muon: plan {digest}")
-    if part := blockwise_note(config, pg_collection):
-        say(f"megatron-muon: note: {part}")
-    say(selection.parameter_table(groups, names, splits, full=config.muon_log_params))
+    facts = _report(muons, groups, names, splits, config, pg_collection)
     if weights is not None:
         weights.move_out()
     chain = MuonChainedOptimizer(
@@ -120,14 +106,49 @@ def get_megatron_muon_optimizer(
     )
     if asked(model_chunks[0].config):
         chain.qk_clip = QKClip(model_chunks, pg_collection.tp)
-    chain.facts = {
+    chain.facts = {**facts, "state_bytes": report_state(chain, of_muon=True)}
+    return chain
+
+
+def _groups(
+    config: MuonOptimizerConfig, model_chunks: Sequence[Any], config_overrides: dict[ParamKey, Any] | None
+) -> tuple[list[dict[str, Any]], dict[Any, str]]:
+    """megatron-core's parameter groups, those of Muon without `optimizer`, and a name for each parameter."""
+    selection.restore_attributes(model_chunks)
+    selection.tag_for_muon(model_chunks, exclude=config.muon_exclude, steps_for=steps_for(config))
+    width = getattr(model_chunks[0].config, "mup_width_mult", 1.0)
+    groups = _get_param_groups(model_chunks, config, _overrides(config, config_overrides, width))
+    if config.muon_dump_layout is not None and all("optimizer" in group for group in groups):
+        raise UserError(
+            "--muon-dump-layout has nothing to write: no trainable parameter is a matrix for Muon; leave it out"
+        )
+    return groups, selection.parameter_names(model_chunks)
+
+
+def _report(
+    muons: Mapping[str, ShardedMuon],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[torch.Tensor, str],
+    splits: Mapping[torch.Tensor, RowSplit],
+    config: MuonOptimizerConfig,
+    pg_collection: ProcessGroupCollection,
+) -> dict[str, Any]:
+    """Print what was planned, and who takes what; for facts.json. A UserError for settings that no ranks can have."""
+    exchanges = {kind: muon.exchange for kind, muon in muons.items()}
+    plans = {kind: exchange.plan for kind, exchange in exchanges.items() if exchange.plan is not None}
+    digest = "-".join(plan.digest() for plan in plans.values())
+    unmet = {kind.rstrip("s"): each.unmet for kind, each in exchanges.items() if each.scheme == OWNER}
+    for note in filter(None, (*refuse_unmet(unmet), blockwise_note(config, pg_collection))):
+        say(f"megatron-muon: note: {note}")
+    if digest:
+        say(f"megatron-muon: plan {digest}")
+    say(selection.parameter_table(groups, names, splits, full=config.muon_log_params))
+    return {
         "muon_parameters": selection.count(groups, of_muon=True),
         "scalar_parameters": selection.count(groups, of_muon=False),
         "plan": digest,
         "plans": {kind: plan.figures() for kind, plan in plans.items()},
-        "state_bytes": report_state(chain, of_muon=True),
     }
-    return chain
 
 
 def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupCollection) -> str:
@@ -144,8 +165,8 @@ def blockwise_note(config: MuonOptimizerConfig, pg_collection: ProcessGroupColle
 def _by_width(config: MuonOptimizerConfig, given: dict[ParamKey, Any], width: float) -> dict[ParamKey, Any]:
     """Give MuP's overrides, of --use-mup, to the scalar optimizer's matrices alone.
 
-    megatron-core 0.19 goes by dimensions: it takes a stack of experts for one of Adam's, which --muon-lr then
-    contradicts, and a matrix of --muon-exclude for Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
+    megatron-core 0.19 goes by dimensions: it takes a stack of experts for Adam's and a matrix of --muon-exclude for
+    Muon's. Its rule for `muon` leaves Adam's epsilon out, too.
     """
 
     def restricted(key: ParamKey) -> ParamKey:
@@ -227,8 +248,7 @@ def _grad_stats_group(ddp_config: Any, pg_collection: ProcessGroupCollection, *,
     """The group over which gradient norms and zero counts add up.
 
     Shards add up over all ranks of the optimizer instance, and over all instances where these share them too. Under
-    no_shard the data-parallel ranks hold the same gradients, so only model-parallel ranks add: for experts that
-    includes the ranks with other experts.
+    no_shard only model-parallel ranks add: for experts that includes the ranks with other experts.
     """
     group: dist.ProcessGroup = pg_collection.intra_dist_opt
     if ddp_config.data_parallel_sharding_strategy == "no_shard":

@@ -1,7 +1,4 @@
-"""What a GPU of this machine can do: its peak rate by its name, and whether torch can use it at all.
-
-A node whose GPU torch cannot use must not fall back to the CPU where other nodes use theirs.
-"""
+"""What a GPU of this machine can do: its peak rate by its name, and whether torch can use it at all."""
 
 from __future__ import annotations
 
@@ -37,10 +34,7 @@ def bf16_tflops(name: str) -> float | None:
 def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
     """Make a rank's own GPU current, before anything makes a stream or a context on the first one.
 
-    Megatron does so as late as in its initialization. A process that no launcher started keeps the first GPU.
-
-    Raises:
-        UserError: the machine has fewer GPUs than ranks.
+    A process that no launcher started keeps the first GPU. A UserError where the machine has fewer GPUs than ranks.
     """
     import torch
 
@@ -55,10 +49,7 @@ def take_own_gpu(environ: Mapping[str, str] = os.environ) -> None:
 def refuse_unusable_gpu(wanted: str) -> None:
     """Refuse `--device auto` where it would take the CPU on a machine whose GPU cannot be used."""
     if wanted == "auto" and (why := unusable_gpu()) is not None:
-        raise UserError(
-            f"--device auto: this machine has a GPU that torch cannot use: {why}; mend that, or use --device cpu on "
-            "all nodes"
-        )
+        raise UserError(f"--device auto: torch cannot use this machine's GPU: {why}; mend that, or use --device cpu")
 
 
 def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -68,14 +59,12 @@ def unusable_gpu(environ: Mapping[str, str] = os.environ) -> str | None:
     if torch.cuda.is_available() or environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1", "NoDevFiles"):
         return None
     files = sorted(_DEVICES.glob("nvidia[0-9]*"))
-    count = 0 if files else torch.cuda._device_count_nvml()
-    if not files and count < 1:
+    if not files and torch.cuda._device_count_nvml() < 1:
         return None
-    seen = f"{files[0]} is there" if files else f"the driver counts {count}"
     if torch.version.cuda is None:
-        return f"{seen}, and torch {torch.__version__} is built for the CPU"
+        return f"torch {torch.__version__} is built for the CPU"
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return f"{seen}, and torch says: {str(error).splitlines()[0].rstrip('.')}"
-    return f"{seen}, and torch {torch.__version__} finds no device; see nvidia-smi"
+        return f"torch says: {str(error).splitlines()[0].rstrip('.')}"
+    return f"torch {torch.__version__} finds no device; see nvidia-smi"

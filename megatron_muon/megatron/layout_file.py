@@ -4,19 +4,14 @@
      "matrices": [{"name": "w", "shape": [4, 8], "shards": [[0, 0, 3, 0, 8], [1, 3, 1, 0, 8]]}]}
 
 A shard is `[rank, row_start, rows, col_start, cols]`; where further ranks hold the same rectangle, the list of them
-follows. The optional key `ranks` has the global rank of each rank of the group, ascending, where they are not counted
-from 0: they decide which of them share a node. The optional key `blocks`, `[groups, [part, ...]]`, says how the rows of
-a matrix make blocks (`RowSplit`).
-What does not tile is refused; nothing is repaired.
+follows. `ranks`, if given, has the global rank of each rank of the group, ascending, where they are not counted from 0.
+`blocks`, `[groups, [part, ...]]`, says how the rows of a matrix make blocks (`RowSplit`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 import tempfile
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +23,6 @@ from megatron_muon.errors import UserError
 
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
-_SHOWN = 60
-"""Characters shown of a value that does not fit."""
 
 
 class _StoredShard(msgspec.Struct, array_like=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,37 +61,15 @@ def read_captured(path: str | Path) -> tuple[Layout, tuple[int, ...]]:
     """The layout in a file, and the global ranks of its group, empty where they are counted from 0.
 
     Raises:
-        UserError: the file cannot be read, is not of this form, or holds a layout that does not tile its matrices; the
-            message names the file and the place.
+        UserError: the file cannot be read, is not of this form, or holds a layout that does not tile its matrices.
     """
-    content = b""
     try:
-        content = Path(path).read_bytes()
-        stored = msgspec.json.decode(content, type=_StoredLayout)
+        stored = msgspec.json.decode(Path(path).read_bytes(), type=_StoredLayout)
         return Layout(stored.world_size, tuple(_matrix(matrix) for matrix in stored.matrices)), stored.ranks
     except OSError as error:
         raise UserError(f"cannot read layout {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:  # msgspec's, a LayoutError, or what is not UTF-8
-        place = re.search(r"\(byte (\d+)\)", str(error))
-        line = f":{1 + content.count(b'\n', 0, int(place[1]))}" if place else ""
-        raise UserError(f"{path}{line}: {_with_value(str(error), content)}") from None
-
-
-def _with_value(message: str, content: bytes) -> str:
-    """A message of msgspec, with the name of the matrix and the value that it is about."""
-    place = re.search(r" - at `\$(.*)`$", message)
-    if place is None:
-        return message
-    name = ""
-    try:
-        value = msgspec.json.decode(content)
-        for key, index in re.findall(r"\.(\w+)|\[(\d+)\]", place[1]):
-            value = value[key or int(index)]
-            name = value.get("name") or name if isinstance(value, dict) else name
-    except (ValueError, RecursionError, LookupError, TypeError):  # nested too deeply, or a key stands there twice
-        return message
-    shown = textwrap.shorten(json.dumps(value), _SHOWN, placeholder=" ...")
-    return f"{name}{': ' * bool(name)}{message}, found {shown}"
+    except ValueError as error:  # msgspec's, with the place, or a LayoutError, with the matrix
+        raise UserError(f"{path}: {error}") from None
 
 
 def _matrix(stored: _StoredMatrix) -> Matrix:
@@ -118,9 +89,8 @@ def write_layout(path: str | Path, layout: Layout, ranks: Sequence[int] = ()) ->
         split = matrix.split
         shards = [_StoredShard(*dataclasses.astuple(shard)) for shard in matrix.shards]
         blocks = None if split == whole(split.rows) else (split.groups, split.parts)
-        lines.append(
-            msgspec.json.encode(_StoredMatrix(matrix.name, matrix.shape, shards, blocks, matrix.steps)).decode()
-        )
+        stored = _StoredMatrix(matrix.name, matrix.shape, shards, blocks, matrix.steps)
+        lines.append(msgspec.json.encode(stored).decode())
     body = ",\n".join(lines)
     head = f'{{"world_size": {layout.world_size},\n' + (f'"ranks": {[*ranks]},\n' if ranks else "")
     try:
@@ -139,26 +109,18 @@ def dump_layout(path: str | Path, layout: Layout, ranks: Sequence[int], *, is_ex
     """Write the layout of a run for `--muon-dump-layout path`, and print a line that says so; for one rank to call."""
     file = _dump_file(path, is_expert=is_expert)
     write_layout(file, layout, () if list(ranks) == list(range(len(ranks))) else ranks)
-    kind, ranks_word = "expert" if is_expert else "dense", "ranks" if layout.world_size != 1 else "rank"
-    print(
-        f"megatron-muon: note: {file}: the layout of {len(layout.matrices)} {kind} matrices over {layout.world_size} "
-        f"{ranks_word}; for megatron-muon plan --layout {file}",
-        flush=True,
-    )
+    print(f"megatron-muon: note: {file}: a layout for megatron-muon plan --layout {file}", flush=True)
 
 
 def check_dump_file(path: str | Path, *, has_experts: bool) -> None:
     """Refuse, by a UserError, a file in which a run will not be able to write its layouts; leaves files as they are."""
     for is_expert in (True, False) if has_experts and Path(path).name else (False,):
-        file, flag = _dump_file(path, is_expert=is_expert), f"--muon-dump-layout {str(path)!r}"
-        if file.is_dir():
-            raise UserError(f"{flag}: {str(file)!r} is a folder; name a file, for instance {file / 'layout.json'}")
-        if not file.parent.is_dir():
-            raise UserError(f"{flag}: there is no folder {str(file.parent)!r}; type mkdir -p {file.parent}")
+        file = _dump_file(path, is_expert=is_expert)
         try:
             with file.open("ab") if file.exists() else tempfile.TemporaryFile(dir=file.parent):
                 pass
         except OSError as error:
             raise UserError(
-                f"{flag}: cannot write {str(file)!r} ({error.strerror}); choose a file that this user may write"
+                f"--muon-dump-layout {str(path)!r}: cannot write {str(file)!r} ({error.strerror}); name a file in a "
+                "folder that is there and that this user may write"
             ) from None

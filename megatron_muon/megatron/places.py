@@ -58,12 +58,15 @@ class RunFolder:
 
     def numbered(self, number: int) -> RunFolder:
         """The same places in a folder beside this one: runs/a-2 for runs/a."""
-        return RunFolder(*(self._numbered(path, number) for path in (self.root, self.tensorboard, self.checkpoints)))
 
-    def _numbered(self, path: Path | None, number: int) -> Any:
-        if path is None or not path.is_relative_to(self.root):
-            return path and path.with_name(f"{path.name}-{number}")
-        return self.root.with_name(f"{self.root.name}-{number}") / path.relative_to(self.root)
+        def moved(path: Path) -> Path:
+            beside = self.root.with_name(f"{self.root.name}-{number}")
+            if path.is_relative_to(self.root):
+                return beside / path.relative_to(self.root)
+            return path.with_name(f"{path.name}-{number}")
+
+        checkpoints = self.checkpoints and moved(self.checkpoints)
+        return RunFolder(moved(self.root), moved(self.tensorboard), checkpoints)
 
 
 def locate(
@@ -71,10 +74,9 @@ def locate(
 ) -> tuple[RunFolder, dict[str, str]]:
     """Where a run's files go.
 
-    With `out` everything goes there that the command line (`chosen`) does not place: a --save or --tensorboard-dir of
-    the experiment file (`values`), too. Without, the flags decide: the folder is the parent of a --tensorboard-dir
-    named tensorboard, or of a --save named checkpoints, or else `default`. Events and records follow a --save that was
-    typed, not a --tensorboard-dir of the file.
+    With `out` everything goes there that the command line (`chosen`) does not place. Without, the flags decide: the
+    folder is the parent of a --tensorboard-dir named tensorboard, or of a --save named checkpoints, or else `default`.
+    Events and records follow a --save that was typed, not a --tensorboard-dir of the experiment file (`values`).
 
     Returns:
         The folder, and the flags that have to be added.
@@ -104,9 +106,7 @@ def beside(folder: RunFolder, given: Mapping[str, str]) -> tuple[RunFolder, dict
     """A folder that holds no run: the one that an experiment file names, or the next free one beside it.
 
     A run that loads what it saves, by its `given` flags, starts from nothing there; --finetune takes the weights of the
-    run that lies here.
-
-    Every rank finds the same, as no rank writes events or checkpoints before all of them have met.
+    run that lies here. Every rank finds the same, as none writes before all of them have met.
 
     Returns:
         The folder, the flags that name its places, and a note; both empty for the folder itself.
@@ -125,12 +125,8 @@ def beside(folder: RunFolder, given: Mapping[str, str]) -> tuple[RunFolder, dict
 def settle_places(values: Mapping[str, str], chosen: Mapping[str, str]) -> tuple[dict[str, str], str]:
     """For ranks that nobody gave a folder: flags that keep their start off another run, and a note.
 
-    Args:
-        values: flags of the experiment file.
-        chosen: flags that were typed.
-
-    Raises:
-        UserError: a place that was typed holds a run, and the start does not continue it.
+    `values` are flags of the experiment file, `chosen` those that were typed. A UserError where a place that was typed
+    holds a run that the start does not continue.
     """
     given = {**values, **chosen}
     folder, flags = locate(values, chosen, out=None, default="")
@@ -158,9 +154,8 @@ def held_by(folder: RunFolder) -> str:
     if summary:
         done, asked = summary.get("iterations") or 0, summary.get("train_iters")
         return f"{folder.root} holds a run that {summary.get('outcome', 'ended')} after {done} of {asked} iterations"
-    if (folder.root / RUN).exists():
-        return f"{folder.root} holds a run that was cut off"
-    return f"{folder.tensorboard if folder.has_steps else folder.checkpoints} holds a run's events or checkpoints"
+    cut_off = " that was cut off" if (folder.root / RUN).exists() else ""
+    return f"{folder.tensorboard if folder.has_steps else folder.checkpoints} holds a run{cut_off}"
 
 
 def foreign_file(root: Path) -> Path | None:

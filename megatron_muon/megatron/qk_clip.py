@@ -1,10 +1,9 @@
 """QK-clip: after a step the rows that make queries and keys shrink until attention logits are under a threshold again.
 
-The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the factor
-gamma = min(1, threshold / S). Its query rows are scaled by gamma ** alpha and its key rows by gamma ** (1 - alpha), so
-that its logits shrink by gamma. Heads of a query group share keys, so they share the factor of the group's largest
-logit. Of latent attention the rotary key is shared by all heads and stays: rotary queries are scaled by gamma. Main
-weights are scaled, whichever optimizer has them, before they are installed in the model; momentum is left alone.
+The largest logit S of a head, over the step's micro-batches and all ranks, gives the head the factor gamma = min(1,
+threshold / S). Its query rows are scaled by gamma ** alpha and its key rows by gamma ** (1 - alpha). Heads of a query
+group share keys, so they share the factor of the group's largest logit. The rotary key of latent attention, which all
+heads share, stays: rotary queries are scaled by gamma. Main weights are scaled; momentum is left alone.
 
 Sources: Kimi K2, arXiv 2507.20534, Algorithm 1; `clip_qk` of SelfAttention and MLASelfAttention in megatron-core 0.19,
 which leave biases as they are. Here they are rows like others: without them logits would not shrink by gamma.
@@ -34,10 +33,7 @@ OTHER, QUERY, KEY, ROTARY = range(4)
 
 
 def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
-    """The projections that make queries and keys, with what their rows make: `(kind, rows)` of a repetition.
-
-    One repetition is a query group, or a head of latent attention. `config` is a TransformerConfig.
-    """
+    """The projections that make queries and keys, with the `(kind, rows)` of one query group, or latent head."""
     if config.multi_latent_attention:
         queries = "linear_q_proj" if config.q_lora_rank is None else "linear_q_up_proj"
         return {
@@ -53,17 +49,10 @@ def projections(config: Any) -> dict[str, list[tuple[int, int]]]:
 def factors(
     largest: torch.Tensor, group_of: torch.Tensor, *, groups: int, alpha: float, threshold: float
 ) -> torch.Tensor:
-    """What rows are multiplied by.
+    """What rows are multiplied by: `(4, groups)` factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows.
 
-    Args:
-        largest: `(heads,)`, the largest logit of each.
-        group_of: `(heads,)`, the group of each.
-        groups: how many there are.
-        alpha: share of the factor that queries take.
-        threshold: the largest logit that is left as it is.
-
-    Returns:
-        `(4, groups)`: the factors of `OTHER`, `QUERY`, `KEY` and `ROTARY` rows.
+    `largest` and `group_of`, `(heads,)`, have the largest logit of each head and its group; `alpha` is the share of the
+    factor that queries take.
     """
     of_groups = largest.new_full((groups,), -math.inf).scatter_reduce(0, group_of, largest, "amax")
     gamma = torch.where(of_groups > threshold, threshold / of_groups, 1.0)
@@ -117,11 +106,7 @@ class QKClip:
             core.current_max_attn_logits = None
 
     def measure(self) -> None:
-        """Take the logits of the forward passes since the last step, over all ranks. Collective.
-
-        Raises:
-            RuntimeError: a layer has kept none.
-        """
+        """Take the logits of the forward passes since the last step, over all ranks. Collective."""
         found = [core.current_max_attn_logits for core in self._cores]
         self.forget()
         if any(logits is None for logits in found):
@@ -155,11 +140,7 @@ class QKClip:
 
 
 def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
-    """The attention modules of a model chunk, each with the chunk and its path without wrappers, able to show logits.
-
-    Raises:
-        UserError: one of them is of another kind than `projections` knows, keeps no logits, or has other heads.
-    """
+    """The attention modules of a model chunk with their paths without wrappers; a UserError for one without logits."""
     for path, module in chunk.named_modules():
         if (core := getattr(module, "core_attention", None)) is None:
             continue
@@ -181,11 +162,7 @@ def _attentions(chunk: Any, flag: str) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _shards(chunk: Any, prefix: str, tensor_parallel_rank: int) -> Iterator[tuple[torch.Tensor, slice]]:
-    """The weight and bias of a projection where this rank holds rows of them, and which rows of the whole these are.
-
-    Raises:
-        UserError: they do not train.
-    """
+    """The weight and bias of a projection where this rank holds rows of them, and which rows of the whole these are."""
     buffer = chunk.param_and_grad_buffer
     for name, parameter in buffer.optimizer_named_parameters:
         if name.replace("module.", "") not in (f"{prefix}weight", f"{prefix}bias"):

@@ -1,8 +1,4 @@
-"""megatron-core's TensorParallelMuon on the replicated DTensors of Megatron-FSDP's `no_shard` strategy.
-
-Every rank holds whole matrices, so nothing is exchanged: the class only shows the local tensor to the base class's
-orthogonalisation, and keeps its result independent of the momentum's magnitude.
-"""
+"""megatron-core's TensorParallelMuon on the replicated DTensors of Megatron-FSDP's `no_shard` strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +18,7 @@ from megatron_muon.core.rules.decay import aligned
 
 
 def give_blocks(parameter: torch.Tensor, split: RowSplit) -> None:
-    """Have ReplicatedMuon orthogonalise the blocks of `parameter` alone, by upstream's mechanism for QKV.
+    """Have ReplicatedMuon orthogonalise the blocks of `parameter` alone.
 
     TensorParallelMuon splits rows into repetitions of `qkv_split_shapes`, as many as there are; that is a RowSplit.
     """
@@ -37,8 +33,7 @@ def has_blocks(parameter: torch.Tensor) -> bool:
 class ReplicatedMuon(TensorParallelMuon):
     """TensorParallelMuon whose parameters, gradients and momentum are replicated DTensors, to the last bit.
 
-    A matrix whose update is not finite keeps its weights, as with ShardedMuon. `names` are for messages; `cautious` as
-    for ShardedMuon.
+    A matrix whose update is not finite keeps its weights. `names` and `cautious` are as for ShardedMuon.
     """
 
     def __init__(self, *args: Any, names: Mapping[torch.Tensor, str], cautious: bool = False, **settings: Any) -> None:
@@ -78,10 +73,7 @@ class ReplicatedMuon(TensorParallelMuon):
             self._init_group(group, skip_non_grad_params=False)
 
     def orthogonalize(self, p: torch.Tensor, grad: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """The scaled update of `grad`, 2D `(rows, cols)` or a 3D stack of experts, a DTensor as `grad` is.
-
-        The power of two is common to the ranks that share a matrix by tensor parallelism.
-        """
+        """The scaled update of `grad`, 2D `(rows, cols)` or a 3D stack of experts, a DTensor as `grad` is."""
         with self.probe.phase("orthogonalize"):
             update = self._orthogonalize_rows(p, local_rows(grad), **kwargs)
         self.probe.updates([update])

@@ -324,22 +324,6 @@ def test_an_optimizer_made_before_fully_shard_trains_if_its_parameters_are_excha
     assert_close(found, expected)
 
 
-def measured(rank: int, world_size: int, *, kind: str, options: dict[str, Any]) -> float:
-    """In a worker: the norm of all momentum after two steps."""
-    torch.manual_seed(0)
-    training = getattr(frameworks, kind)(metrics_interval=2, **options)
-    for batch in frameworks.tokens(2):
-        training.step(batch)
-    return training.optimizer.metrics.latest.values["momentum_norm"]
-
-
-def test_measured_momentum_is_the_same_in_every_framework(ranks: Pool) -> None:
-    expected = ranks(1, measured, kind="plain", options={})[0]
-    for framework in ("ddp", "ddp, shared", "fsdp2"):
-        kind, options = FRAMEWORKS[framework]
-        assert ranks(2, measured, kind=kind, options=options) == pytest.approx([expected] * 2, rel=1e-5), framework
-
-
 LLAMA = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -377,22 +361,6 @@ def test_a_plan_of_a_hugging_face_model_is_the_runs(ranks: Pool, world_size: int
     digest, matrices = ranks(world_size, digest_of_llama, config=str(config))[0]
     assert (figures["digest"], figures["matrices"]) == (digest, matrices)
     assert matrices == 3 * 7
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "there is no such folder or file"), ('{"model_type": "no-such-model"}', "cannot build it: ")],
-)
-def test_a_model_that_cannot_be_planned(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "config.json"
-    if text is not None:
-        path.write_text(text, "utf-8")
-    assert main(["plan", "--hf", str(path), "--world-size", "2"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"--hf {path}: " in line
-    assert message in line
 
 
 WITHOUT_MEGATRON = """

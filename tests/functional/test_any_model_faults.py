@@ -163,7 +163,7 @@ def test_a_muon_that_only_some_ranks_make_is_an_error_after_a_while(ranks: Pool)
     """Story: they waited for ever."""
     first, second, last = ranks(3, made_by_some)
     assert last is None
-    rest = "has waited 1 s for rank 2 to make this Muon; make it on each of the ranks 0, 1, 2, with the same "
+    rest = "has waited 1 s for ranks [2] to make this Muon; make it on each of the ranks [0, 1, 2], with the same "
     rest += "share_replicated, process_group and offload"
     assert (first, second) == (f"rank 0 {rest}", f"rank 1 {rest}")
 

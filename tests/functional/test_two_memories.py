@@ -22,7 +22,6 @@ from tests.functional.test_any_model import (
     FRAMEWORKS,
     ON_FOUR,
     assert_close,
-    measured,
     resumed,
     resumed_library,
     weights,
@@ -75,6 +74,17 @@ ANY_MODEL = {
     **{name: (2, *FRAMEWORKS[name]) for name in ("fsdp2", "ddp", "ddp, shared", "megatron-fsdp")},
     **{name: (4, *ON_FOUR[name]) for name in ("hsdp", "tensor parallel")},
 }
+
+
+def measured(rank: int, world_size: int, *, kind: str, options: dict[str, Any]) -> float:
+    """In a worker: the norm of all momentum after two steps."""
+    from tests.support import frameworks
+
+    torch.manual_seed(0)
+    training = getattr(frameworks, kind)(metrics_interval=2, **options)
+    for batch in frameworks.tokens(2):
+        training.step(batch)
+    return float(training.optimizer.metrics.latest.values["momentum_norm"])
 
 
 @pytest.mark.parametrize("framework", wide_but(["fsdp2"], ANY_MODEL))

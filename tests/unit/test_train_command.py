@@ -101,7 +101,7 @@ def test_a_run_is_not_written_over(taken):
 def test_a_folder_without_a_summary_is_not_written_over_either(taken):
     (taken.root / "summary.json").unlink()
     (taken.root / "run.json").unlink()
-    with pytest.raises(UserError, match="/tensorboard holds a run's events or checkpoints"):
+    with pytest.raises(UserError, match="/tensorboard holds a run;"):
         check_free(taken, resume=False, overwrite=False)
     (taken.root / "run.json").write_text(OURS)
     with pytest.raises(UserError, match="holds a run that was cut off"):

@@ -1,6 +1,6 @@
-"""What megatron.training.pretrain wants to be told about a GPT: model, batches, loss, datasets.
+"""What megatron.training.pretrain needs of a GPT: model, batches, loss, datasets.
 
-megatron-core's wheel ships the training loop but not the script around it. Nothing here knows which optimizer runs.
+megatron-core's wheel ships the training loop but not the script around it.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
 class GPTDataset(gpt_dataset.GPTDataset):
     """megatron-core's GPT dataset, with its indices in PREFIX.cache unless --data-cache-path says otherwise.
 
-    megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The class keeps the
-    name: that of an index contains it.
+    megatron-core's own default, PREFIX/cache, makes a folder of what is a prefix of file names. The name of an index
+    contains that of the class.
     """
 
     config: GPTDatasetConfig

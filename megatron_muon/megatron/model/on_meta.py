@@ -60,9 +60,8 @@ def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, run
     """The model that a run with these validated flags builds, in the dtype that it trains in.
 
     One that is not `runnable` is for its parameters alone: megatron-core's local layers stand for those of Transformer
-    Engine. The local core attention of 0.19 takes neither context parallelism nor the two head sizes of latent
-    attention; it has no parameters. The projections of latent experts are Transformer Engine's alone, and so are hybrid
-    models, whose Mamba and GatedDeltaNet want packages for GPUs as well.
+    Engine, and what needs packages for GPUs (latent experts, Mamba, GatedDeltaNet) has stand-ins of the same
+    parameters.
     """
     hybrid = args.hybrid_layer_pattern is not None
     config = hybrid_config_from_args(args) if hybrid else gpt_config(args)
@@ -84,7 +83,7 @@ def build_model(args: argparse.Namespace, groups: ProcessGroupCollection, *, run
 
 
 def build_without_kernels(changes: Patches) -> None:
-    """Let the layers of hybrid models be built where mamba-ssm, flash-linear-attention and Transformer Engine lack."""
+    """Let the layers of hybrid models be built without mamba-ssm, flash-linear-attention and Transformer Engine."""
     changes.replace(mamba_mixer, "HAVE_MAMBA_SSM", True)
     changes.replace(mamba_mixer, "ExtendedRMSNorm", lambda size, **_settings: _Norm(None, size))
     changes.replace(common, "HAVE_FLA", True)
@@ -120,7 +119,7 @@ def local_layers(spec: Any) -> Any:
 
 
 class _NoRandomNumbers:
-    """Stands for the tracker of random number generators, which has none on paper."""
+    """Stands for the tracker of random number generators."""
 
     def fork(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -1,16 +1,15 @@
-"""The matrices of a Megatron model's parameters: their shapes and blocks, and which rank holds which part of them.
+"""The matrices of a Megatron model's parameters: their shapes and blocks, and the ranks that share them.
 
 Several of megatron-core's projections keep matrices of their own in one parameter: query, key and value; gate and up;
 a latent and a rotary key; a layer's experts. What splits is decided from sizes of the model and of whole matrices,
-never from the rows that a rank happens to hold. Megatron-FSDP hands the optimizer DTensors; here they become plain
-layouts over a process group.
+never from the rows that a rank happens to hold.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 
-from megatron_muon.core.layout import Layout, Matrix, Rectangle, RowSplit, whole
+from megatron_muon.core.layout import Matrix, RowSplit, whole
 from megatron_muon.core.ranks import new_group_of, numbers_of_all_ranks
-from megatron_muon.errors import UserError
-from megatron_muon.fsdp.cuts import BufferCut, check_alike
-from megatron_muon.fsdp.shards import noted_part
 from megatron_muon.megatron.settings import MuonOptimizerConfig
 
 
@@ -60,15 +56,12 @@ def fused_rows(name: str, config: Any, stated: Sequence[int] = ()) -> Fused | No
     """How the rows of a parameter are fused; None where nothing is known to be fused in it.
 
     `stated` are the rows of each part on a tensor-parallel rank, where the layer itself states them: `partition_sizes`
-    of a weight, as Mamba's `in_proj` has them (z, x, B, C, dt), or `in_proj_split_sections` of a GatedDeltaNet (query,
-    key, value, z, beta, alpha). `config` is the TransformerConfig of the parameter's layer.
+    of a weight, as Mamba's `in_proj` has them, or `in_proj_split_sections` of a GatedDeltaNet. `config` is the
+    TransformerConfig of the parameter's layer.
 
-    Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV, with the gate of gated attention
-    between query and key (SelfAttention.get_query_key_value_tensors); CrossAttention.get_query_key_value_tensors;
-    MLASelfAttention.get_query_key_value_tensors; MLP.forward, where gate and up are the halves of the first projection.
-    Its own Muon leaves all but QKV whole ("TODO: support MLA"); here they are split with QKV: `linear_kv_down_proj`
-    into latent and rotary key, `linear_qkv_down_proj` into query latent, latent and rotary key, `linear_kv_up_proj`
-    into keys and values of all heads.
+    Sources, megatron-core 0.19: `_get_qkv_split_shapes` of its own Muon for QKV; get_query_key_value_tensors of
+    SelfAttention (the gate lies between query and key), CrossAttention and MLASelfAttention; MLP.forward, where gate
+    and up are the halves of the first projection. Its own Muon leaves all but QKV whole ("TODO: support MLA").
     """
     if stated:
         return Fused(parts=tuple(rows for rows in stated if rows))
@@ -110,37 +103,30 @@ def experts_in(parameter: torch.Tensor) -> int:
     return int(parameter.shape[0]) if parameter.ndim == 3 else 1
 
 
-def rows_of_one(parameter: torch.Tensor, *, over_tp: bool = True) -> int:
-    """Rows of the matrix, or of each one of a stack."""
-    return matrix_shape(parameter, over_tp=over_tp)[0] // experts_in(parameter)
-
-
 def block_split(parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> RowSplit:
-    """How the matrix of a tagged parameter splits into blocks, decided from its whole shape, never from local rows.
-
-    `over_tp` as for `matrix_shape`. Raises a ValueError for stacked experts whose blocks are not of consecutive rows.
-    """
-    rows = rows_of_one(parameter, over_tp=over_tp)
+    """How the matrix of a tagged parameter splits into blocks; `over_tp` as for `matrix_shape`."""
+    experts = experts_in(parameter)
+    rows, part = (matrix_shape(parameter, over_tp=whole_rows)[0] // experts for whole_rows in (over_tp, False))
     fused: Fused | None = getattr(parameter, "fused_rows", None)
     if fused is None or not fused.fits(rows):  # a tensor-parallel rank's part may have too few query groups
         each = whole(rows)
     else:
-        each = fused.split(rows, settings, tensor_parallel=rows // rows_of_one(parameter, over_tp=False))
-    if parameter.ndim == 3 and each.groups > 1:
+        each = fused.split(rows, settings, tensor_parallel=rows // part)
+    if parameter.ndim != 3:
+        return each
+    if each.groups > 1:
         raise ValueError(f"stacked experts need blocks of consecutive rows, got {each.groups} groups of {each.parts}")
-    return RowSplit(1, each.parts * experts_in(parameter)) if parameter.ndim == 3 else each
+    return RowSplit(1, each.parts * experts)
 
 
-def ns_steps(parameter: torch.Tensor) -> int:
-    """The Newton-Schulz steps that a tagged parameter takes; 0 where it is not named in --muon-ns-steps-for."""
-    return int(getattr(parameter, "ns_steps", 0))
+def matrix_of(name: str, parameter: torch.Tensor, settings: MuonOptimizerConfig, *, over_tp: bool = True) -> Matrix:
+    """The matrix of a tagged parameter, still without shards; `over_tp` as for `matrix_shape`."""
+    shape, split = matrix_shape(parameter, over_tp=over_tp), block_split(parameter, settings, over_tp=over_tp)
+    return Matrix(name, shape, (), split, getattr(parameter, "ns_steps", 0))
 
 
 def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The ranks that together hold matrices which data and tensor parallelism cut.
-
-    Where tensor parallelism has several ranks this makes process groups: a collective over all ranks of the run.
-    """
+    """The ranks that together hold matrices which data and tensor parallelism cut. Collective over all ranks."""
     if tensor_parallel.size() == 1:
         return data_parallel
     first = min(dist.get_process_group_ranks(data_parallel))
@@ -151,63 +137,5 @@ def matrix_group(data_parallel: dist.ProcessGroup, tensor_parallel: dist.Process
 
 
 def over_gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks for tensors in host memory. A collective over all ranks of the run."""
+    """A group of the same ranks for tensors in host memory. Collective over all ranks of the run."""
     return new_group_of(min(dist.get_process_group_ranks(group)), backend="gloo")
-
-
-def _local_rectangles(model_chunks: Sequence[Any]) -> dict[torch.Tensor, Rectangle]:
-    """What this rank holds of each sharded matrix or stack.
-
-    Raises a UserError where tensor parallelism cuts the experts of a stack.
-    """
-    rectangles = {}
-    for chunk in model_chunks:
-        buffer = chunk.param_and_grad_buffer
-        for name, parameter in buffer.optimizer_named_parameters:
-            if parameter.ndim not in (2, 3):
-                continue
-            offsets, sizes = noted_part(buffer, name)
-            if parameter.ndim == 3:  # whole experts, one below the other
-                if getattr(parameter, "expert_stack", False) and sizes[1:] != tuple(parameter.shape[1:]):
-                    raise UserError(
-                        f"{name}: a stack of experts {tuple(parameter.shape)} that tensor parallelism cuts is not "
-                        "supported with Muon; use --expert-tensor-parallel-size 1, or --muon-exclude"
-                    )
-                rows = sizes[1]
-                offsets, sizes = (offsets[0] * rows, offsets[2]), (sizes[0] * rows, sizes[2])
-            rectangles[parameter] = (offsets[0], sizes[0], offsets[1], sizes[1])
-    return rectangles
-
-
-def layout_of(
-    parameters: Sequence[torch.Tensor],
-    names: Mapping[torch.Tensor, str],
-    model_chunks: Sequence[Any],
-    splits: Sequence[RowSplit],
-    group: dist.ProcessGroup,
-    *,
-    over_tp: bool,
-) -> tuple[Layout, list[Rectangle]]:
-    """The layout of sharded parameters over the ranks of `group`, and what this rank holds of each. Collective.
-
-    `splits` has the blocks of each. Ranks that hold the same rectangle are replicas: instances of the distributed
-    optimizer, or tensor-parallel ranks where a parameter is not cut by tensor parallelism. `over_tp` as for
-    `matrix_shape`.
-
-    Raises:
-        UserError: Megatron-FSDP has cut them in a way that is not known here, or otherwise on other ranks.
-    """
-    rectangles = _local_rectangles(model_chunks)
-    buffers = [chunk.param_and_grad_buffer for chunk in model_chunks]
-    cuts = {p: cut for b in buffers for cut in [BufferCut(b, group)] for _, p in b.optimizer_named_parameters}
-    matrices, mine = [], []
-    for parameter, split in zip(parameters, splits, strict=True):
-        shape = matrix_shape(parameter, over_tp=over_tp)
-        row_start, rows, col_start, cols = rectangles[parameter]
-        # A part begins at a multiple of its size, so the remainder is the place within the part.
-        mine.append((row_start % shape[0], rows, col_start % shape[1], cols))
-        shards = cuts[parameter].shards(parameter, shape)
-        matrices.append(Matrix(names[parameter], shape, shards, split, ns_steps(parameter)))
-    layout = Layout(group.size(), tuple(matrices))
-    check_alike(layout, mine, group, remedy="start all ranks with the same flags and software")
-    return layout, mine

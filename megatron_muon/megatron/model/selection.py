@@ -5,10 +5,8 @@ Nothing whose rows are fused in a way that is not known either: one update for s
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,19 +17,20 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from megatron_muon.core.layout import RowSplit
-from megatron_muon.errors import UserError
-from megatron_muon.fsdp.patterns import matching
-from megatron_muon.fsdp.selection import TABLES, shares, steps_of
-from megatron_muon.megatron.model.parameters import fused_rows, matrix_shape, rows_of_one
+from megatron_muon.fsdp.patterns import matching, steps_of
+from megatron_muon.fsdp.selection import TABLES
+from megatron_muon.fsdp.table import Row, blocks, table
+from megatron_muon.megatron.model.parameters import experts_in, fused_rows, matrix_shape
 
 EMBEDDING, TIED, OUTPUT = "embedding", "tied to an embedding", "projection to the vocabulary"
 TABLE, VECTOR, UNKNOWN = "table", "vector", "fused in a way that is not known (docs/parameters.md)"
 """Why a 2D weight goes to the scalar optimizer."""
 
 _FUSED = re.compile(
-    r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))", re.I
+    r"in_proj|qkv|kqv|gate_up|up_gate|w1[23]|glu|c_attn|query_key|key_value|(?<![a-z])(x_proj|w?kv(?![a-z]))",
+    re.I,
 )
-"""Names under which layers, megatron-core's and others, keep several matrices one below the other."""
+"""Names under which layers, megatron-core's and others, keep several matrices in one weight."""
 
 _TABLES = (nn.Embedding, nn.EmbeddingBag, VocabParallelEmbedding)
 _LINEAR = (nn.Linear, ColumnParallelLinear, RowParallelLinear)
@@ -43,16 +42,13 @@ _ATTRIBUTES_LEFT_BEHIND = (
     "use_muon",
     "partition_sizes",
 )
-_SHOWN = 3
-"""Names shown of the weights that are left out for one reason, or that are like a pattern."""
 
 
 def restore_attributes(model_chunks: Sequence[Any]) -> None:
     """Give the optimizer's DTensor parameters the attributes that Megatron-FSDP leaves on the originals.
 
     Without `allreduce` an expert parameter reads as dense, is reduced over the wrong group and counted wrong in the
-    gradient norm. Needed by megatron-core 0.19 (ParamAndGradBuffer._init_optimizer_named_parameters copies a fixed
-    list).
+    gradient norm (ParamAndGradBuffer._init_optimizer_named_parameters of megatron-core 0.19 copies a fixed list).
     """
     for parameter in (parameter for chunk in model_chunks for parameter in chunk.parameters()):
         original = getattr(parameter, "orig_param", None)
@@ -66,10 +62,9 @@ def tag_for_muon(
 ) -> None:
     """Mark trainable parameters: `use_muon`, `why_not_muon`, `ns_steps`, `expert_tp`, `fused_rows`, `expert_stack`.
 
-    A `use_muon` that a script has set on an embedding or output layer is kept. What the patterns `exclude` match
-    (`--muon-exclude`) goes to the scalar optimizer; `steps_for` has the Newton-Schulz steps of what its patterns match,
-    the last that does (`--muon-ns-steps-for`). Raises a UserError for a pattern that matches none of Muon's
-    matrices, and for experts that cannot be told apart.
+    A `use_muon` that a script has set is kept. What the patterns `exclude` match (`--muon-exclude`) goes to the scalar
+    optimizer; `steps_for` has Newton-Schulz steps by pattern, the last that matches holds (`--muon-ns-steps-for`).
+    Raises a UserError for a pattern that matches none of Muon's matrices.
 
     Source: megatron.core.optimizer._get_megatron_emerging_optimizer, which does this for its own Muon.
     """
@@ -96,13 +91,6 @@ def tag_for_muon(
     steps = steps_of(matrices, steps_for or {}, others=others, hint=hint)
     for name, parameter in matrices.items():
         parameter.ns_steps = steps.get(name, 0)
-    for name, parameter in matrices.items():
-        if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
-            raise UserError(
-                f"{name}: experts fused into one 2D parameter are not supported with Muon; use TEGroupedMLP or "
-                "SequentialMLP (Megatron's --moe-grouped-gemm on or off), keep them as (experts, rows, columns), or "
-                "send them to the scalar optimizer with --muon-exclude experts.weight1 experts.weight2"
-            )
 
 
 def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]]:
@@ -116,22 +104,21 @@ def _trained(model_chunks: Sequence[Any]) -> Iterator[tuple[str, Any, list[Any]]
 
 
 def _why_not(name: str, parameter: Any, path: Sequence[Any]) -> str:
-    """Tag a 2D parameter or a stack with `fused_rows`; why it is no matrix for Muon, empty where it may be one.
-
-    What is fused in it is the layer's own word, else known by name and the sizes of the layer's config.
-    """
+    """Tag a 2D parameter or a stack with `fused_rows`; why it is no matrix for Muon, empty where it may be one."""
     stated = getattr(parameter, "partition_sizes", ())
     if not stated and name.endswith(".in_proj.weight"):
         stated = getattr(path[-2], "in_proj_split_sections", ())
     config = next(m.config for m in reversed(path) if isinstance(getattr(m, "config", None), TransformerConfig))
     fused = fused_rows(name, config, stated)
-    fits = fused is None or fused.fits(rows_of_one(parameter))
+    fits = fused is None or fused.fits(matrix_shape(parameter)[0] // experts_in(parameter))
     parameter.fused_rows = fused if fits else None
     parts = name.split(".")
     if parameter.ndim == 2 and any(fnmatchcase(parts[-1].lower(), pattern) for pattern in TABLES):
         return TABLE
     if parameter.ndim == 2 and 1 in parameter.shape:
         return VECTOR
+    if parameter.ndim == 2 and re.search(r"\.experts\.weight[12]$", name):  # GroupedMLP before megatron-core 0.16
+        return UNKNOWN
     return "" if fits and (fused or not _FUSED.search(".".join(parts[-2:]))) else UNKNOWN
 
 
@@ -157,12 +144,11 @@ def parameter_names(model_chunks: Sequence[Any]) -> dict[Any, str]:
 
 
 def vocabulary_weights(model_chunks: Sequence[Any]) -> dict[Any, str]:
-    """The 2D weights that Muon must not take, each with the reason.
+    """The 2D weights of embeddings and output layers, each with the reason.
 
     Embeddings are the weights of embedding modules, with whatever else holds the same parameter, and parameters with
     "embedding" in their names that no linear layer holds. In a model that megatron-core has not marked, the last
-    linear layer with as many rows as the largest embedding is the projection to the vocabulary, unless a linear layer
-    is tied to an embedding.
+    linear layer with as many rows as the largest embedding is the projection to the vocabulary, unless one is tied.
     """
     reasons: dict[Any, str] = {}
     linear: list[torch.Tensor] = []
@@ -196,52 +182,28 @@ def parameter_table(
     *,
     full: bool = False,
 ) -> str:
-    """A short table: tensors, parameters and share for each optimizer, what is split, and 2D weights that Muon leaves.
+    """The table of both optimizers: what is split, and why Muon leaves a 2D weight.
 
-    With `full`, every parameter too. Counts are whole over data- and tensor-parallel ranks; of experts those of this
-    expert-parallel rank. A group without `optimizer` belongs to Muon; `splits` has the blocks of its parameters.
+    Counts are whole over data- and tensor-parallel ranks; of experts those of this expert-parallel rank. A group
+    without `optimizer` belongs to Muon; `splits` has the blocks of its parameters.
     """
-    found, left_out = defaultdict(list), defaultdict(list)
+    rows = []
     for group in sorted(groups, key=lambda group: "optimizer" in group):
-        found[group.get("optimizer", "muon")].extend(group["params"])
-    lines = shares({optimizer: [_numel(p) for p in parameters] for optimizer, parameters in found.items()})
-    split = Counter((_kind(names[p]), _blocks(each)) for p, each in splits.items() if len(each.parts) > 1)
-    lines += [f"split: {count:,} {kind} into blocks of {blocks} rows" for (kind, blocks), count in split.items()]
-    for optimizer, parameters in found.items():
-        for p in parameters if optimizer != "muon" else ():
-            if p.ndim == 2:
-                left_out[getattr(p, "why_not_muon", "use_muon=False")].append(names[p])
-    for why, left in left_out.items():
-        more = f" and {len(left) - _SHOWN:,} more" if len(left) > _SHOWN else ""
-        lines.append(f"not Muon's, {why}: {', '.join(left[:_SHOWN])}{more}")
-    if full:
-        lines.append("")
-        for optimizer, parameters in found.items():
-            lines += [f"{optimizer:<12}{' x '.join(map(str, _shape(p))):>16}  {names[p]}" for p in parameters]
-    return "\n".join(lines)
-
-
-def _kind(name: str) -> str:
-    """The last two parts of a parameter's name, without an expert's number."""
-    return ".".join(name.rstrip("0123456789").split(".")[-2:])
-
-
-def _blocks(split: RowSplit) -> str:
-    """The rows of each block; of several alike in a row, how many there are."""
-    runs = [(split.groups * part, len(list(alike))) for part, alike in itertools.groupby(split.parts)]
-    return ", ".join(f"{count} x {rows:,}" if count > 1 else f"{rows:,}" for rows, count in runs)
+        for p in group["params"]:
+            why = getattr(p, "why_not_muon", "use_muon=False") if p.ndim == 2 and "optimizer" in group else ""
+            note = why or (blocks(splits[p]) if p in splits else "")
+            rows.append(Row(group.get("optimizer", "muon"), names[p], _shape(p), note))
+    return table(rows, full=full)
 
 
 def count(groups: Sequence[Mapping[str, Any]], *, of_muon: bool) -> int:
     """How many parameters Muon takes, or the scalar optimizer, counted as in the table."""
-    return sum(_numel(p) for group in groups if ("optimizer" not in group) is of_muon for p in group["params"])
+    return sum(
+        math.prod(_shape(p)) for group in groups if ("optimizer" not in group) is of_muon for p in group["params"]
+    )
 
 
 def _shape(parameter: torch.Tensor) -> tuple[int, ...]:
     if parameter.ndim == 2:
         return matrix_shape(parameter)
     return tuple(getattr(parameter, "orig_param", parameter).shape)
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    return math.prod(_shape(parameter))

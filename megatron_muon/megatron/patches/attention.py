@@ -13,15 +13,11 @@ from megatron_muon.patching import versions
 
 
 def record_max_logits(attention: DotProductAttention) -> None:
-    """Have local attention keep each head's largest logit, as Transformer Engine's does where 0.19 asks it to.
+    """Have local attention keep each head's largest logit, as Transformer Engine's does; twice is once.
 
-    `current_max_attn_logits` is what TEDotProductAttention has: the largest scaled and masked logit of each head of
-    this tensor-parallel rank, over the forward passes since it was None. Scores pass through the softmax's mask
-    function, scaled, on their way; recomputed ones are the same again, and evaluation is left out. Twice is once.
-
-    Raises:
-        RuntimeError: the mask function is not as expected.
-        UserError: a fused kernel would mask scores out of sight.
+    `current_max_attn_logits` has the largest scaled and masked logit of each head of this tensor-parallel rank, over
+    the forward passes since it was None, without evaluation. Raises a UserError where a fused kernel hides the scores,
+    and a RuntimeError where the softmax is not as expected.
     """
     if hasattr(attention, "current_max_attn_logits"):
         return

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP of megatron-core 0.19 gets wrong in gradients, whatever the optimizer, one function each."""
+"""Corrections of gradients in Megatron-FSDP of megatron-core 0.19, for any optimizer, one function each."""
 
 from __future__ import annotations
 
@@ -17,16 +17,11 @@ from megatron_muon.patching import Patches
 
 
 def mend_megatron_fsdp(patches: Patches | None = None) -> None:
-    """Mend what Megatron-FSDP of megatron-core 0.19 does to gradients that any optimizer would suffer from.
+    """Correct what Megatron-FSDP of megatron-core 0.19 does to gradients, for any optimizer; twice is once.
 
-    Frozen parameters under `optim`, several optimizer instances (HSDP), and experts that one rank alone reduces. For a
-    training loop of one's own, before the model is wrapped; the command line does it by itself. Twice is once.
-
-    Args:
-        patches: records what is replaced; None leaves it in place until the process ends.
-
-    Raises:
-        RuntimeError: this megatron-core is not as expected; nothing is patched then.
+    For a training loop of one's own, before the model is wrapped; the command line does it by itself. `patches` records
+    what is replaced; None leaves it in place until the process ends. A RuntimeError, with nothing patched, where this
+    megatron-core is not as expected.
     """
     if is_mended():
         return
@@ -42,10 +37,9 @@ def is_mended() -> bool:
 
 
 def reduce_without_frozen(patches: Patches) -> None:
-    """Let the `optim` strategy train a model with frozen parameters.
+    """Let the `optim` strategy train a model with frozen parameters, which have no gradient buffer.
 
-    Parameters that do not train have no gradient buffer. 0.19's reduce_scatter_gradients asks every buffer how it is
-    distributed and fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
+    0.19's reduce_scatter_gradients fails on the missing ones; all_reduce_gradients, for `no_shard`, leaves them out.
     """
 
     @patches.around(ParamAndGradBuffer, "reduce_scatter_gradients", takes=["async_op"])
@@ -61,15 +55,14 @@ def reduce_without_frozen(patches: Patches) -> None:
 def mend_factors(patches: Patches) -> None:
     """Let every gradient be averaged, and once, by the factors of the buffers in which it is reduced.
 
-    Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces in a buffer that it
-    makes without the factor of the average (_create_hfsdp_helper_buffer): sums come out, and the gradient norm, and
-    with it clipping, is wrong by the number of data-parallel ranks.
+    Where instances of the distributed optimizer share its state too (outer `optim`), 0.19 reduces in a buffer without
+    the factor of the average (_create_hfsdp_helper_buffer): sums come out, and clipping is wrong by the number of
+    ranks.
 
-    Where a data-parallel group has one rank, as that of the experts has when expert parallelism takes all ranks, 0.19
-    accumulates micro-batches in an unsharded buffer. Under `optim_grads` and `optim_grads_params` it reduces after each
-    of them, and every time multiplies the whole buffer by one over the number of data-parallel ranks
-    (_bucket_group_gradient_reduce, gradient_reduce_preprocessing): all micro-batches but the last count too little,
-    whatever the optimizer. Here the factor waits until the reduction is finished.
+    Where a data-parallel group has one rank, as that of the experts when expert parallelism takes all ranks, 0.19
+    reduces an unsharded buffer after each micro-batch under `optim_grads` and `optim_grads_params`, and every time
+    multiplies all of it by the factor (gradient_reduce_preprocessing). Here the factor waits until the reduction is
+    finished.
     """
 
     @patches.around(ParamAndGradBuffer, "__init__", takes=["ddp_config"])
@@ -99,8 +92,7 @@ def reduce_over_instances(patches: Patches) -> None:
     """Let several instances of the distributed optimizer (HSDP) reduce gradients among themselves in every step.
 
     0.19 does so in the backward pass of the last micro-batch, and only the `no_sync` context of
-    `--overlap-grad-reduce` says which that is: without the flag no instance ever hears of the others. Here what the
-    backward pass has left out is done when the reduction is finished.
+    `--overlap-grad-reduce` says which that is. Here the rest is done when the reduction is finished.
     """
 
     @patches.around(GradReducePipeline, "reduce_gradients", takes=["params", "outer_fsdp_group_grad_reduce"])

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.training import training
 
-from megatron_muon.core.layout import Layout, Matrix
+from megatron_muon.core.layout import Layout
 from megatron_muon.errors import UserError
 from megatron_muon.fsdp.cuts import Places, bucket_shards
 from megatron_muon.megatron import validation
@@ -161,10 +161,10 @@ def _groups(args: argparse.Namespace, settings: MuonOptimizerConfig) -> tuple[li
         places = Places(np.arange(instances * ranks * parts).reshape(instances, ranks, parts))
         matrices = []
         for parameter in muon:
-            shape, part = (mp.matrix_shape(parameter, over_tp=whole) for whole in (over_tp, False))
-            shards = bucket_shards(*starts[parameter.orig_param], part, shape, places)
-            split = mp.block_split(parameter, settings, over_tp=over_tp)
-            matrices.append(Matrix(names[parameter], shape, shards, split, mp.ns_steps(parameter)))
+            matrix = mp.matrix_of(names[parameter], parameter, settings, over_tp=over_tp)
+            part = mp.matrix_shape(parameter, over_tp=False)
+            shards = bucket_shards(*starts[parameter.orig_param], part, matrix.shape, places)
+            matrices.append(replace(matrix, shards=shards))
         if matrices or kind == "dense":
             layout = Layout(ranks * parts * instances, tuple(matrices))
             planned.append(Group(kind, layout, expert * tensor // parts, parts))

@@ -1,6 +1,6 @@
 """One rank of a rehearsal: its real optimizers, made from the planned layout, take two steps and are recorded.
 
-`MuonBuilder` makes the Muons and `factory.wrap` what megatron-core puts around them, as for training. What training has
+`make_muon` makes the Muons and `factory.wrap` what megatron-core puts around them, as for training. What training has
 from a model is given here: parameters of the planned shards' shapes with gradients, and the layout. Left out is what
 is megatron-core's alone: gradient reduction and norm before the step, the scalar optimizer, gathering the weights.
 """
@@ -14,16 +14,14 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import override
 
 import torch
 import torch.distributed as dist
 
-from megatron_muon.core.layout import Layout
-from megatron_muon.core.optimizer import ShardedMuon
 from megatron_muon.core.plan import Plan
+from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import offload_run
-from megatron_muon.megatron.builder import MuonBuilder
+from megatron_muon.megatron.builder import make_muon
 from megatron_muon.megatron.chained import MuonChainedOptimizer
 from megatron_muon.megatron.factory import wrap
 from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -62,27 +60,6 @@ class Rehearsal:
     def plan_key(self, group: Group, members: Sequence[int]) -> PlanKey:
         """What the plan of a group with these global ranks goes by."""
         return group.name, node_pattern(members, self.hardware)
-
-
-@dataclass
-class _Builder(MuonBuilder):
-    """Builds the Muon of a planned layout's shards."""
-
-    layout: Layout = None  # type: ignore[assignment]
-    group: dist.ProcessGroup = None  # type: ignore[assignment]
-    device: torch.device = None  # type: ignore[assignment]
-
-    @override
-    def __post_init__(self) -> None:
-        self.parameters = [parameter for member in self.groups for parameter in member["params"]]
-        self.is_replicated, self.over_tp = False, self.config.muon_tp_mode != "blockwise"
-        self.splits = [matrix.split for matrix in self.layout.matrices]
-
-    @override
-    def _locate(self) -> None:
-        shards = self.layout.held(self.group.rank())
-        self.rectangles = [(shard.row_start, shard.rows, shard.col_start, shard.cols) for shard in shards]
-        self.compute_group = self.group
 
 
 class _Chunk(SimpleNamespace):
@@ -131,30 +108,27 @@ def _run(rank: int, rehearsal: Rehearsal, recorder: Recorder, trace: RankTrace) 
         ranks = group.members(rank, rehearsal.world_size)
         process_group, key = dist.new_group(ranks), rehearsal.plan_key(group, ranks)
         shards = group.layout.held(process_group.rank())
-        parameters = [torch.nn.Parameter(torch.empty(shard.rows, shard.cols, device=device)) for shard in shards]
+        made = (torch.empty(shard.rows, shard.cols, device=device) for shard in shards)
+        parameters: list[torch.Tensor] = [torch.nn.Parameter(each) for each in made]
         for parameter in parameters:
             if parameter.numel():
                 parameter.grad = torch.empty_like(parameter)
-        builder = _Builder(
-            [{"params": parameters}],
-            config,
-            [chunk],
-            None,
-            {parameter: matrix.name for parameter, matrix in zip(parameters, group.layout.matrices, strict=True)},
-            is_expert=group.name == "experts",
-            plan=rehearsal.plans.get(key),
-            layout=group.layout,
-            group=process_group,
-            device=device,
-            scratch=scratch,
+        names = {p: matrix.name for p, matrix in zip(parameters, group.layout.matrices, strict=True)}
+        held = Held(
+            group.layout,
+            process_group,
+            device,
+            experts=[1] * len(parameters),
+            columns=[(shard.col_start, shard.cols) for shard in shards],
+            over_tp=config.muon_tp_mode != "blockwise",
         )
-        muon = builder.build(offload)
-        assert isinstance(muon, ShardedMuon)
+        plan = rehearsal.plans.get(key)
+        muon = make_muon([{"params": parameters}], held, config, names, offload=offload, plan=plan, scratch=scratch)
         scratch = muon.exchange.arena.memory
         members.append(wrap(muon, config, [chunk], SimpleNamespace(tp=None)))
-        if builder.plan is not None:
-            rehearsal.plans.setdefault(key, builder.plan)
-            trace.plans.append(builder.plan.digest())
+        if muon.exchange.plan is not None:
+            rehearsal.plans.setdefault(key, muon.exchange.plan)
+            trace.plans.append(muon.exchange.plan.digest())
     chain = MuonChainedOptimizer(members)
     chain.grad_norms_by_group = {}  # as megatron-core leaves it that has computed the norm
     for group, member in zip(rehearsal.groups, members, strict=True):
