@@ -28,7 +28,6 @@ from benchmarks.memory import peak_extra_bytes
 from benchmarks.offload import DiskProbe
 from megatron_muon import cpu
 from megatron_muon.errors import quiet_imports
-from megatron_muon.offload.run import close_runs
 from megatron_muon.offload.store import DEVICE, DISK, HOST
 
 WAYS = (("none", "momentum"), ("cpu", "momentum"), ("cpu", "all"), ("nvme", "momentum"), ("nvme", "all"))
@@ -158,7 +157,6 @@ def main() -> None:
             )
         if args.json is not None:
             args.json.write_text(json.dumps({"ways": lines, "disk": rates, "ranks": dist.get_world_size()}), "utf-8")
-    close_runs()
     dist.barrier()
     dist.destroy_process_group()
 

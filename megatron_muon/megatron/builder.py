@@ -23,7 +23,7 @@ from megatron_muon.core.plan import Plan
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import make_parts
 from megatron_muon.megatron.layout_file import dump_layout
-from megatron_muon.megatron.main_weights import MainWeights, matrix_weights
+from megatron_muon.megatron.main_weights import MainWeights, keep_matrix_weights
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -102,7 +102,7 @@ class MuonBuilder:
             self.unmet = parts.exchange.unmet
         outside = None
         if weights is not None and offload is not None and parts.store is not None:
-            outside = matrix_weights(weights, offload, self.parameters, parts.store)
+            outside = keep_matrix_weights(weights, offload, self.parameters, parts.store)
         defaults = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
         muon = ShardedMuon(
             self.groups, parts.exchange, parts.rules,

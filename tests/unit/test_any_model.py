@@ -16,7 +16,6 @@ from torch.optim import _muon as torch_muon
 
 import megatron_muon
 from megatron_muon.core.errors import UserError
-from megatron_muon.offload.run import close_runs
 from tests.support.small_model import Model
 
 SHAPES = [(24, 40), (40, 24), (16, 16), (1, 7), (5, 1)]
@@ -312,7 +311,6 @@ def test_momentum_on_disk_in_one_process(tmp_path: Path) -> None:
         assert torch.equal(one, other)
     assert elsewhere.store.bytes["disk"] > 0
     assert list(tmp_path.iterdir()) == []
-    close_runs()
 
 
 def test_measured_steps() -> None:
