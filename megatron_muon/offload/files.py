@@ -14,7 +14,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,49 +47,28 @@ class MomentumFile:
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
-        self._move(os.preadv, offset, buffer)
+        _move(os.preadv, self._file.fileno(), offset, buffer)
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
         """Write `buffer`, as `read` takes it, at `offset`."""
-        self._move(os.pwritev, offset, buffer)
-
-    def _move(self, move: Callable[..., int], offset: int, buffer: torch.Tensor) -> None:
-        view, done = memoryview(buffer.numpy()), 0
-        while done < len(view):
-            count = move(self._file.fileno(), [view[done:]], offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, "the file ends within this record")
-            done += count
+        _move(os.pwritev, self._file.fileno(), offset, buffer)
 
     def close(self) -> None:
         """Delete the file."""
         self._file.close()
 
 
+def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.Tensor) -> None:
+    view, done = memoryview(buffer.numpy()), 0
+    while done < len(view):
+        count = move(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends within this record")
+        done += count
+
+
 _LOST = 0xFF
 """Each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8."""
-
-
-@dataclass
-class Failure:
-    """The first failed read or write of a store, and the matrices whose records could not be read."""
-
-    doing: str
-    """"read" or "write"."""
-    what: str
-    directory: Path
-    offset: int
-    reason: str
-    lost: list[str]
-
-    def __str__(self) -> str:
-        place = f"a file of {self.directory} at offset {self.offset:,}"
-        text = f"cannot {self.doing} {self.what} in {place}: {self.reason}"
-        if not self.lost:
-            kept = "a second try worked" if self.doing == "read" else "what was to be written is kept in memory"
-            return f"{text}; nothing is lost, {kept}"
-        more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
-        return f"{text}; {self.what} of {self.lost[0]}{more} is lost on this rank; start again from a checkpoint"
 
 
 class DiskRecords:
@@ -105,13 +83,13 @@ class DiskRecords:
         names: of the matrices, by index, and `what` is kept of them: for messages.
 
     Attributes:
-        failure: what happened first; lost records come before all else.
         lost: indices of lost records.
+        failure: what happened first, a loss before all else; None as long as all is well.
     """
 
     def __init__(self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str) -> None:
         self.file = file
-        self.failure: Failure | None = None
+        self.failure: str | None = None
         self.lost: set[int] = set()
         self._offsets = dict(zip(sizes, itertools.accumulate(map(in_pages, sizes.values()), initial=0), strict=False))
         self._names, self._what = names, what
@@ -127,71 +105,64 @@ class DiskRecords:
             buffer.copy_(self._kept[index])
         elif index not in self.lost:
             try:
-                self._open_file.read(self._offsets[index], buffer)
+                self._move(MomentumFile.read, index, buffer)
             except OSError as first:
                 try:
-                    self._open_file.read(self._offsets[index], buffer)
+                    self._move(MomentumFile.read, index, buffer)
+                    self._fail("read", index, first, "nothing is lost, a second try worked")
                 except OSError:
-                    self.lost.add(index)
-                self._fail("read", index, first)
+                    lost = f"{self._what} of {self._names[index]} is lost on this rank; start again from a checkpoint"
+                    self._fail("read", index, first, lost, is_lost=True)
         if index in self.lost:
             buffer.fill_(_LOST)
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
-        if index in self.lost:
-            return
-        try:
-            self._open_file.write(self._offsets[index], buffer)
-            self._kept.pop(index, None)
-        except OSError as error:
-            self._kept[index] = buffer.clone()
-            self._fail("write", index, error)
+        if index not in self.lost:
+            try:
+                self._move(MomentumFile.write, index, buffer)
+                self._kept.pop(index, None)
+            except OSError as error:
+                self._kept[index] = buffer.clone()
+                self._fail("write", index, error, "nothing is lost, what was to be written is kept in memory")
 
-    @property
-    def _open_file(self) -> MomentumFile:
+    def _move(self, move: Callable[[MomentumFile, int, torch.Tensor], None], index: int, buffer: torch.Tensor) -> None:
         assert self.file is not None, "there is no record on disk"
-        return self.file
+        move(self.file, self._offsets[index], buffer)
 
-    def _fail(self, doing: str, index: int, error: OSError) -> None:
-        lost = [self._names[index]] if index in self.lost else []
+    def _fail(self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False) -> None:
         with self._guard:
-            if self.failure is None or (lost and not self.failure.lost):
-                reason, offset = error.strerror or str(error), self._offsets[index]
-                self.failure = Failure(doing, self._what, self._open_file.directory, offset, reason, lost)
-            else:
-                self.failure.lost += lost
+            if self.failure is None or (is_lost and not self.lost):
+                place = f"a file of {self.file and self.file.directory} at offset {self._offsets[index]:,}"
+                why = error.strerror or str(error)
+                self.failure = f"cannot {doing} {self._what} in {place}: {why}; {outcome}"
+            if is_lost:
+                self.lost.add(index)
 
 
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Zeros for fp32 tensors of so many elements, in a file without a name that goes when they go.
+    """Memory for fp32 tensors of so many elements, in a file without a name that goes when they go.
 
     Where the directory has no room for them they are in memory, with a warning: a checkpoint comes first.
     """
     size = 4 * sum(sizes)
-    memory = torch.empty(0)
     try:
-        if size:
-            with tempfile.TemporaryFile(dir=directory) as file:
-                os.posix_fallocate(file.fileno(), 0, size)
-                memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), max(size, 1)), dtype=torch.uint8)
     except OSError as error:
         why = f"{directory} has no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
         print(f"megatron-muon: warning: {why}; they are taken from main memory", flush=True)
-        memory = torch.empty(sum(sizes))
-    return list(memory.split(list(sizes)))
+        memory = torch.empty(size, dtype=torch.uint8)
+    return list(memory[:size].view(torch.float32).split(list(sizes)))
 
 
 def require_writable(directory: Path) -> None:
     """Check --muon-offload-dir; a UserError where it is missing, not a directory, or not writable."""
-    flag = f"--muon-offload-dir {directory}"
     try:
-        if not directory.exists():
-            raise UserError(f"{flag} does not exist; make it: mkdir -p {directory}")
-        if not directory.is_dir():
-            raise UserError(f"{flag} is not a directory; choose one on a local disk")
         tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
         raise UserError(
-            f"{flag}: cannot write there ({error.strerror}); choose a directory you may write to"
+            f"--muon-offload-dir {directory}: cannot write there ({error.strerror}); make it, or choose "
+            "a directory of a local disk that this user may write"
         ) from error

@@ -343,10 +343,10 @@ def worst_failure(stores: Iterable[RecordStore], group: Any = None) -> tuple[boo
 
     Collective where state is on disk, over `group` or all ranks: one number from each, as long as nothing has failed.
     """
-    on_disk = [store for store in stores if store.on_disk]
+    on_disk = [store.disk for store in stores if store.on_disk]
     if not on_disk:
         return None
-    found = [(not failure.lost, str(failure)) for store in on_disk if (failure := store.disk.failure) is not None]
+    found = [(not disk.lost, disk.failure) for disk in on_disk if disk.failure is not None]
     everyone = of_all_ranks_if_any(min(found, default=None), group)
     failures = [(*failure, rank) for rank, failure in enumerate(everyone) if failure is not None]
     if not failures:

@@ -133,7 +133,7 @@ def test_a_disk_that_can_no_longer_be_read(training: Trainings) -> None:
     error = error_of(with_fault(training, "unreadable", "--save", "ck", on_rank=0), status=1)
     assert "rank 0 cannot read momentum in " in error
     assert "Bad file descriptor; momentum of " in error
-    assert error.endswith(" more is lost on this rank; start again from a checkpoint")
+    assert error.endswith(" is lost on this rank; start again from a checkpoint")
     assert lying_there(training) == []
     assert files.latest(training.folder / "ck") == 2
     run = training("--load", "ck", "--train-iters", "4", "--override-opt-param-scheduler").checked()

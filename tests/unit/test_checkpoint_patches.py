@@ -61,11 +61,6 @@ def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
         stream.flush()
         assert (tmp_path / "notes").read_text() == "in place"
     assert client.os.path.isfile(str(tracker))
-    with (
-        pytest.raises(SaveError, match=r"could not be written .*no complete checkpoint"),
-        client.open(str(tmp_path / "gone" / files.TRACKER), "w") as stream,
-    ):
-        stream.write("12")
 
 
 def test_other_saves_of_torch_are_left_alone(patches, tmp_path):
@@ -76,15 +71,20 @@ def test_other_saves_of_torch_are_left_alone(patches, tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["anything"]
 
 
-def test_a_save_that_fails_names_the_one_before(patches, tmp_path):
-    checkpoint_patches.save_beside_and_rename(patches)
-    for iteration in (2, 4):
+def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
+    def save(iteration: int, entry: object = 1) -> None:
         writer = dcp.FileSystemWriter(files.iteration_folder(tmp_path, iteration))
-        dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+        dcp.save({"a": torch.ones(3), "b": entry}, storage_writer=writer, no_dist=True)
+
+    checkpoint_patches.save_beside_and_rename(patches)
+    monkeypatch.setattr(training, "save_checkpoint", save)
+    monkeypatch.setattr("megatron.training.get_args", lambda: types.SimpleNamespace(save=str(tmp_path)))
+    checkpoint_patches.explain_failed_saves(patches)
+    for iteration in (2, 4):
+        training.save_checkpoint(iteration)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["iter_0000002", "iter_0000004"]
-    writer = dcp.FileSystemWriter(files.iteration_folder(tmp_path, 6))
-    with pytest.raises(SaveError, match=r"iteration 6 could not be written .*resume with .* --ckpt-step 4"):
-        dcp.save({"a": lambda: None}, storage_writer=writer, no_dist=True)  # cannot be pickled
+    with pytest.raises(SaveError, match=r"iteration 6 could not be written .*GiB free.*resume with .* --ckpt-step 4"):
+        training.save_checkpoint(6, lambda: None)  # cannot be pickled
     assert files.iterations(tmp_path) == [2, 4]
 
 
@@ -133,7 +133,7 @@ def test_the_folder_that_will_be_loaded(tmp_path):
     (tmp_path / files.TRACKER).write_text("release")
     assert folder(str(tmp_path), arguments()) == Path(tmp_path / "release")
     with pytest.raises(UserError, match=r"iter_0000004 does not exist; .*no complete checkpoint"):
-        checkpoint_loading._require_complete(tmp_path / "iter_0000004")
+        checkpoint_loading._require_sound(tmp_path / "iter_0000004", verify=True)
 
 
 def test_a_signal_of_any_rank_is_remembered(patches, monkeypatch):

@@ -34,7 +34,7 @@ from megatron_muon.errors import UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.flags import arguments
 from megatron_muon.patching import Patches
-from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
+from megatron_muon.tools import doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -81,7 +81,7 @@ def load(folder: Path, *names: str) -> dict[str, Any]:
 
 
 def found_by_doctor(folder: Path) -> list[str]:
-    return [finding.text for finding in doctor_checkpoint.checkpoint(folder) if finding.state == "wrong"]
+    return [finding.text for finding in doctor.checkpoint(folder) if finding.state == "wrong"]
 
 
 def test_the_command_runs_without_the_patch(tmp_path: Path) -> None:
@@ -140,7 +140,9 @@ def test_an_index_changes_no_class(tmp_path: Path, name: str) -> None:
     classes += [torch.serialization._get_layout, *metadata._MEM_FORMAT_ENCODING]
     before = [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
     (found,) = files.problems(folder)
-    assert re.search(rf"\.metadata would change \S*{kind}, which no index does: do not trust this file$", found)
+    assert re.search(
+        rf"\.metadata names changes of \S*{kind}, which no checkpoint needs; .*: do not trust this file$", found
+    )
     assert before == [dict(vars(kind)) for kind in classes if hasattr(kind, "__dict__")]
 
 
@@ -164,7 +166,7 @@ def test_an_entry_that_names_a_command(tmp_path: Path, mark: Path, patches: Patc
     assert "--ckpt-step 4" in remedy
     entry = {"args": "args", "opt_param_scheduler": "opt_param_scheduler.x"}[name]
     with pytest.raises(UntrustedError, match=r"names posix\.system"):
-        content.read_objects(folder, [entry])
+        content.read(folder, [entry])
     checkpoint_loading.run_no_pickles(patches)
     with pytest.raises(CheckpointException, match=r"names posix\.system"):
         load(folder, entry)
@@ -189,7 +191,7 @@ def test_what_megatron_saves_is_read(tmp_path: Path) -> None:
     given.params_dtype = torch.bfloat16
     rng = [{"np_rng_state": np.random.default_rng(1).integers(9, size=3, dtype=np.uint32), "random": (3, (1, 2), None)}]
     folder = write(tmp_path, args=given, rng_state={"(0, 0)": rng}, rates=(0.1, [torch.ones(2)]))
-    read = content.read_objects(folder, content.read_entries(folder))
+    read = content.read(folder)
     assert vars(read["args"]) == vars(given)
     assert isinstance(read["args"], argparse.Namespace)
     assert read["args"].exit_signal is signal.SIGUSR1

@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
-from megatron_muon.tools.doctor import command as doctor_command
+from megatron_muon.tools import doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,7 +55,7 @@ def write(tmp_path: Path):
 
 
 def findings(directory: Path) -> dict[str, tuple[str, str]]:
-    return {finding.about: (finding.state, finding.text) for finding in doctor_checkpoint.checkpoint(directory)}
+    return {finding.about: (finding.state, finding.text) for finding in doctor.checkpoint(directory)}
 
 
 def test_a_sound_checkpoint(write) -> None:
@@ -124,5 +123,5 @@ def test_no_checkpoint(directory, tmp_path, monkeypatch, capsys) -> None:
 
 def test_an_environment_that_keeps_a_run_from_starting(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    wrong = [finding.about for finding in doctor_command.environment() if finding.state == "wrong"]
+    wrong = [finding.about for finding in doctor.environment() if finding.state == "wrong"]
     assert wrong == ["CUDA_DEVICE_MAX_CONNECTIONS"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from megatron_muon.core.layout import Shard
 from megatron_muon.offload import files
-from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.codecs import MOMENTUM_DTYPES, codec_of
 from megatron_muon.offload.files import MomentumFile
 from megatron_muon.offload.memory import PAGE, in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore, worst_failure
@@ -184,8 +185,8 @@ def test_nothing_is_lost_where_writes_fail(
         bench.check()
     assert (bench.store.disk.failure is not None) == bool(failing)
     if failing:
-        assert bench.store.disk.failure.lost == []
-        assert "nothing is lost, what was to be written is kept in memory" in str(bench.store.disk.failure)
+        assert bench.store.disk.lost == set()
+        assert "nothing is lost, what was to be written is kept in memory" in bench.store.disk.failure
     bench.store.close()
 
 
@@ -196,29 +197,26 @@ def test_a_read_that_works_the_second_time(benches: Any, disk: Disk) -> None:
     disk.reads[bench.offsets[2]] = 1
     bench.step([0, 1, 2, 3], wave=4, chance=chance)
     bench.check()
-    failure = bench.store.disk.failure
-    assert (failure.doing, failure.offset, failure.lost) == ("read", bench.offsets[2], [])
-    assert str(failure) == (
+    assert bench.store.disk.lost == set()
+    assert bench.store.disk.failure == (
         f"cannot read momentum in a file of {bench.file.directory} at offset {bench.offsets[2]:,}: "
         "Input/output error; nothing is lost, a second try worked"
     )
 
 
-@pytest.mark.parametrize("reads", [2, ALWAYS])
-def test_a_read_that_never_works(benches: Any, disk: Disk, reads: int) -> None:
+def test_a_read_that_never_works(benches: Any, disk: Disk) -> None:
     """It is NaN from then on, whatever is written, and is named: zeros would be a momentum like any other."""
     bench = benches([8] * 4, staging_pages=24)
     chance = random.Random(0)
-    bench.store._order = []  # nothing is read ahead of the first step
     bench.step([0, 1, 2, 3], wave=4, chance=chance)
     bench.store._resident(0)
-    disk.reads[bench.offsets[2]] = disk.reads[bench.offsets[3]] = reads
+    disk.reads.update({bench.offsets[2]: 2, bench.offsets[3]: ALWAYS})
     bench.expected[2].fill_(torch.nan)
     bench.expected[3].fill_(torch.nan)
     bench.step([0, 1, 2, 3], wave=4, chance=chance)
     bench.check()
-    assert sorted(bench.store.disk.failure.lost) == ["matrix2", "matrix3"]
-    assert "and 1 more is lost on this rank; start again from a checkpoint" in str(bench.store.disk.failure)
+    assert bench.store.disk.lost == {2, 3}
+    assert re.search(r"of matrix[23] is lost on this rank; start again from a checkpoint$", bench.store.disk.failure)
 
 
 def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) -> None:
@@ -227,12 +225,12 @@ def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) ->
     bench.store._resident(0)
     disk.reads[bench.offsets[1]] = ALWAYS
     assert bench.store.read(1).isnan().all()
-    assert bench.store.disk.failure.lost == ["matrix1"]
+    assert bench.store.disk.lost == {1}
     bench.expected[1].fill_(torch.nan)
     bench.check()
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("dtype", MOMENTUM_DTYPES)
 def test_a_lost_record_is_nan_in_every_format(dtype: str) -> None:
     codec = codec_of(dtype)
     record = torch.full((codec.record_bytes(3, 300),), files._LOST, dtype=torch.uint8)
@@ -249,7 +247,6 @@ def test_a_read_ahead_that_failed_is_found_before_the_step(benches: Any, disk: D
     disk.reads[bench.offsets[2]] = disk.reads[bench.offsets[3]] = ALWAYS
     bench.store._read_ahead()
     bench.store.verify()
-    assert sorted(bench.store.disk.failure.lost) == ["matrix2", "matrix3"]
     assert bench.store.disk.lost == {2, 3}
     assert worst_failure([bench.store]) is None  # no store of this kind is on disk on any rank
     bench.store.on_disk = True
@@ -263,7 +260,7 @@ def test_a_checkpoint_that_cannot_be_taken_over(benches: Any, disk: Disk) -> Non
     for index in (0, 1):
         bench.expected[index] = torch.full((8, 256), 3.0)
         bench.store.write(index, bench.expected[index])
-    assert bench.store.disk.failure.doing == "write"
+    assert bench.store.disk.failure.startswith("cannot write")
     bench.step([0, 1], wave=2, chance=random.Random(0))
     bench.check()
 
@@ -276,8 +273,7 @@ def test_lost_momentum_is_told_before_a_failed_write(benches: Any, disk: Disk) -
     disk.writes[bench.offsets[0]] = disk.reads[bench.offsets[2]] = ALWAYS
     bench.expected[2].fill_(torch.nan)
     bench.step([0, 1, 2], wave=3, chance=chance)
-    assert bench.store.disk.failure.lost == ["matrix2"]
-    assert bench.store.disk.failure.offset == bench.offsets[2]
+    assert f"at offset {bench.offsets[2]:,}: Input/output error; momentum of matrix2 is" in bench.store.disk.failure
 
 
 def test_room_for_a_checkpoint_from_main_memory(benches: Any, monkeypatch: Any, capsys: Any) -> None:
