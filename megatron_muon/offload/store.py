@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, override
 
 import torch
@@ -36,21 +37,18 @@ SLOTS = 3
 """Slots of staging memory: one is read, one is worked on, one is written back."""
 
 
+@dataclass(eq=False)
 class _Slot:
-    """Some staging memory, and the records that are in it.
+    """Some staging memory, and the records that are in it."""
 
-    Attributes:
-        records: by shard, whole pages in host memory, and the bytes that the arithmetic sees: these, or a copy on the
-            device.
-        tasks: by shard, what reads or writes its record; a read's result is a CUDA event, or None.
-        left: shards that are still to be borrowed, in order.
-    """
-
-    def __init__(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        self.host, self.device = host, device
-        self.records: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.tasks: dict[int, Future[Any]] = {}
-        self.left: deque[int] = deque()
+    host: torch.Tensor
+    device: torch.Tensor
+    records: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By shard, whole pages in host memory, and the bytes that the arithmetic sees: these, or a copy on the device."""
+    tasks: dict[int, Future[Any]] = field(default_factory=dict)
+    """By shard, what reads or writes its record; a read's result is a CUDA event, or None."""
+    left: deque[int] = field(default_factory=deque)
+    """Shards that are still to be borrowed, in order."""
 
     def wait(self) -> None:
         for task in self.tasks.values():
@@ -94,18 +92,24 @@ class RecordStore(MomentumStore):
         self._device, self._on_gpu = device, device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         self._keys = [matrix_key(name) for name in names]
-        on_disk = {i: size for i, (size, place) in enumerate(zip(self._sizes, places, strict=True)) if place == DISK}
-        self.disk = DiskRecords(file, {i: size for i, size in on_disk.items() if size}, names, what)
+        on_disk = {i: size for i, size in enumerate(self._sizes) if size and places[i] == DISK}
+        self.disk = DiskRecords(file, on_disk, names, what)
         # To the device, and back.
         self._streams: list[Any] = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if self._on_gpu else []
         self._locked: list[torch.Tensor] = []
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
-        self._at_hand: dict[int, torch.Tensor] = {}  # records that the arithmetic sees where they lie
-        self._in_host: dict[int, torch.Tensor] = {}  # records in host memory beside a GPU
-        self._make_resident()
-        moving = [in_pages(size) for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
-        share = min(staging_bytes, sum(moving)) // SLOTS // PAGE * PAGE
-        self._slot_bytes = max(share, *moving) if moving else 0
+        beside = [i for i, size in enumerate(self._sizes) if size and self._on_gpu and places[i] == HOST]
+        moving = {i: in_pages(self._sizes[i]) for i in (*beside, *on_disk)}
+        sizes = [moving[i] for i in beside]
+        in_host = dict(zip(beside, self._transfer_memory(sum(sizes)).split(sizes), strict=True))
+        self._moving = moving.keys()  # records that lie elsewhere than the arithmetic
+        self._home = {
+            i: in_host[i][:size] if i in in_host else aligned(size, device=device)
+            for i, size in enumerate(self._sizes)
+            if places[i] != DISK
+        }
+        share = min(staging_bytes, sum(moving.values())) // SLOTS // PAGE * PAGE
+        self._slot_bytes = max(share, *moving.values()) if moving else 0
         host = self._transfer_memory(SLOTS * self._slot_bytes if file else 0)
         on_device = aligned(SLOTS * self._slot_bytes if self._on_gpu else 0, device=device)
         self.staging_bytes = host.numel() + on_device.numel()
@@ -198,16 +202,6 @@ class RecordStore(MomentumStore):
         if self.disk.file is not None:
             self.disk.file.close()
 
-    def _make_resident(self) -> None:
-        """Zeros for every record that does not come from a file."""
-        beside = [i for i, place in enumerate(self.places) if place == HOST and self._on_gpu and self._sizes[i]]
-        sizes = [in_pages(self._sizes[i]) for i in beside]
-        for i, record in zip(beside, self._transfer_memory(sum(sizes)).split(sizes), strict=True):
-            self._in_host[i] = record[: self._sizes[i]]
-        for i, place in enumerate(self.places):
-            if place != DISK and i not in self._in_host:
-                self._at_hand[i] = aligned(self._sizes[i], device=self._device)
-
     def _transfer_memory(self, size: int) -> torch.Tensor:
         """Host memory for direct I/O, and locked for transfers where there is a GPU."""
         memory = transfer_memory(size)
@@ -228,12 +222,12 @@ class RecordStore(MomentumStore):
         self.codec.encode(values, record, place, step=self.steps)
 
     def _next_part(self, indices: Sequence[int]) -> tuple[list[int], _Slot | None]:
-        """The first of these shards that are at hand or in one slot, once the arithmetic may see them; and the slot."""
+        """The first of these shards that need one slot at most, once the arithmetic may see them; and that slot."""
         part: list[int] = []
         slot = None
         for place, index in enumerate(indices):
-            if index not in self._at_hand:
-                slot = slot or self._slot_for([other for other in indices[place:] if other not in self._at_hand])
+            if index in self._moving:
+                slot = slot or self._slot_for([other for other in indices[place:] if other in self._moving])
                 if not slot.left or slot.left[0] != index:
                     break
                 self._asked.append(slot.left.popleft())
@@ -243,7 +237,7 @@ class RecordStore(MomentumStore):
         return part, slot
 
     def _record(self, index: int, slot: _Slot | None) -> torch.Tensor:
-        return self._at_hand[index] if slot is None or index in self._at_hand else slot.records[index][1]
+        return self._home[index] if slot is None or index not in self._moving else slot.records[index][1]
 
     def _slot_for(self, indices: Sequence[int]) -> _Slot:
         """The slot with the first of these records, and as many of the others as it holds."""
@@ -271,7 +265,7 @@ class RecordStore(MomentumStore):
             end = start + in_pages(self._sizes[index])
             if end > self._slot_bytes:
                 break
-            host = slot.host[start:end] if index in self.disk else self._in_host[index]
+            host = slot.host[start:end] if index in self.disk else self._home[index]
             record = (slot.device[start:end] if self._on_gpu else host)[: self._sizes[index]]
             slot.records[index], start = (host, record), end
         slot.left = deque(slot.records)
@@ -286,7 +280,7 @@ class RecordStore(MomentumStore):
                 self.on_return(index, values)
             record = self._record(index, slot)
             self._encode(index, values, record)
-            if slot is not None and index in slot.records:
+            if slot is not None and index in self._moving:
                 computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
                 host = slot.records[index][0]
                 slot.tasks[index] = self._writers.submit(self._return, index, host, record, computed)
@@ -315,7 +309,7 @@ class RecordStore(MomentumStore):
         self._finish_writes()
         self._drop_ahead()
         self._next = 0
-        return self._at_hand.get(index, self._in_host.get(index))
+        return self._home.get(index)
 
     def _bring(self, index: int, host: torch.Tensor, record: torch.Tensor) -> Any:
         """In a thread: read a record, and copy it to the device."""

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 
@@ -17,33 +16,6 @@ from megatron_muon.errors import SaveError, UserError
 from megatron_muon.megatron.checkpoint import loading as checkpoint_loading
 from megatron_muon.megatron.checkpoint import saving as checkpoint_patches
 from megatron_muon.megatron.state import initialize_scalar_state
-
-PATCHED = [
-    (checkpointing, "handle_swiglu_in_state_dict"),
-    (checkpointing, "maybe_msc"),
-    (checkpointing, "_load_base_checkpoint"),
-    (checkpointing, "preprocess_fsdp_dtensor_state_dict"),
-    (checkpointing, "generate_state_dict"),
-    (dcp, "save"),
-    (training, "save_checkpoint"),
-    (training, "load_checkpoint"),
-    (DistributedOptimizer, "_copy_model_params_to_main_params"),
-    (training, "train"),
-    (DistributedSignalHandler, "signals_received"),
-]
-OF_ADAM = [(training, "get_megatron_optimizer"), (DistributedOptimizer, "_init_optimizer_states_with_dummy_values")]
-
-
-@pytest.mark.parametrize("adam", [False, True])
-def test_install_and_undo(patches, adam):
-    everything = [*PATCHED, *OF_ADAM]
-    before = [getattr(owner, name) for owner, name in everything]
-    checkpoint_patches.install(patches, adam=adam)
-    after = [getattr(owner, name) for owner, name in everything]
-    changed = [place for place, now, then in zip(everything, after, before, strict=True) if now is not then]
-    assert changed == (everything if adam else PATCHED)
-    patches.undo()
-    assert [getattr(owner, name) for owner, name in everything] == before
 
 
 def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):

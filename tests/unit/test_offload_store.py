@@ -253,18 +253,6 @@ def test_a_read_ahead_that_failed_is_found_before_the_step(benches: Any, disk: D
     assert worst_failure([bench.store]) == (False, f"rank 0 {bench.store.disk.failure}")
 
 
-def test_a_checkpoint_that_cannot_be_taken_over(benches: Any, disk: Disk) -> None:
-    """What a failed write of loaded momentum leaves is whole, and told of."""
-    bench = benches([8] * 2, staging_pages=6)
-    disk.writes[bench.offsets[1]] = ALWAYS
-    for index in (0, 1):
-        bench.expected[index] = torch.full((8, 256), 3.0)
-        bench.store.write(index, bench.expected[index])
-    assert bench.store.disk.failure.startswith("cannot write")
-    bench.step([0, 1], wave=2, chance=random.Random(0))
-    bench.check()
-
-
 def test_lost_momentum_is_told_before_a_failed_write(benches: Any, disk: Disk) -> None:
     bench = benches([8] * 3, staging_pages=6)
     chance = random.Random(0)
