@@ -69,22 +69,16 @@ def test_a_sound_checkpoint(write) -> None:
     assert "missing state" not in found
 
 
-def test_a_runs_folder(write, tmp_path) -> None:
+def test_one_of_its_folders_and_a_runs_folder(write, tmp_path) -> None:
     """What `train` makes: the checkpoints lie one folder deeper."""
-    (tmp_path / "run").mkdir()
-    for entry in list(write().iterdir()):
-        if entry.name != "run":
-            (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
-            entry.rename(tmp_path / "run" / "checkpoints" / entry.name)
-    assert "iter_0000008 is complete" in findings(tmp_path / "run")["checkpoint"][1]
-
-
-def test_one_of_its_folders(write) -> None:
     folder = write() / "iter_0000004"
     (folder.parent / "iter_0000012.saving").mkdir()
     found = findings(folder)
     assert "iter_0000004 is complete" in found["checkpoint"][1]
     assert "iter_0000012.saving is a save that did not finish" in found["beside it"][1]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    assert "iter_0000008 is complete" in findings(tmp_path / "run")["checkpoint"][1]
 
 
 def test_missing_momentum(write) -> None:

@@ -181,19 +181,6 @@ def test_whoever_only_looks_is_no_holder(file):
         lock_of(file).refuse_if_held()
 
 
-def test_a_lock_of_another_user_counts_as_held(file, monkeypatch):
-    """It read as free, whether its run lived or not."""
-
-    def refuse(*_: object) -> int:
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    file.parent.mkdir()
-    file.touch()
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(UserError, match=r"\.lock: cannot write there \(Permission denied\)"):
-        lock_of(file).refuse_if_held()
-
-
 def test_a_link_in_the_place_of_a_lock_is_refused_and_its_target_keeps_its_bytes(file, tmp_path):
     """The file that it pointed to was overwritten with the name of whoever took the lock."""
     victim = tmp_path / "victim"
