@@ -107,6 +107,13 @@ def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
     return {parameter: frozenset(slots) for parameter, slots in found.items()}
 
 
+def some(names: Iterable[str], shown: int = 5) -> str:
+    """The first of these names in order, and the number of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - shown} more" if len(ordered) > shown else ""
+    return ", ".join(ordered[:shown]) + more
+
+
 def weight_names(entries: Iterable[str]) -> list[str]:
     """The entries of the model's tensors."""
     return [name for name in entries if name.startswith(_WEIGHTS)]

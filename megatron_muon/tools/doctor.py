@@ -11,7 +11,7 @@ import os
 import platform
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,8 +33,6 @@ examples:
 OK, NOTE, WRONG = "ok", "note", "wrong"
 _COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
 _TORCH = (2, 11)
-_SHOWN = 5
-"""Names listed in a finding; the rest is counted."""
 _LAYOUT = {
     "world_size": "ranks",
     "data_parallel_sharding_strategy": "strategy",
@@ -120,7 +118,6 @@ def _device(gpus: int) -> Finding:
 
 
 def _collectives() -> Finding:
-    """Whether this machine lets processes of a group find each other."""
     import torch
     import torch.distributed as dist
 
@@ -143,17 +140,14 @@ def checkpoint(directory: Path) -> Iterator[Finding]:
         from megatron_muon.checkpoint import content
 
     folder = files.find(directory)
-    wrong = files.problems(folder, threads=min(8, os.cpu_count() or 1))
-    stored: dict[str, Any] = {}
-    entries: dict[str, Any] = {}
     try:
-        if not wrong:
-            entries = content.read_entries(folder)
-            stored = content.read(folder, content.objects(entries))
+        if wrong := files.problems(folder, threads=min(8, os.cpu_count() or 1)):
+            raise UserError("\n".join(wrong))
+        entries = content.read_entries(folder)
+        stored = content.read(folder, content.objects(entries))
     except Exception as error:  # damaged bytes raise whatever they happen to mean
-        wrong = [f"{folder}: {error}"]
-    if wrong:
-        for problem in (*wrong, files.resume_hint(folder.parent, but=files.iteration_of(folder))):
+        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+        for problem in (*str(error).splitlines(), hint):
             yield Finding("checkpoint", WRONG, problem)
         return
     yield Finding("checkpoint", OK, f"{folder} is complete, iteration {stored.get('iteration')}")
@@ -186,11 +180,6 @@ def _state(entries: dict[str, Any]) -> Iterator[Finding]:
         yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
     if incomplete := missing | damaged:
         remedy = "--muon-allow-missing-state starts it at zero"
-        yield Finding("missing state", WRONG, f"{len(incomplete)}: {_some(incomplete)}; {remedy}")
+        yield Finding("missing state", WRONG, f"{len(incomplete)}: {content.some(incomplete)}; {remedy}")
     if (frozen := lacking - missing) and optimizers:
-        yield Finding("no state", NOTE, f"{len(frozen)} weights that did not train: {_some(frozen)}")
-
-
-def _some(names: Collection[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(sorted(names)[:_SHOWN]) + more
+        yield Finding("no state", NOTE, f"{len(frozen)} weights that did not train: {content.some(frozen)}")

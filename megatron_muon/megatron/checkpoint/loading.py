@@ -1,8 +1,4 @@
-"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line.
-
-Of the fsdp_dtensor format, for Muon and for Adam, only what is complete is loaded, with the state that another
-optimizer left started afresh, and never in silence.
-"""
+"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line."""
 
 from __future__ import annotations
 
@@ -30,8 +26,6 @@ from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
 _FLOPS = "num_floating_point_operations_so_far"
-_SHOWN = 5
-"""Names listed in a message; the rest is counted."""
 
 
 def load_what_is_there(patches: Patches) -> None:
@@ -39,8 +33,8 @@ def load_what_is_there(patches: Patches) -> None:
 
     0.19 fails in the middle of a damaged checkpoint. Entries that it lacks are either all fatal, with a name of torch's
     inner workings, or all passed over in silence (--no-strict-fsdp-dtensor-load). Random-number states are stored for
-    each data-parallel rank with --data-parallel-random-init, so more ranks than before find none; tensor-parallel ranks
-    share theirs under Megatron-FSDP. The count of floating-point operations is stored and never asked for.
+    each data-parallel rank with --data-parallel-random-init, so more ranks than before find none. The count of
+    floating-point operations is stored and never asked for.
     """
     asked: dict[str, Any] = {}  # while _load_base_checkpoint runs: its folder, and what it was not asked for
 
@@ -188,7 +182,7 @@ def _require_sound(folder: Path, *, verify: bool) -> None:
 def _refuse_damaged(folder: Path, found: list[str]) -> None:
     if found:
         hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
-        raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
+        raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
 
 
 def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
@@ -224,24 +218,23 @@ def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path,
     everywhere = of_all_ranks((replaced, absent, misfits))  # ranks hold different experts, and must agree
     replaced, absent, misfits = (set().union(*of_each) for of_each in zip(*everywhere, strict=True))
     if misfits:
-        raise UserError(f"{folder} is of another model: {_some(sorted(misfits))}; give this run its model flags")
+        raise UserError(f"{folder} is of another model: {content.some(misfits)}; give this run its model flags")
     dropped = _dropped(weights, entries)
     if dropped and args.strict_fsdp_dtensor_load:
-        raise UserError(
-            f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; give this "
-            "run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
-        )
+        which = f"this one lacks {len(dropped)} of its weights: {content.some(dropped)}"
+        remedy = "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
+        raise UserError(f"{folder} is of another model: {which}; {remedy}")
     if dropped:
-        _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
+        _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {content.some(dropped)}")
     if absent and not args.muon_allow_missing_state:
-        names = _some(sorted(map(content.plain, absent)))
+        names = content.some(map(content.plain, absent))
         raise UserError(
             f"{folder} lacks {len(absent)} entries of optimizer state: {names}; use --muon-allow-missing-state to "
             "start them at zero, or --no-load-optim to load no optimizer state at all"
         )
-    if lost := sorted(map(content.plain, absent | replaced)):
+    if lost := set(map(content.plain, absent | replaced)):
         by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
-        _warn(f"{len(lost)} entries of optimizer state start at zero, because {by}: {_some(lost)}")
+        _warn(f"{len(lost)} entries of optimizer state start at zero, because {by}: {content.some(lost)}")
     if optimizer:
         optimizer, kept = carry_step_counts_over(optimizer, fresh, entries, folder)
         kept += _RATES if args.override_opt_param_scheduler else ()
@@ -300,8 +293,3 @@ def carry_step_counts_over(
 
 def _warn(text: str) -> None:
     say(f"megatron-muon: warning: {text}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more

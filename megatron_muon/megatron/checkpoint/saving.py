@@ -1,7 +1,6 @@
 """The patches of megatron-core that saving fsdp_dtensor checkpoints needs, one function each, for Muon and for Adam.
 
-Saving happens under `no_shard` too, never over the checkpoint that is there, with a tracker file that is always whole,
-and is tried before the first step. What loading needs is in `loading`, and installed from here.
+What loading needs is in `loading`, and installed from here.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def have_main_weights_at_hand(patches: Patches) -> None:
     """Let checkpoints have the main weights that `--muon-offload-state all` keeps out of Megatron-FSDP's buffers.
 
     0.19 takes a model's weights from its parameters, which Megatron-FSDP makes show its main weights, and loads them in
-    place. A state dict keeps the memory that they lie in for as long as it lives.
+    place.
     """
 
     @patches.around(checkpointing, "generate_state_dict", takes=["args", "model", "optimizer", "optim_sd_kwargs"])
