@@ -35,14 +35,6 @@ def test_the_tracker_is_whole_and_other_files_are_left_alone(patches, tmp_path):
     assert client.os.path.isfile(str(tracker))
 
 
-def test_other_saves_of_torch_are_left_alone(patches, tmp_path):
-    checkpoint_patches.save_beside_and_rename(patches)
-    folder = tmp_path / "anything"
-    dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
-    assert files.problems(folder) == []
-    assert [entry.name for entry in tmp_path.iterdir()] == ["anything"]
-
-
 def test_a_save_that_fails_names_the_one_before(patches, tmp_path, monkeypatch):
     def save(iteration: int, entry: object = 1) -> None:
         writer = dcp.FileSystemWriter(files.iteration_folder(tmp_path, iteration))
