@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 
@@ -157,8 +156,7 @@ def keep_matrix_weights(
     weights: MainWeights, offload: OffloadRun, parameters: Sequence[torch.Tensor], momentum: RecordStore
 ) -> RecordStore:
     """Records of main weights, with their values, beside those of the same shards' momentum. Collective."""
-    device, codec = parameters[0].device, codec_of("fp32")
-    store = offload.make_records(momentum.names, momentum.shards, device=device, codec=codec, what="main weights")
+    store = offload.make_records(momentum.names, momentum.shards, parameters[0].device, what="main weights")
     pieces = [Piece(p, 0, shard.numel) for p, shard in zip(parameters, momentum.shards, strict=True)]
     weights.keep(store, parameters, pieces)
     return store

@@ -22,7 +22,6 @@ from megatron_muon.core.layout import Shard
 from megatron_muon.core.rows import local_rows, sharded_like
 from megatron_muon.megatron.main_weights import MainWeights, Piece
 from megatron_muon.megatron.state import keep_counters_alike
-from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import SLOTS
 
@@ -70,8 +69,7 @@ class ScalarState:
         self.store = offload.make_records(
             [names[piece.parameter] for piece in self._pieces],
             [Shard(0, 0, rows, piece.start, piece.stop - piece.start) for piece in self._pieces],
-            device=first.device,
-            codec=codec_of("fp32"),
+            first.device,
             what="scalar state",
         )
         weights.keep(self.store, list(self._group_of), self._pieces)

@@ -15,7 +15,7 @@ import torch
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.offload.codecs import Codec, codec_of
+from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.files import MomentumFile, require_writable
 from megatron_muon.offload.memory import in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
@@ -54,22 +54,16 @@ class OffloadRun:
 
     def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
         """A store for the momentum that `rank` holds of a layout, as `make_records`."""
-        names = [matrix.name for matrix in layout.matrices]
-        return self.make_records(names, layout.held(rank), device=device, codec=codec_of(self.dtype))
+        return self.make_records([matrix.name for matrix in layout.matrices], layout.held(rank), device)
 
     def make_records(
-        self,
-        names: Sequence[str],
-        shards: Sequence[Shard],
-        *,
-        device: torch.device,
-        codec: Codec,
-        what: str = "momentum",
+        self, names: Sequence[str], shards: Sequence[Shard], device: torch.device, *, what: str = "momentum"
     ) -> RecordStore:
-        """A store of records, one for each shard, for arithmetic on `device`. Collective where they are on disk.
+        """A store of records, one for each shard, for arithmetic on `device`; what is not momentum is stored in fp32.
 
-        A UserError on every rank where the directory of one has too little room.
+        Collective where they are on disk: a UserError on every rank where the directory of one has too little room.
         """
+        codec = codec_of(self.dtype if what == "momentum" else "fp32")
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
         file = None

@@ -208,24 +208,18 @@ def try_saving_before_training(patches: Patches) -> None:
     ) -> Any:
         from megatron.training import get_args
 
-        settings = get_args()
+        settings, started = get_args(), time.monotonic()
         if settings.save and settings.ckpt_format == "fsdp_dtensor":
-            _try_saving(settings, model, optimizer, scheduler)
+            try:
+                save(_state_to_save(settings, model, optimizer, scheduler), storage_writer=_Discarding("."))
+            except (Exception, CheckpointException) as error:
+                traceback.print_exc()
+                raise SaveError(
+                    f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
+                    f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
+                ) from error
+            say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
         return train(forward, model, optimizer, scheduler, *args, **kwargs)
-
-
-def _try_saving(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-    """Go through a save of the run's state up to the writing, or raise SaveError. Collective; nothing changes."""
-    started = time.monotonic()
-    try:
-        save(_state_to_save(args, model, optimizer, scheduler), storage_writer=_Discarding("."))
-    except (Exception, CheckpointException) as error:
-        traceback.print_exc()
-        raise SaveError(
-            f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
-            f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
-        ) from error
-    say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
 
 
 def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:
