@@ -108,8 +108,9 @@ class RecordStore(MomentumStore):
             for i, size in enumerate(self._sizes)
             if places[i] != DISK
         }
-        share = min(staging_bytes, sum(moving.values())) // SLOTS // PAGE * PAGE
-        self._slot_bytes = max(share, *moving.values()) if moving else 0
+        largest = max(moving.values(), default=0)
+        share = min(staging_bytes // SLOTS, sum(moving.values()) // SLOTS + largest)  # that all fits, if it may
+        self._slot_bytes = max(share // PAGE * PAGE, largest)
         host = self._transfer_memory(SLOTS * self._slot_bytes if file else 0)
         on_device = aligned(SLOTS * self._slot_bytes if self._on_gpu else 0, device=device)
         self.staging_bytes = host.numel() + on_device.numel()

@@ -209,7 +209,7 @@ def test_a_read_that_never_works(benches: Any, disk: Disk) -> None:
     bench = benches([8] * 4, staging_pages=24)
     chance = random.Random(0)
     bench.step([0, 1, 2, 3], wave=4, chance=chance)
-    bench.store._resident(0)
+    bench.store.read(0)  # what was read ahead is dropped
     disk.reads.update({bench.offsets[2]: 2, bench.offsets[3]: ALWAYS})
     bench.expected[2].fill_(torch.nan)
     bench.expected[3].fill_(torch.nan)
@@ -222,7 +222,7 @@ def test_a_read_that_never_works(benches: Any, disk: Disk) -> None:
 def test_a_read_that_fails_as_a_checkpoint_is_saved(benches: Any, disk: Disk) -> None:
     bench = benches([8] * 4, staging_pages=6)
     bench.step([0, 1, 2, 3], wave=4, chance=random.Random(0))
-    bench.store._resident(0)
+    bench.store.read(0)  # what was read ahead is dropped
     disk.reads[bench.offsets[1]] = ALWAYS
     assert bench.store.read(1).isnan().all()
     assert bench.store.disk.lost == {1}
@@ -243,7 +243,7 @@ def test_a_read_ahead_that_failed_is_found_before_the_step(benches: Any, disk: D
     bench.step([3, 2, 1, 0], wave=4, chance=random.Random(0))
     bench.store.verify()
     assert bench.store.disk.failure is None
-    bench.store._resident(0)
+    bench.store.read(0)  # what was read ahead is dropped
     disk.reads[bench.offsets[2]] = disk.reads[bench.offsets[3]] = ALWAYS
     bench.store._read_ahead()
     bench.store.verify()
@@ -257,7 +257,7 @@ def test_lost_momentum_is_told_before_a_failed_write(benches: Any, disk: Disk) -
     bench = benches([8] * 3, staging_pages=6)
     chance = random.Random(0)
     bench.step([0, 1, 2], wave=3, chance=chance)
-    bench.store._resident(0)
+    bench.store.read(0)  # what was read ahead is dropped
     disk.writes[bench.offsets[0]] = disk.reads[bench.offsets[2]] = ALWAYS
     bench.expected[2].fill_(torch.nan)
     bench.step([0, 1, 2], wave=3, chance=chance)
