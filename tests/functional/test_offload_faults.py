@@ -43,7 +43,6 @@ KINDS = {
     "scalar state": ("--muon-offload-state", "all", "--bf16"),
 }
 """What is on disk, and the flags that put it there."""
-often = wide_but(["momentum"], KINDS)
 
 
 @pytest.fixture
@@ -158,7 +157,7 @@ def test_a_full_disk_in_the_middle_of_a_step(training: Trainings, what: str) -> 
 
 
 @pytest.mark.parametrize("saving", wide_but([False], [False, True]))
-@pytest.mark.parametrize("what", often)
+@pytest.mark.parametrize("what", wide_but(["momentum"], KINDS))
 def test_a_disk_that_can_no_longer_be_read(training: Trainings, what: str, saving: bool) -> None:
     """Story: the run went on from zeros and saved them. What is lost is named, and no checkpoint is made without it."""
     error = with_fault(training, "unreadable", "--save", "ck", on_rank=0, what=what, saving=saving)
