@@ -90,8 +90,9 @@ def _report(name: str, beside: Counter[str], stores: Sequence[RecordStore] = ())
     files = [store.disk.file for store in stores if store.disk.file is not None]
     if buffered := sorted(str(file.directory) for file in files if not file.direct):
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
-    most, in_all = ([gather(sizes) for sizes in zip(*ranks, strict=True)][:-1] for gather in (max, sum))
-    text += f": {_shown(most)}"
+    *by_place, _ = zip(*ranks, strict=True)
+    in_all = [sum(sizes) for sizes in by_place]
+    text += f": {_shown([max(sizes) for sizes in by_place])}"
     if len(ranks) > 1:
         text += f" on the fullest rank; on all {len(ranks)} ranks {_shown(in_all)}"
     say(text)

@@ -44,7 +44,7 @@ class OffloadRun:
         self._disk_bytes: dict[str, int] = {}  # by what is kept
         if self.offload == "nvme":
             self._directory = Path(self.directory or "").absolute()
-            refusal = None
+            refusal: UserError | None = None
             try:
                 require_writable(self._directory)
             except UserError as error:
@@ -85,7 +85,9 @@ class OffloadRun:
     def _take_room(self, size: int, what: str) -> MomentumFile | None:
         """A file of `size` bytes, none for none; refused on every rank where one cannot have it."""
         self._disk_bytes[what] = self._disk_bytes.get(what, 0) + size
-        needed, file, error = sum(self._disk_bytes.values()), None, None
+        needed = sum(self._disk_bytes.values())
+        file: MomentumFile | None = None
+        error: str | None = None
         try:
             file = MomentumFile(self._directory, size) if size else None
         except OSError as refusal:
