@@ -5,7 +5,7 @@
 Each way of `--muon-offload` x `--muon-offload-state` has a model of its own, all with the same weights and gradients. A
 step is norm, Muon, Adam and installing the model's weights. Within a round they step one after the other, and the disk
 is probed; a step's time is that of the slowest rank. Bytes on the device are those of optimizer state and main weights,
-a GPU's rings included, by this rank's parameters. On CPU over gloo, where host and device are one memory, or on GPUs
+a GPU's slots included, by this rank's parameters. On CPU over gloo, where host and device are one memory, or on GPUs
 over NCCL.
 """
 
@@ -28,7 +28,6 @@ from benchmarks.memory import peak_extra_bytes
 from benchmarks.offload import DiskProbe
 from megatron_muon import cpu
 from megatron_muon.errors import quiet_imports
-from megatron_muon.offload.run import close_runs
 from megatron_muon.offload.store import DEVICE, DISK, HOST
 
 WAYS = (("none", "momentum"), ("cpu", "momentum"), ("cpu", "all"), ("nvme", "momentum"), ("nvme", "all"))
@@ -127,7 +126,7 @@ def main() -> None:
     parser.add_argument("--num-layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--offload-dir", required=True, metavar="DIR", help="a directory on the disk to be measured")
-    parser.add_argument("--offload-buffer-mb", type=float, default=12.0, help="of each ring (12)")
+    parser.add_argument("--offload-buffer-mb", type=float, default=12.0, help="of each kind of state (12)")
     parser.add_argument("--ns-dtype", choices=("bf16", "fp32"), default="bf16", help="of Newton-Schulz (bf16)")
     parser.add_argument("--repeat", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
@@ -158,7 +157,6 @@ def main() -> None:
             )
         if args.json is not None:
             args.json.write_text(json.dumps({"ways": lines, "disk": rates, "ranks": dist.get_world_size()}), "utf-8")
-    close_runs()
     dist.barrier()
     dist.destroy_process_group()
 

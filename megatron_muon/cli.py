@@ -54,7 +54,7 @@ COMMANDS = {
     "plan": Command("plan.command", "plan a Muon step on paper, for any number of ranks", MEASURE),
     "rehearse": Command("rehearse.command", "run every rank's real step without a GPU, and compare", MEASURE),
     "data": Command("data", "prepare text for training", PREPARE),
-    "doctor": Command("doctor.command", "check this environment, and a checkpoint", PREPARE),
+    "doctor": Command("doctor", "check this environment, and a checkpoint", PREPARE),
 }
 
 EPILOG = """\

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from megatron_muon.checkpoint.unpickling import Planner, Reader
@@ -36,30 +36,29 @@ def read_entries(folder: Path) -> dict[str, Any]:
     return dict(Reader(folder).read_metadata().state_dict_metadata)
 
 
-def _load(state: dict[str, Any], folder: Path) -> None:
+def read(folder: Path, names: Iterable[str] | None = None) -> dict[str, Any]:
+    """Those of the entries `names` that a checkpoint holds, all by default: whole tensors, and objects such as `args`.
+
+    In one process, whatever layout wrote them.
+    """
+    entries = read_entries(folder)
+    state: dict[str, Any] = {}
+    for name in entries if names is None else filter(entries.__contains__, names):
+        entry = entries[name]
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as meant
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), no_dist=True)
         except CheckpointException as failure:
             raise next(iter(failure.failures.values()))[0] from None
+    return state
 
 
-def read_tensors(folder: Path, names: Iterable[str] | None = None) -> dict[str, torch.Tensor]:
-    """Whole tensors of a checkpoint by name, all by default. In one process, whatever layout wrote them."""
-    entries = read_entries(folder)
-    wanted = [name for name in (entries if names is None else names) if hasattr(entries[name], "size")]
-    tensors = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in wanted}
-    _load(tensors, folder)
-    return tensors
-
-
-def read_objects(folder: Path, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the entries `names` that a checkpoint holds and that are not tensors: `args`, `iteration`, a rate."""
-    entries = read_entries(folder)
-    objects: dict[str, Any] = {name: None for name in names if isinstance(entries.get(name), BytesStorageMetadata)}
-    _load(objects, folder)
-    return objects
+def objects(entries: Mapping[str, Any]) -> list[str]:
+    """The names of the entries that are not tensors."""
+    return [name for name, entry in entries.items() if not isinstance(entry, TensorStorageMetadata)]
 
 
 def slot(parameter: str, name: str) -> str:
@@ -70,6 +69,17 @@ def slot(parameter: str, name: str) -> str:
 def setting(parameter: str, name: str) -> str:
     """The entry of a setting of a parameter's group."""
     return f"{_META}{parameter}.{name}"
+
+
+def plain(name: str) -> str:
+    """A parameter's name without the prefix `module.` of each of a model's wrappers."""
+    return re.sub(r"^(module\.)+", "", name)
+
+
+def wrappers(parameters: Iterable[str]) -> str:
+    """The prefix that a model's wrappers put in front of names: there is one more in bf16 than in fp32."""
+    first = next(iter(parameters), "")
+    return first.removesuffix(plain(first))
 
 
 def whole_name(parameter: str, known: Container[str]) -> str:
@@ -83,14 +93,8 @@ def step_counts(folder: Path) -> dict[str, int]:
     known = optimized(entries)
     matches = [re.fullmatch(rf"{section}(.*)\.{STEP}", name) for section in (_META, _STATE) for name in entries]
     found = {match[0]: match[1] for match in matches if match}
-    counts = read_tensors(folder, found) | read_objects(folder, found)
+    counts = read(folder, found)
     return {plain(whole_name(parameter, known)): int(counts[name]) for name, parameter in found.items()}
-
-
-def wrappers(parameters: Iterable[str]) -> str:
-    """What a model's wrappers put in front of names: `module.` for each of them, one more in bf16 than in fp32."""
-    first = next(iter(parameters), "")
-    return first.removesuffix(plain(first))
 
 
 def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -101,6 +105,13 @@ def optimizer_slots(entries: Iterable[str]) -> dict[str, frozenset[str]]:
             parameter, slot = name.removeprefix(_STATE).rsplit(".", 1)
             found.setdefault(parameter, set()).add(slot)
     return {parameter: frozenset(slots) for parameter, slots in found.items()}
+
+
+def some(names: Iterable[str], shown: int = 5) -> str:
+    """The first of these names in order, and the number of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - shown} more" if len(ordered) > shown else ""
+    return ", ".join(ordered[:shown]) + more
 
 
 def weight_names(entries: Iterable[str]) -> list[str]:
@@ -123,22 +134,19 @@ def optimizer_of(slots: frozenset[str]) -> str:
 
 
 class Missing(NamedTuple):
-    """State that a run wants and a checkpoint lacks, as entries named `<parameter>.<slot>`.
-
-    Another optimizer kept the parameters of those `replaced` when the checkpoint was written; those `absent` should be
-    there and are not.
-    """
+    """State that a run wants and a checkpoint lacks, as entries named `<parameter>.<slot>`."""
 
     replaced: set[str]
+    """Another optimizer kept these parameters when the checkpoint was written."""
     absent: set[str]
+    """They should be there."""
+    fresh: set[str]
+    """The parameters; all of their state starts afresh, because half a state is none."""
 
 
-def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> tuple[Missing, set[str]]:
-    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks; and parameters that start afresh.
-
-    A parameter whose slots are not all there, or not of the same size, starts afresh as a whole: half a state is none.
-    """
-    missing, fresh = Missing(set(), set()), set()
+def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any]) -> Missing:
+    """What of the optimizer state `wanted`, slots by parameter, a checkpoint lacks, or has in another size."""
+    missing = Missing(set(), set(), set())
     slots, known = optimizer_slots(entries), optimized(entries)
     for parameter, state in wanted.items():
         held = slots.get(parameter, frozenset())
@@ -146,15 +154,16 @@ def compare(wanted: Mapping[str, Mapping[str, Any]], entries: Mapping[str, Any])
         if STEP in state and setting(whole, STEP) in entries:
             held |= {STEP}
         kinds = (optimizer_of(held), optimizer_of(frozenset(state)))
-        if not state.keys() <= held or kinds == ("adam", "lion"):
-            fresh.add(parameter)
-            damaged = kinds == ("lion", "adam") and setting(whole, "eps") in entries  # Lion's groups have none
+        damaged = kinds == ("lion", "adam") and setting(whole, "eps") in entries  # Lion's groups have none
+        if state.keys() <= held and kinds != ("adam", "lion"):
+            if not other_shapes(f"{_STATE}{parameter}.", state, entries):
+                continue
+            lost = missing.replaced  # as by another kind of second moment
+        else:
             lost = missing.replaced if held and kinds[0] != kinds[1] and not damaged else missing.absent
-            lost.update(f"{parameter}.{slot}" for slot in state)
-        elif other_shapes(f"{_STATE}{parameter}.", state, entries):  # as of another kind of second moment
-            fresh.add(parameter)
-            missing.replaced.update(f"{parameter}.{slot}" for slot in state)
-    return missing, fresh
+        missing.fresh.add(parameter)
+        lost.update(f"{parameter}.{slot}" for slot in state)
+    return missing
 
 
 def laid_out_by_rank(wanted: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -177,7 +186,7 @@ def other_shapes(prefix: str, wanted: Mapping[str, Any], entries: Mapping[str, A
     for name, tensor in wanted.items():
         stored = getattr(entries.get(prefix + name), "size", None)
         if isinstance(tensor, torch.Tensor) and stored is not None and tuple(stored) != tuple(tensor.shape):
-            found.add(f"{plain(name)} is {_shape(stored)} in the checkpoint and {_shape(tensor.shape)} in this model")
+            found.add(f"{plain(name)} is {tuple(stored)} in the checkpoint and {tuple(tensor.shape)} in this model")
     return found
 
 
@@ -190,15 +199,16 @@ def without_fresh(
     run has them; so does what is the layout's and not the training's, and the settings named in `keep`.
     """
     afresh = fresh | {name[:-2] for name in fresh if name.endswith(_HALVES)}
+    left_out = {*_OF_THE_LAYOUT, *keep}
 
     def held(name: str, value: Any) -> bool:  # lists and dicts are stored item by item
         return name in entries or (isinstance(value, (list, dict)) and any(e.startswith(f"{name}.") for e in entries))
 
-    def asked(parameter: str, meta: Mapping[str, Any]) -> dict[str, Any]:
-        left_out = {*_OF_THE_LAYOUT, *keep}
-        return {k: v for k, v in meta.items() if k not in left_out and held(setting(parameter, k), v)}
-
-    metas = {name: asked(name, meta) for name, meta in optimizer["param_to_group_meta"].items() if name not in afresh}
+    metas = {
+        parameter: {k: v for k, v in meta.items() if k not in left_out and held(setting(parameter, k), v)}
+        for parameter, meta in optimizer["param_to_group_meta"].items()
+        if parameter not in afresh
+    }
     state = {name: slots for name, slots in optimizer["state"].items() if name not in fresh}
     return {**optimizer, "state": state, "param_to_group_meta": metas}
 
@@ -208,12 +218,3 @@ def renamed(optimizer: Mapping[str, Any], before: str, after: str) -> dict[str, 
     parts = ("state", "param_to_group_meta")
     changed = {part: {after + name.removeprefix(before): v for name, v in optimizer[part].items()} for part in parts}
     return {**optimizer, **changed}
-
-
-def plain(name: str) -> str:
-    """A parameter's name without the wrappers' prefixes."""
-    return re.sub(r"^(module\.)+", "", name)
-
-
-def _shape(size: Iterable[int]) -> str:
-    return " x ".join(str(length) for length in size)

@@ -17,7 +17,6 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -37,9 +36,8 @@ SECONDS_FOR_A_DEAD_MACHINE = 120.0
 
 def lock_of(save_dir: Path) -> Lock:
     """The lock of a --save directory, which the first rank holds: ranks may outlive whoever launched them."""
-    return Lock(
-        save_dir / ".training.lock", f"a training saves its checkpoints to {save_dir}", "give another --save DIR"
-    )
+    taken = f"a training saves its checkpoints to {save_dir}"
+    return Lock(save_dir / ".training.lock", taken, "give another --save DIR")
 
 
 def iteration_folder(save_dir: Path, iteration: int | str) -> Path:
@@ -78,11 +76,9 @@ def latest(save_dir: Path) -> int | str | None:
         return None
     except OSError as error:
         raise UserError(f"{file} cannot be read ({error.strerror}); {resume_hint(save_dir, tracker=file)}") from None
-    if text == "release":
-        return text
-    if not text.isdecimal():
+    if text != "release" and not text.isdecimal():
         raise UserError(f"{file} holds {text[:40]!r} instead of an iteration; {resume_hint(save_dir, tracker=file)}")
-    return int(text)
+    return text if text == "release" else int(text)
 
 
 def find(directory: Path) -> Path:
@@ -104,49 +100,45 @@ def resume_hint(save_dir: Path, *, but: int | str | None = None, tracker: Path |
     found = newest_complete(save_dir, but=but)
     if found is None:
         return f"{save_dir} holds no complete checkpoint to resume from"
-    remedy = f"resume with --load {save_dir} --ckpt-step {found}"
-    if tracker is not None:
-        remedy = f"type {f'rm -r {tracker} && ' if tracker.is_dir() else ''}echo {found} > {tracker}"
+    remedy = (
+        f"resume with --load {save_dir} --ckpt-step {found}" if tracker is None else f"type echo {found} > {tracker}"
+    )
     return f"the newest complete checkpoint is iteration {found}: {remedy}"
 
 
-def problems(folder: Path, *, verify: bool = True) -> list[str]:
+def problems(folder: Path, *, verify: bool = True, threads: int = 0) -> list[str]:
     """Why a checkpoint cannot be loaded, a line each; an empty list where it is complete.
 
     Compares the index with its checksum, unless `verify` is False, and the other files with the sizes that the index
-    gives; it reads no tensor.
+    gives; with `threads` their checksums too, so many files at a time.
     """
-    from megatron_muon.checkpoint.unpickling import Reader, UntrustedError
+    from megatron_muon.checkpoint.unpickling import Reader
 
     if not folder.is_dir():
         return [f"{folder} does not exist"]
     if not (folder / ".metadata").is_file():
         return [f"{folder} has no .metadata: its save did not finish"]
-    try:
-        sums = checksums.read(folder) if verify else None
-    except UserError as error:
-        return [str(error)]
-    if sums and (found := checksums.changed(folder, sums, [".metadata"])):
-        return found
     ends: dict[str, int] = {}
     try:
+        sums = checksums.read(folder) if verify else None
+        if sums and (found := checksums.changed(folder, sums, [".metadata"])):
+            return found
         for place in Reader(folder).read_metadata().storage_data.values():
             ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    except UntrustedError as error:
-        return [f"{folder}/{error}"]
+    except UserError as error:
+        return [f"{folder}: {error}"]
     except Exception as error:  # a damaged pickle raises whatever its bytes happen to mean
         return [f"{folder}/.metadata cannot be read ({type(error).__name__}: {error})"]
     found = []
     for name, end in sorted(ends.items()):
         try:
-            status = (folder / name).stat()
+            size = (folder / name).stat().st_size
         except OSError as error:
             found.append(f"{folder / name} cannot be read ({error.strerror})")
-            continue
-        if stat.S_ISDIR(status.st_mode):
-            found.append(f"{folder / name} cannot be read (Is a directory)")
-        elif status.st_size < end:
-            found.append(f"{folder / name} is cut short: {status.st_size:,} of {end:,} bytes")
+        else:
+            found += [f"{folder / name} is cut short: {size:,} of {end:,} bytes"] if size < end else []
+    if sums and threads and not found:
+        return checksums.changed(folder, sums, checksums.share(sums, 0, 1), threads=threads)
     return found
 
 

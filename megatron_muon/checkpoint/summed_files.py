@@ -6,14 +6,10 @@ import contextlib
 import os
 import zlib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
-
-_SMALL = 1 << 16
-"""Bytes up to which a piece is summed faster than it is handed to a thread."""
 
 
 class SummedFiles(FileSystem):
@@ -26,8 +22,8 @@ class SummedFiles(FileSystem):
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         """Open a file to be written from its beginning to its end."""
-        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as pool:
-            summed = _SummedStream(stream, pool)
+        with super().create_stream(path, mode) as stream:
+            summed = _SummedStream(stream)
             yield summed
         self.sums[Path(path).name] = summed.crc
 
@@ -40,18 +36,11 @@ class SummedFiles(FileSystem):
 class _SummedStream:
     """What torch's writer uses of a stream. It cannot seek: a sum would miss what is written anew."""
 
-    def __init__(self, stream: Any, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, stream: Any) -> None:
         self.crc = 0
-        self._write, self._pool = stream.write, pool
+        self._write = stream.write
         self.tell, self.flush, self.fileno, self.close = stream.tell, stream.flush, stream.fileno, stream.close
 
     def write(self, data: Any) -> int:
-        piece = memoryview(data).cast("B")
-        if len(piece) <= _SMALL:
-            self.crc = zlib.crc32(piece, self.crc)
-            return int(self._write(piece))
-        summing = self._pool.submit(zlib.crc32, piece, self.crc)
-        try:
-            return int(self._write(piece))
-        finally:
-            self.crc = summing.result()
+        self.crc = zlib.crc32(data, self.crc)
+        return int(self._write(data))

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from dataclasses import is_dataclass
-from typing import IO, Any, ClassVar, cast
+from typing import IO, Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -45,6 +45,11 @@ class UntrustedError(UserError):
     """A pickle that names what a checkpoint does not need; nothing that it names was run."""
 
 
+def _untrusted(where: str, names: list[str]) -> UntrustedError:
+    which = f"{where} names {', '.join(names)}, which no checkpoint needs"
+    return UntrustedError(f"{which}; it was not run: do not trust this file")
+
+
 class _IndexUnpickler(pickle._Unpickler):
     """The unpickler in Python: three times slower than the one in C, whose setting of state cannot be overridden.
 
@@ -58,8 +63,7 @@ class _IndexUnpickler(pickle._Unpickler):
         changed = self.stack[-2]
         if not is_dataclass(type(changed)):
             kind = changed if isinstance(changed, type) else type(changed)
-            name = f"{kind.__module__}.{kind.__qualname__}"
-            raise UntrustedError(f".metadata would change {name}, which no index does: do not trust this file")
+            raise _untrusted(".metadata", [f"changes of {kind.__module__}.{kind.__qualname__}"])
         _LOAD_BUILD(self)
 
     dispatch[pickle.BUILD[0]] = load_build
@@ -68,11 +72,7 @@ class _IndexUnpickler(pickle._Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if name in _OF_AN_INDEX.get(module, "").split() or is_dtype:
             return super().find_class(module, name)
-        raise UntrustedError(_refusal(".metadata", [f"{module}.{name}"]))
-
-
-def _refusal(where: str, names: list[str]) -> str:
-    return f"{where} names {', '.join(names)}, which no checkpoint needs; it was not run: do not trust this file"
+        raise _untrusted(".metadata", [f"{module}.{name}"])
 
 
 def load_entry(name: str, stream: IO[bytes]) -> Any:
@@ -88,22 +88,13 @@ def load_entry(name: str, stream: IO[bytes]) -> Any:
         with contextlib.suppress(Exception):  # its names may not be readable either
             refused = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(stream))
         if refused:
-            raise UntrustedError(_refusal(f"entry {name!r}", refused)) from None
+            raise _untrusted(f"entry {name!r}", refused) from None
         cause = error.__context__ or error  # torch's own text is about weights_only
         raise UserError(f"entry {name!r} cannot be read ({type(cause).__name__}: {cause})") from error
 
 
-class _Unreadable:
-    """In place of an index that cannot be read: whoever asks it for something gets the reason.
-
-    torch's load asks for a rank's own part where the whole index could not be read; 2.11 forgets why.
-    """
-
-    def __init__(self, reason: Exception) -> None:
-        self._reason = reason
-
-    def __getattr__(self, name: str) -> Any:
-        raise self._reason
+class _UnreadableError(BaseException):
+    """Not an Exception: torch 2.11's load would forget it, and say only that there is no index."""
 
 
 class Reader(FileSystemReader):
@@ -112,7 +103,7 @@ class Reader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index of the checkpoint, or of one rank's part of it; raises as `load_entry` does."""
         if "rank" in kwargs and (reason := getattr(self, "_unread", None)):
-            return cast(Metadata, _Unreadable(reason))
+            raise _UnreadableError(reason)  # the whole index was there, so there are no parts
         try:
             with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as stream:
                 metadata = _IndexUnpickler(stream).load()

@@ -314,4 +314,4 @@ class ShardedMuon(torch.optim.Optimizer):
         for index in self._held:
             if self._matrices[index] in state:
                 self.store.write(index, local_rows(state[self._matrices[index]]))
-        self.store.set_step_count(max((group.get(STEPS, 0) for group in self.param_groups), default=0))
+        self.store.steps = max((group.get(STEPS, 0) for group in self.param_groups), default=0)

@@ -16,11 +16,7 @@ changed in place. When the next part is asked for, the one before goes back."""
 
 
 class Storage:
-    """Rows of shards where they are, fp32, such as weights: borrowed all at once.
-
-    Args:
-        of_shard: finds the rows of a shard.
-    """
+    """Rows of shards where they are, fp32, such as weights: borrowed all at once; `of_shard` finds those of a shard."""
 
     def __init__(self, of_shard: Callable[[int], torch.Tensor]) -> None:
         self._of_shard = of_shard
@@ -35,16 +31,19 @@ class Storage:
 
 
 class MomentumStore(Storage, ABC):
-    """Keeps momentum outside of the optimizer's state; see `offload.store`."""
+    """Keeps momentum, or other state, outside of the optimizer's; see `offload.store`.
+
+    Attributes:
+        rounds: whether momentum is rounded for storage, so that a count of steps has to be kept with it.
+        steps: the count of the training's steps; stochastic rounding depends on it.
+    """
+
+    rounds: bool
+    steps: int
 
     @abstractmethod
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
         """Around the exchange of a step: the phases that the exchange is to call, `rows` or what stands before them."""
-
-    @property
-    @abstractmethod
-    def rounds(self) -> bool:
-        """Whether momentum is rounded for storage, so that a count of steps has to be kept with it."""
 
     @abstractmethod
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -57,7 +56,3 @@ class MomentumStore(Storage, ABC):
     @abstractmethod
     def write(self, index: int, values: torch.Tensor) -> None:
         """Replace a shard's momentum by `values` `(rows, cols)` fp32, between steps."""
-
-    @abstractmethod
-    def set_step_count(self, steps: int) -> None:
-        """The training has taken `steps` steps; stochastic rounding depends on it."""

@@ -22,7 +22,7 @@ from megatron_muon.core.rules.rule import Held
 from megatron_muon.fsdp.build import make_parts
 from megatron_muon.fsdp.shards import layout_of
 from megatron_muon.megatron.layout_file import dump_layout
-from megatron_muon.megatron.main_weights import MainWeights, matrix_weights
+from megatron_muon.megatron.main_weights import MainWeights, keep_matrix_weights
 from megatron_muon.megatron.model import parameters as mp
 from megatron_muon.megatron.replicated_muon import ReplicatedMuon, give_blocks, has_blocks
 from megatron_muon.megatron.settings import MuonOptimizerConfig
@@ -130,7 +130,7 @@ def make_muon(
     outside = None
     if weights is not None and offload is not None and store is not None:
         parameters = [parameter for member in groups for parameter in member["params"]]
-        outside = matrix_weights(weights, offload, parameters, store)
+        outside = keep_matrix_weights(weights, offload, parameters, store)
     defaults = {"lr": config.lr, "momentum": config.muon_momentum, "weight_decay": config.weight_decay}
     return ShardedMuon(groups, exchange, rules, defaults=defaults, names=names, store=store, weights=outside)
 

@@ -206,7 +206,9 @@ class MuonChainedOptimizer(ChainedOptimizer):
             if muon is not None:
                 momentum = {parameters[name]: slots.pop(MOMENTUM) for name, slots in state.items()}
             if scalars is not None:
-                slots_of = {parameters[name]: scalars.take_slots(slots) for name, slots in state.items()}
+                slots_of = {
+                    parameters[name]: {slot: slots.pop(slot) for slot in scalars.slots} for name, slots in state.items()
+                }
             member.load_state_dict({"state": state, "param_to_group_meta": settings})
             if muon is not None:
                 muon.load_momentum(momentum)

@@ -374,7 +374,6 @@ def _train() -> None:
 
     from megatron_muon.megatron.model.gpt import forward_step, gpt_config, train_valid_test_datasets
     from megatron_muon.megatron.validation import DEFAULTS
-    from megatron_muon.offload.run import close_runs
 
     tell("stage", stage="initializing Megatron")
     args = parse_and_validate_args(extra_args_provider=arguments.add_muon_arguments, args_defaults=DEFAULTS)
@@ -393,7 +392,6 @@ def _train() -> None:
         if end.code or _ended_by_signal() or _has_trained():
             raise
     finally:
-        close_runs()
         if together and torch.distributed.is_initialized():  # else it would wait for the others: see `end_alone`
             torch.distributed.destroy_process_group()
     if not _has_trained():

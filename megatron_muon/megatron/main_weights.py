@@ -12,13 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, override
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from megatron_muon.core.storage import Borrowed, Storage
-from megatron_muon.offload.codecs import codec_of
 from megatron_muon.offload.run import OffloadRun
 from megatron_muon.offload.store import RecordStore
 
@@ -26,17 +24,13 @@ _NOTES = ("__create_chunk_list__", "__create_write_items__")
 """What Megatron-FSDP attaches to a shard for checkpoints: which part of the whole it is."""
 
 
-class Keeper(Protocol):
-    """Keeps the main weights of some parameters."""
+@dataclass(frozen=True)
+class Piece:
+    """A record that begins with the main weights `start` to `stop` of this rank's shard of a parameter."""
 
-    parameters: Sequence[torch.Tensor]
-    store: RecordStore
-
-    def read_weights(self, index: int, values: torch.Tensor) -> None:
-        """Copy a parameter's main weights, this rank's, to `values`, 1D and on any device, between steps."""
-
-    def write_weights(self, index: int, values: torch.Tensor) -> None:
-        """Replace a parameter's main weights by 1D values, between steps."""
+    parameter: torch.Tensor
+    start: int
+    stop: int
 
 
 @dataclass(eq=False)
@@ -52,7 +46,7 @@ class _Place:
 class MainWeights:
     """The main weights of a model, which are in Megatron-FSDP's buffers until `move_out`.
 
-    Every parameter that trains is to be kept by one of the keepers, which take its values when they are made.
+    Every parameter that trains is to be given to `keep` before, with the store of its main weights.
     """
 
     def __init__(self, model_chunks: Sequence[Any]) -> None:
@@ -65,13 +59,14 @@ class MainWeights:
                     shown_by = (parameter, buffer.dist_main_weight[name])
                     self._places[parameter] = _Place(main, model, main.param_idx[parameter.orig_param], shown_by)
         self._buffers = list({id(place.main): place.main for place in self._places.values()}.values())
-        self._keepers: list[Keeper] = []
+        self._kept: list[tuple[RecordStore, Sequence[Piece]]] = []
+        self._parameters: set[torch.Tensor] = set()  # that are kept
         self._at_hand = True
 
     @property
     def stores(self) -> list[RecordStore]:
-        """The keepers'."""
-        return [keeper.store for keeper in self._keepers]
+        """Those that keep main weights."""
+        return [store for store, _ in self._kept]
 
     def shard(self, parameter: torch.Tensor) -> torch.Tensor:
         """This rank's main weights of a parameter, 1D, in Megatron-FSDP's buffer while they are there."""
@@ -79,23 +74,19 @@ class MainWeights:
         shard: torch.Tensor = place.main.get_item(place.item, only_shard=True)
         return shard
 
-    def model_shard(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The same elements of the weights that the model computes with, 1D."""
-        place = self._places[parameter]
-        shard: torch.Tensor = place.model.get_item(place.item, only_shard=True)
-        return shard.detach()
+    def keep(self, store: RecordStore, parameters: Sequence[torch.Tensor], pieces: Sequence[Piece]) -> None:
+        """Put the main weights of `parameters` into the records of a store, of which `pieces` says what they hold.
 
-    def keep(self, keeper: Keeper) -> None:
-        """Put the main weights of a keeper's parameters into its records, too."""
-        for index, parameter in enumerate(keeper.parameters):
-            if self.shard(parameter).numel():
-                keeper.write_weights(index, self.shard(parameter))
-        self._keepers.append(keeper)
+        From then on each borrowed record is copied to the model's weights as it goes back.
+        """
+        self._kept.append((store, pieces))
+        self._parameters.update(parameters)
+        self._write(store, pieces)
+        store.on_return = partial(self._copy_to_model, pieces)
 
     def move_out(self) -> None:
-        """Give up the memory of Megatron-FSDP's buffers: from now on the keepers alone have the main weights."""
-        kept = {parameter for keeper in self._keepers for parameter in keeper.parameters}
-        assert kept == self._places.keys(), "a parameter that trains has no keeper, or one that does not has one"
+        """Give up the memory of Megatron-FSDP's buffers: from now on the stores alone have the main weights."""
+        assert self._parameters == self._places.keys(), "a parameter that trains is not kept, or another one is"
         self._show([torch.empty(buffer.data_size, device="meta") for buffer in self._buffers])
         self._at_hand = False
 
@@ -105,29 +96,40 @@ class MainWeights:
 
         Args:
             values: with their values; without, the memory has any, as they will be loaded.
-            write: the keepers take the values at the end, unless an error ends it.
+            write: the stores take the values at the end, unless an error ends it.
         """
         if self._at_hand:
             yield
             return
         sizes = [buffer.data_size for buffer in self._buffers]
-        stores = sorted(self.stores, key=lambda store: not store.disk.files)  # scratch is where a store's files are
+        stores = sorted(self.stores, key=lambda store: store.disk.file is None)  # scratch is where a store's file is
         self._show(stores[0].scratch(sizes) if stores else [])
         self._at_hand = True
         try:
-            for keeper, index, shard in self._shards() if values else ():
-                keeper.read_weights(index, shard)
+            for store, pieces in self._kept if values else ():
+                for number, piece in enumerate(pieces):
+                    if piece.stop > piece.start:
+                        self.shard(piece.parameter)[piece.start : piece.stop].copy_(
+                            _weights_of(store.read(number), piece)
+                        )
             yield
-            for keeper, index, shard in self._shards() if write else ():
-                keeper.write_weights(index, shard)
+            for store, pieces in self._kept if write else ():
+                self._write(store, pieces)
         finally:
             self.move_out()
 
-    def _shards(self) -> Iterator[tuple[Keeper, int, torch.Tensor]]:
-        for keeper in self._keepers:
-            for index, parameter in enumerate(keeper.parameters):
-                if (shard := self.shard(parameter)).numel():
-                    yield keeper, index, shard
+    def _write(self, store: RecordStore, pieces: Sequence[Piece]) -> None:
+        for number, piece in enumerate(pieces):
+            if piece.stop > piece.start:
+                record = store.read(number)
+                _weights_of(record, piece).copy_(self.shard(piece.parameter)[piece.start : piece.stop])
+                store.write(number, record)
+
+    def _copy_to_model(self, pieces: Sequence[Piece], number: int, record: torch.Tensor) -> None:
+        piece = pieces[number]
+        place = self._places[piece.parameter]
+        shard = place.model.get_item(place.item, only_shard=True).detach()
+        shard[piece.start : piece.stop].copy_(_weights_of(record, piece))
 
     def _show(self, data: Sequence[torch.Tensor]) -> None:
         """Let Megatron-FSDP's buffers be this memory, and everything that shows main weights be parts of it."""
@@ -146,50 +148,15 @@ class MainWeights:
                 tensor.detach = detach  # type: ignore[method-assign]
 
 
-class MatrixWeights(Storage):
-    """The main weights of Muon's matrices, from records, one for each; what goes back is copied to the model, too."""
-
-    def __init__(self, weights: MainWeights, parameters: Sequence[torch.Tensor], store: RecordStore) -> None:
-        super().__init__(store.read)
-        self.parameters = parameters
-        self.store = store
-        self._weights = weights
-        weights.keep(self)
-
-    def read_weights(self, index: int, values: torch.Tensor) -> None:
-        """Of matrix `index`, as `Keeper` has it."""
-        values.copy_(self.store.read(index).view(-1))
-
-    def write_weights(self, index: int, values: torch.Tensor) -> None:
-        """Of matrix `index`, as `Keeper` has it."""
-        shard = self.store.shards[index]
-        self.store.write(index, values.view(shard.rows, shard.cols))
-
-    @override
-    def borrow(self, indices: Sequence[int]) -> Borrowed:
-        for places, rows in self.store.borrow(indices):
-            yield places, rows
-            for place, values in zip(places, rows, strict=True):
-                if (index := indices[place]) not in self.store.lost:
-                    self._weights.model_shard(self.parameters[index]).copy_(values.view(-1))
-
-    @override
-    def end_step(self) -> None:
-        self.store.end_step()
+def _weights_of(record: torch.Tensor, piece: Piece) -> torch.Tensor:
+    return record.view(-1)[: piece.stop - piece.start]
 
 
-def matrix_weights(
-    weights: MainWeights,
-    offload: OffloadRun,
-    parameters: Sequence[torch.Tensor],
-    momentum: RecordStore,
-) -> MatrixWeights:
+def keep_matrix_weights(
+    weights: MainWeights, offload: OffloadRun, parameters: Sequence[torch.Tensor], momentum: RecordStore
+) -> RecordStore:
     """Records of main weights, with their values, beside those of the same shards' momentum. Collective."""
-    store = offload.make_records(
-        momentum.names,
-        momentum.shards,
-        device=parameters[0].device,
-        codec=codec_of("fp32"),
-        what="main weights",
-    )
-    return MatrixWeights(weights, parameters, store)
+    store = offload.make_records(momentum.names, momentum.shards, parameters[0].device, what="main weights")
+    pieces = [Piece(p, 0, shard.numel) for p, shard in zip(parameters, momentum.shards, strict=True)]
+    weights.keep(store, parameters, pieces)
+    return store

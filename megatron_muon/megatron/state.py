@@ -1,7 +1,6 @@
 """Optimizer state: that of the scalar optimizers from the start, and how many bytes of it lie where.
 
 Saving an fsdp_dtensor checkpoint runs collectives key by key, so ranks whose keys differ wait for each other for ever.
-torch's AdamW makes state at the first gradient and none for empty shards.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch.distributed.tensor import DTensor
 
 from megatron_muon import cpu
-from megatron_muon.core.optimizer import MOMENTUM, ShardedMuon
+from megatron_muon.core.optimizer import MOMENTUM
 from megatron_muon.core.ranks import numbers_of_all_ranks, say
 from megatron_muon.core.rows import local_rows
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
@@ -27,19 +26,19 @@ def initialize_scalar_state(wrapped: MegatronOptimizer) -> None:
     """Create the state of a wrapped scalar optimizer now, and keep its step counters alike on every rank.
 
     0.19 makes the step counter with a first optimizer step, which a resumed run must not take; without it the run would
-    not ask the checkpoint for it and count from 0 again. torch's AdamW has one for each parameter, the FusedAdam of
-    Transformer Engine and Apex one for each group.
-
-    torch's then steps over shards without rows too, where Megatron-FSDP sets no gradient: a checkpoint keeps one
-    counter for a parameter, and the rank that writes it may well be one without rows. FusedAdam counts steps of groups,
-    and its kernel is not launched for what precedes an empty tensor at a group's end.
+    not ask the checkpoint for it and count from 0 again.
     """
     wrapped.init_state_fn(wrapped.optimizer, wrapped.config)
     keep_counters_alike(wrapped.optimizer)
 
 
 def keep_counters_alike(inner: torch.optim.Optimizer) -> None:
-    """Give a scalar optimizer its step counters now, as `initialize_scalar_state` does beside all other state."""
+    """Give a scalar optimizer its step counters now: torch's AdamW one for each parameter, FusedAdam for each group.
+
+    torch's then steps over shards without rows too, where Megatron-FSDP sets no gradient: a checkpoint keeps one
+    counter for a parameter, and the rank that writes it may well be one without rows. FusedAdam gets no such gradients:
+    its kernel is not launched for what precedes an empty tensor at a group's end.
+    """
     if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
         for group in inner.param_groups:
             on_device = group.get("capturable") or group.get("fused")
@@ -48,10 +47,9 @@ def keep_counters_alike(inner: torch.optim.Optimizer) -> None:
                 inner.state[parameter].setdefault("step", step)
         inner.register_step_pre_hook(_give_empty_gradients)
     elif type(inner).__name__ == "FusedAdam":
-        capturable = getattr(inner, "capturable", False)
         for group in (group for group in inner.param_groups if group["params"]):
             on_device = torch.zeros(1, dtype=torch.int, device=group["params"][0].device)
-            group.setdefault("step", on_device if capturable else 0)
+            group.setdefault("step", on_device if getattr(inner, "capturable", False) else 0)
 
 
 def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -61,7 +59,7 @@ def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
-    """Prints what an optimizer's state takes, momentum of Muon and all else apart; bytes by kind. Collective."""
+    """Print what an optimizer's state takes, momentum of Muon and all else apart; bytes by kind. Collective."""
     members = [getattr(member, "optimizer", None) for member in getattr(optimizer, "chained_optimizers", [optimizer])]
     inner = [member for member in members if member is not None]  # None where a rank has no parameters
     momentum, rest = Counter[str](), Counter[str]()
@@ -72,44 +70,34 @@ def report_state(optimizer: Any, *, of_muon: bool = False) -> dict[str, int]:
             (momentum if of_muon and slot == MOMENTUM else rest)[place] += tensor.nbytes
     if not of_muon:
         return {"all of it": _report("all of it", rest)}
-    stores = [one.store for one in inner if isinstance(one, ShardedMuon) and isinstance(one.store, RecordStore)]
-    of_others: dict[str, list[RecordStore]] = {}
+    kinds: dict[str, list[RecordStore]] = {}
     for store in optimizer.stores:
-        if store not in stores:
-            of_others.setdefault(f"{store.what} {store.codec.name}", []).append(store)
-    kind = f"momentum {stores[0].codec.name if stores else 'fp32'}"
-    reported = {kind: _report_stores(kind, stores, momentum)}
-    for name, others in of_others.items():
-        reported[name] = _report_stores(name, others, Counter())
+        kinds.setdefault(f"{store.what} {store.codec.name}", []).append(store)
+    kind = next((name for name in kinds if name.startswith("momentum ")), "momentum fp32")
+    reported = {kind: _report(kind, momentum, kinds.pop(kind, []))}
+    reported |= {name: _report(name, Counter(), stores) for name, stores in kinds.items()}
     return {**reported, "all else": _report("all else", rest)}
 
 
-def _report_stores(name: str, stores: Sequence[RecordStore], beside: Counter[str]) -> int:
-    """As `_report`, of what stores keep and of what of the same kind lies elsewhere, with what is to be known of it."""
-    text, here = name, Counter(beside)
+def _report(name: str, beside: Counter[str], stores: Sequence[RecordStore] = ()) -> int:
+    """Print what stores keep, and what lies `beside` them: on the fullest rank and on all; all bytes of all ranks."""
+    text, here = f"optimizer state: {name}", Counter(beside)
     for store in stores:
         here.update(store.bytes)
-    if staging := max(numbers_of_all_ranks([sum(store.staging_bytes for store in stores)]))[0]:
-        text += f", staged through {_mb(staging)} MB"
-    if buffered := sorted(str(f.directory) for store in stores for f in store.disk.files if not f.direct):
+    ranks = numbers_of_all_ranks([*(here[place] for place in _PLACES), sum(store.staging_bytes for store in stores)])
+    if staging := max(numbers[-1] for numbers in ranks):
+        text += f", staged through {staging / 1e6:,.2f} MB"
+    files = [store.disk.file for store in stores if store.disk.file is not None]
+    if buffered := sorted(str(file.directory) for file in files if not file.direct):
         text += f", through the page cache ({buffered[0]} takes no direct I/O)"
-    return _report(text, here)
-
-
-def _report(name: str, here: Counter[str]) -> int:
-    """Prints what the fullest rank has of each place, and all ranks together; all bytes of all ranks."""
-    ranks = numbers_of_all_ranks([here[place] for place in _PLACES])
-    in_all = [sum(sizes) for sizes in zip(*ranks, strict=True)]
-    text = _shown([max(sizes) for sizes in zip(*ranks, strict=True)])
+    *by_place, _ = zip(*ranks, strict=True)
+    in_all = [sum(sizes) for sizes in by_place]
+    text += f": {_shown([max(sizes) for sizes in by_place])}"
     if len(ranks) > 1:
         text += f" on the fullest rank; on all {len(ranks)} ranks {_shown(in_all)}"
-    say(f"optimizer state: {name}: {text}")
+    say(text)
     return sum(in_all)
 
 
 def _shown(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{place} {_mb(size)} MB" for place, size in zip(_PLACES, sizes, strict=True))
-
-
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.2f}"
+    return ", ".join(f"{place} {size / 1e6:,.2f} MB" for place, size in zip(_PLACES, sizes, strict=True))

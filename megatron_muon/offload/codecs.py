@@ -1,15 +1,10 @@
 """Storage formats of momentum: a rectangle of an fp32 matrix to a record of bytes and back.
 
-`fp32` keeps every bit; `bf16` takes half the bytes; `int8` takes a quarter and one fp32 scale per 128 columns of a row.
 bf16 and int8 round *stochastically*, up with the probability of the part cut off: with momentum 0.95 the change of one
-step can be smaller than half the spacing of the stored values, where gradients are quiet, and rounding to the nearest
-loses it step after step. The price is noise: about 1.4 times that of rounding to the nearest.
-
+step can be smaller than half the spacing of the stored values, and rounding to the nearest loses it step after step.
 The random bits are a function of step, matrix, row and column alone. So a matrix rounds to the same values however its
 rows are cut over ranks (and its columns; for int8 at multiples of 128), on any device and wherever its records live.
-
-torchao 0.18.0 draws its stochastic rounding from the device's global generator, so a result would depend on the cut;
-its 8-bit state and bitsandbytes 0.50.2 round to the nearest.
+torchao 0.18.0 draws from the device's global generator; its 8-bit state and bitsandbytes 0.50.2 round to the nearest.
 """
 
 from __future__ import annotations
@@ -36,7 +31,7 @@ _CHUNK_DEVICE = 1 << 22
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rectangle lies: its matrix (`matrix_key` of the name), first row and first column in the whole matrix."""
+    """Where a rectangle lies: `matrix_key` of its matrix's name, first row and first column in the whole matrix."""
 
     key: int
     row: int
@@ -47,7 +42,7 @@ class Codec(ABC):
     """A storage format. A record of zero bytes decodes to zeros in every format.
 
     Records are 1D contiguous uint8 tensors, aligned to at least 4 bytes, of at least `record_bytes` bytes; bytes
-    beyond are left alone. A shorter one is a `ValueError`.
+    beyond are left alone.
     """
 
     name: str
@@ -60,17 +55,11 @@ class Codec(ABC):
 
     def decode(self, record: Tensor, rows: int, cols: int) -> Tensor:
         """The stored values, (rows, cols) fp32: a view of the record for fp32, new memory otherwise."""
-        return self._body(record, rows, cols).view(self.dtype).view(rows, cols).float()
+        return record[: self.record_bytes(rows, cols)].view(self.dtype).view(rows, cols).float()
 
     @abstractmethod
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Stores (rows, cols) fp32 values in the record, in place; `step` picks the random bits."""
-
-    def _body(self, record: Tensor, rows: int, cols: int) -> Tensor:
-        size = self.record_bytes(rows, cols)
-        if record.numel() < size:
-            raise ValueError(f"a record of {record.numel()} bytes is too short: these rows and columns take {size}")
-        return record[:size]
+        """Store (rows, cols) fp32 values in the record, in place; `step` picks the random bits."""
 
 
 class Fp32(Codec):
@@ -98,8 +87,8 @@ class Bf16(Codec):
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Adds 16 random bits below those that are kept, and cuts."""
-        stored = self._body(record, *values.shape).view(torch.int16).view(values.shape)
+        """Add 16 random bits below those that are kept, and cut."""
+        stored = record[: self.record_bytes(*values.shape)].view(torch.int16).view(values.shape)
         inf = float("inf")
         for rows, noise in _noise(values, place, step=step):
             # Every NaN becomes the canonical one: a NaN whose bits are all ones would carry over into -0.
@@ -112,11 +101,10 @@ class Int8(Codec):
     """Quadratic companding to 8 bits: code c decodes to sign(c) * c**2 * scale, rounded stochastically.
 
     A record holds the fp32 scales (rows, ceil(cols / 128)), one for up to 128 columns of a row, and then the codes
-    (rows, cols). A scale is its block's largest magnitude over 127^2. So the spacing shrinks with the value: where
-    some columns are much larger than others, evenly spaced values would drown the small ones, whose directions
-    orthogonalisation makes as large as any. The error stays under one spacing, at most 253 scales, and averages to
-    zero. A block that holds a value which is not finite comes back with none that is; one whose values all lie below
-    1.9e-34 comes back as zeros.
+    (rows, cols). A scale is its block's largest magnitude over 127^2. Evenly spaced values would drown small columns
+    beside large ones, whose directions orthogonalisation makes as large as any. The error stays under one spacing, at
+    most 253 scales, and averages to zero. A block that holds a value which is not finite comes back with none that is;
+    one whose values all lie below 1.9e-34 comes back as zeros.
     """
 
     name = "int8"
@@ -140,7 +128,7 @@ class Int8(Codec):
 
     @override
     def encode(self, values: Tensor, record: Tensor, place: Place, *, step: int) -> None:
-        """Scales each block to [0, 127^2] and rounds each magnitude to one of the two squares around it."""
+        """Scale each block to [0, 127^2] and round each magnitude to one of the two squares around it."""
         rows, cols = values.shape
         scales, codes = self._parts(record, rows, cols)
         for chunk, noise in _noise(values, place, step=step):
@@ -166,10 +154,8 @@ class Int8(Codec):
 
     def _parts(self, record: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
         """Scales and codes."""
-        body = self._body(record, rows, cols)
-        scale_bytes = 4 * rows * _blocks(cols)
-        scales = body[:scale_bytes].view(torch.float32).view(rows, _blocks(cols))
-        return scales, body[scale_bytes:].view(torch.int8).view(rows, cols)
+        scales, codes, _ = record.tensor_split((scale_bytes := 4 * rows * _blocks(cols), scale_bytes + rows * cols))
+        return scales.view(torch.float32).view(rows, _blocks(cols)), codes.view(torch.int8).view(rows, cols)
 
 
 _CODECS: dict[str, Codec] = {codec.name: codec for codec in (Fp32(), Bf16(), Int8())}
@@ -177,9 +163,7 @@ MOMENTUM_DTYPES = tuple(_CODECS)
 
 
 def codec_of(name: str) -> Codec:
-    """The codec of that name; a ValueError where there is none."""
-    if name not in _CODECS:
-        raise ValueError(f"momentum can not be stored as {name!r}: take one of {', '.join(MOMENTUM_DTYPES)}")
+    """The codec of that name, one of `MOMENTUM_DTYPES`."""
     return _CODECS[name]
 
 
@@ -198,7 +182,7 @@ def _blocks(cols: int) -> int:
 
 
 def _equal_blocks(cols: int) -> Iterator[tuple[slice, slice]]:
-    """Columns and numbers of the full blocks, then those of the shorter last one; what is empty is left out."""
+    """Columns and numbers of the full blocks, then those of the shorter last one."""
     full = cols // BLOCK_COLS
     if full:
         yield slice(0, full * BLOCK_COLS), slice(0, full)
@@ -222,9 +206,9 @@ _MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))
 def _noise(values: Tensor, place: Place, *, step: int) -> Iterator[tuple[slice, Tensor]]:
     """Ranges of rows, each with its random numbers: int32 in [-2^15, 2^15), uniform, (rows of the range, cols).
 
-    The caller may overwrite them; they are valid until the next. A number depends on step, key and its row and column
-    in the whole matrix alone. A hash of the row and a hash of the column are joined by xor and mixed again, because
-    without that mixing the numbers would form a matrix of low rank, and orthogonalisation would amplify it.
+    The caller may overwrite them; they are valid until the next. A hash of the row and a hash of the column are joined
+    by xor and mixed again: otherwise the numbers would form a matrix of low rank, and orthogonalisation would amplify
+    it.
     """
     rows, cols = values.shape
     of_row, of_col = _hashes(place, rows, cols, values.device, step=step)

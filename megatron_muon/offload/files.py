@@ -1,54 +1,45 @@
 """Files of momentum: one for each rank and kind of state, without a name, so that they are gone when the process is.
 
 A file holds one record for each shard, at offsets of whole pages, and its space is taken before the first step. It is
-scratch: no run reads what another one left. Reads and writes go past the page cache where the file system can do that,
-so that errors show at once and where they happen. No collectives here.
+scratch: no run reads what another one left. No collectives here.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import mmap
 import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megatron_muon.errors import UserError
-
-PAGE = 4096
-"""Alignment of offsets, lengths and addresses, which direct I/O asks for."""
-
-
-def in_pages(size: int) -> int:
-    """`size` bytes rounded up to whole pages."""
-    return -(-size // PAGE) * PAGE
+from megatron_muon.offload.memory import in_pages
 
 
 class MomentumFile:
     """An open file of `size` bytes in `directory`; an OSError where that has no room for it.
 
     Attributes:
-        direct: whether reads and writes go past the page cache.
+        direct: whether reads and writes go past the page cache, so that errors show at once and where they happen.
     """
 
     def __init__(self, directory: Path, size: int) -> None:
         self.directory = directory
         self.size = size
         self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 (open until `close`)
+        self.direct = True
         try:
             if size:  # else the system calls it invalid
                 os.posix_fallocate(self._file.fileno(), 0, size)
         except OSError:
             self.close()
             raise
-        self.direct = True
         try:
             fcntl.fcntl(self._file, fcntl.F_SETFL, fcntl.fcntl(self._file, fcntl.F_GETFL) | os.O_DIRECT)
         except OSError:  # a file system without direct I/O
@@ -56,150 +47,122 @@ class MomentumFile:
 
     def read(self, offset: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, uint8, whole pages at an address of whole pages, from `offset`."""
-        self._move(os.preadv, offset, buffer, "the file ends before this record")
+        _move(os.preadv, self._file.fileno(), offset, buffer)
 
     def write(self, offset: int, buffer: torch.Tensor) -> None:
         """Write `buffer`, as `read` takes it, at `offset`."""
-        self._move(os.pwritev, offset, buffer, "the file takes no more of this record")
-
-    def _move(self, move: Callable[..., int], offset: int, buffer: torch.Tensor, stopped: str) -> None:
-        view, done = memoryview(buffer.numpy()), 0
-        while done < len(view):
-            count = move(self._file.fileno(), [view[done:]], offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, stopped)
-            done += count
+        _move(os.pwritev, self._file.fileno(), offset, buffer)
 
     def close(self) -> None:
         """Delete the file."""
         self._file.close()
 
 
+def _move(move: Callable[..., int], descriptor: int, offset: int, buffer: torch.Tensor) -> None:
+    view, done = memoryview(buffer.numpy()), 0
+    while done < len(view):
+        count = move(descriptor, [view[done:]], offset + done)
+        if count == 0:
+            raise OSError(errno.EIO, "the file ends within this record")
+        done += count
+
+
 _LOST = 0xFF
 """Each byte of a lost record: fp32 and bf16 of such bytes are NaN, and so are the scales of int8."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first failed read or write, and the matrices whose records could not be read."""
-
-    doing: Literal["read", "write"]
-    directory: Path
-    offset: int
-    reason: str
-    lost: tuple[str, ...] = ()
-    what: str = "momentum"
-
-    def __str__(self) -> str:
-        text = f"cannot {self.doing} {self.what} in a file of {self.directory} at offset {self.offset:,}: {self.reason}"
-        if not self.lost:
-            kept = "a second try worked" if self.doing == "read" else "what was to be written is kept in memory"
-            return f"{text}; nothing is lost, {kept}"
-        more = f" and {len(self.lost) - 1} more" if len(self.lost) > 1 else ""
-        return f"{text}; {self.what} of {self.lost[0]}{more} is lost on this rank; start again from a checkpoint"
-
-
 class DiskRecords:
-    """Records in files, read and written whatever the disk does; any thread may, one record in one thread at a time.
+    """Records in a file, read and written whatever the disk does; any thread may, one record in one thread at a time.
 
     When a write fails, the record stays in memory. When a read fails twice, the record is lost for good: it reads as
-    NaN in every storage format, so that no matrix is updated by it. `failure` tells what happened, lost records before
-    all else. `places` has the file of each record and the offset in it, by index.
+    NaN in every storage format, so that no matrix is updated by it.
+
+    Args:
+        file: of all records; None where there are none.
+        sizes: bytes of each record, by index.
+        names: of the matrices, by index, and `what` is kept of them: for messages.
 
     Attributes:
         lost: indices of lost records.
+        failure: what happened first, a loss before all else; None as long as all is well.
     """
 
-    def __init__(
-        self, places: Mapping[int, tuple[MomentumFile, int]], names: Sequence[str], what: str = "momentum"
-    ) -> None:
-        self.files = list({id(file): file for file, _ in places.values()}.values())
-        self.failure: Failure | None = None
-        self._places = places
-        self._names = names
-        self._what = what
-        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
+    def __init__(self, file: MomentumFile | None, sizes: Mapping[int, int], names: Sequence[str], what: str) -> None:
+        self.file = file
+        self.failure: str | None = None
         self.lost: set[int] = set()
+        self._offsets = dict(zip(sizes, itertools.accumulate(map(in_pages, sizes.values()), initial=0), strict=False))
+        self._names, self._what = names, what
+        self._kept: dict[int, torch.Tensor] = {}  # records that could not be written
         self._guard = threading.Lock()
 
     def __contains__(self, index: int) -> bool:
-        return index in self._places
+        return index in self._offsets
 
     def read(self, index: int, buffer: torch.Tensor) -> None:
         """Fill `buffer`, whole pages, with a record."""
+        if index in self._kept:
+            buffer.copy_(self._kept[index])
+        elif index not in self.lost:
+            try:
+                self._move(MomentumFile.read, index, buffer)
+            except OSError as first:
+                try:
+                    self._move(MomentumFile.read, index, buffer)
+                    self._fail("read", index, first, "nothing is lost, a second try worked")
+                except OSError:
+                    lost = f"{self._what} of {self._names[index]} is lost on this rank; start again from a checkpoint"
+                    self._fail("read", index, first, lost, is_lost=True)
         if index in self.lost:
             buffer.fill_(_LOST)
-            return
-        kept = self._kept.get(index)
-        if kept is not None:
-            buffer[: kept.numel()].copy_(kept)
-            return
-        file, offset = self._places[index]
-        try:
-            file.read(offset, buffer)
-        except OSError as first:
-            try:
-                file.read(offset, buffer)
-            except OSError:
-                buffer.fill_(_LOST)
-                self.lost.add(index)
-            self._fail("read", index, first)
 
     def write(self, index: int, buffer: torch.Tensor) -> None:
         """Replace a record by `buffer`, whole pages, unless it is lost."""
-        if index in self.lost:
-            return
-        file, offset = self._places[index]
-        try:
-            file.write(offset, buffer)
-            self._kept.pop(index, None)
-        except OSError as error:
-            self._kept[index] = buffer.clone()
-            self._fail("write", index, error)
+        if index not in self.lost:
+            try:
+                self._move(MomentumFile.write, index, buffer)
+                self._kept.pop(index, None)
+            except OSError as error:
+                self._kept[index] = buffer.clone()
+                self._fail("write", index, error, "nothing is lost, what was to be written is kept in memory")
 
-    def _fail(self, doing: Literal["read", "write"], index: int, error: OSError) -> None:
-        file, offset = self._places[index]
-        lost = (self._names[index],) if index in self.lost else ()
+    def _move(self, move: Callable[[MomentumFile, int, torch.Tensor], None], index: int, buffer: torch.Tensor) -> None:
+        assert self.file is not None, "there is no record on disk"
+        move(self.file, self._offsets[index], buffer)
+
+    def _fail(self, doing: str, index: int, error: OSError, outcome: str, *, is_lost: bool = False) -> None:
         with self._guard:
-            if self.failure is None or (lost and not self.failure.lost):
-                reason = error.strerror or str(error)
-                self.failure = Failure(doing, file.directory, offset, reason, lost, self._what)
-            elif lost:
-                self.failure = replace(self.failure, lost=self.failure.lost + lost)
+            if self.failure is None or (is_lost and not self.lost):
+                place = f"a file of {self.file and self.file.directory} at offset {self._offsets[index]:,}"
+                why = error.strerror or str(error)
+                self.failure = f"cannot {doing} {self._what} in {place}: {why}; {outcome}"
+            if is_lost:
+                self.lost.add(index)
 
 
 def scratch(directory: Path, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Zeros for fp32 tensors of so many elements, in a file without a name that goes when they go.
+    """Memory for fp32 tensors of so many elements, in a file without a name that goes when they go.
 
     Where the directory has no room for them they are in memory, with a warning: a checkpoint comes first.
     """
     size = 4 * sum(sizes)
-    if size == 0:
-        return [torch.empty(0, dtype=torch.float32) for _ in sizes]
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            memory = torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.float32)
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            memory = torch.frombuffer(mmap.mmap(file.fileno(), max(size, 1)), dtype=torch.uint8)
     except OSError as error:
-        print(
-            f"megatron-muon: warning: {directory} has no {size:,} bytes for the momentum of a checkpoint "
-            f"({error.strerror}); they are taken from main memory",
-            flush=True,
-        )
-        memory = torch.empty(sum(sizes), dtype=torch.float32)
-    return list(memory.split(list(sizes)))
+        why = f"{directory} has no {size:,} bytes for the momentum of a checkpoint ({error.strerror})"
+        print(f"megatron-muon: warning: {why}; they are taken from main memory", flush=True)
+        memory = torch.empty(size, dtype=torch.uint8)
+    return list(memory[:size].view(torch.float32).split(list(sizes)))
 
 
 def require_writable(directory: Path) -> None:
     """Check --muon-offload-dir; a UserError where it is missing, not a directory, or not writable."""
-    flag = f"--muon-offload-dir {directory}"
     try:
-        if not directory.exists():
-            raise UserError(f"{flag} does not exist; make it: mkdir -p {directory}")
-        if not directory.is_dir():
-            raise UserError(f"{flag} is not a directory; choose one on a local disk")
-        with tempfile.TemporaryFile(dir=directory):
-            pass
+        tempfile.TemporaryFile(dir=directory).close()
     except OSError as error:
-        why = f"cannot write there ({error.strerror}); choose a directory that this user may write"
-        raise UserError(f"{flag}: {why}") from error
+        raise UserError(
+            f"--muon-offload-dir {directory}: cannot write there ({error.strerror}); make it, or choose "
+            "a directory of a local disk that this user may write"
+        ) from error

@@ -7,9 +7,8 @@ Which stream does what, and what it waits for:
     products    the caller's: packs rows, starts collectives, orthogonalises, applies updates: waits for its rows
 
 The exchange asks for rows of the next waves when the products of a wave are enqueued. The host then waits for disk and
-copies while the GPU has these products to do; as no copy lies behind them, the ring does not fill. Packing needs no
-stream of its own: it lies between two waves' products, as without offload. Rows have two buffers, in turn: when a third
-wave is asked for, `prepare` waits for the products before the last, and the host, if the ring is full, with it.
+copies while the GPU has these products to do; as no copy lies behind them, the staging memory does not fill. Rows have
+two buffers, in turn: when a third wave is asked for, `prepare` waits for the products before the last.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from megatron_muon.core.wave import Chunk
 
 
 class PrepareStream:
-    """Runs `prepare` of a step on a stream of its own, on a GPU: stands before the rows of the step."""
+    """Stands before the rows of a step, whose `prepare` it runs on a stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -50,7 +49,7 @@ class PrepareStream:
         self._products.wait_stream(self._stream)
 
     def packed(self, chunk: Chunk) -> None:
-        """The buffer may be filled again behind what has been enqueued so far."""
+        """Note that the buffer may be filled again behind what has been enqueued so far."""
         self._read[chunk.prepared.data_ptr()] = self._products.record_event()
 
     def apply(self, chunk: Chunk) -> None:

@@ -5,12 +5,8 @@ Everything here happens before the first step or after the last one. What one ra
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import os
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -19,12 +15,12 @@ import torch
 from megatron_muon.core.layout import Layout, Shard
 from megatron_muon.core.ranks import of_all_ranks
 from megatron_muon.errors import UserError
-from megatron_muon.offload.codecs import Codec, codec_of
-from megatron_muon.offload.files import MomentumFile, in_pages, require_writable
+from megatron_muon.offload.codecs import codec_of
+from megatron_muon.offload.files import MomentumFile, require_writable
+from megatron_muon.offload.memory import in_pages
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 
 _PLACES = {"none": DEVICE, "cpu": HOST, "nvme": DISK}
-_open_runs: list[OffloadRun] = []
 
 
 @dataclass(eq=False)
@@ -34,119 +30,84 @@ class OffloadRun:
     offload: str
     """"none", "cpu" or "nvme"."""
     dtype: str
-    """The storage format, "fp32", "bf16" or "int8"."""
+    """The storage format of momentum, "fp32", "bf16" or "int8"."""
     _: KW_ONLY
     fraction: float = 1.0
-    """The share of each rank's momentum that leaves the device, largest shards first."""
+    """The share of each rank's state that leaves the device, largest shards first."""
     directory: str | None = None
     """For "nvme"."""
     buffer_mb: float = 24.0
-    """MiB of a ring for records on their way; parts of 8 MiB, a third of it, keep a disk busy."""
+    """MiB for records on their way; slots of 8 MiB, a third of it, keep a disk busy."""
 
     def __post_init__(self) -> None:
         self.stores: list[RecordStore] = []
-        self._files: list[MomentumFile] = []
-        self._kept: dict[str, None] = {}  # what is in files, in order
-        self._needed = 0
-        self._process = os.getpid()
-        self._directory: Path | None = None
+        self._disk_bytes: dict[str, int] = {}  # by what is kept
         if self.offload == "nvme":
-            assert self.directory is not None
-            self._directory = Path(self.directory).absolute()
-            error = None
+            self._directory = Path(self.directory or "").absolute()
+            refusal: UserError | None = None
             try:
                 require_writable(self._directory)
-            except UserError as refusal:
-                error = str(refusal)
-            _open_runs.append(self)
-            self._agree(error)
-            atexit.register(self.close)
+            except UserError as error:
+                refusal = error
+            if failed := next(filter(None, of_all_ranks(refusal)), None):
+                raise failed
 
     def make_store(self, layout: Layout, rank: int, device: torch.device) -> RecordStore:
         """A store for the momentum that `rank` holds of a layout, as `make_records`."""
-        names = [matrix.name for matrix in layout.matrices]
-        codec = codec_of(self.dtype)
-        return self.make_records(names, layout.held(rank), device=device, codec=codec)
+        return self.make_records([matrix.name for matrix in layout.matrices], layout.held(rank), device)
 
     def make_records(
-        self,
-        names: Sequence[str],
-        shards: Sequence[Shard],
-        *,
-        device: torch.device,
-        codec: Codec,
-        what: str = "momentum",
+        self, names: Sequence[str], shards: Sequence[Shard], device: torch.device, *, what: str = "momentum"
     ) -> RecordStore:
-        """A store of records, one for each shard, for arithmetic on `device`. Collective where they are on disk.
+        """A store of records, one for each shard, for arithmetic on `device`; what is not momentum is stored in fp32.
 
-        A UserError on every rank where the directory of one has too little room.
+        Collective where they are on disk: a UserError on every rank where the directory of one has too little room.
         """
+        codec = codec_of(self.dtype if what == "momentum" else "fp32")
         sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
-        places = places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
-        files: dict[int, tuple[MomentumFile, int]] = {}
-        if self._directory is not None:
-            self._kept[what] = None
-            on_disk = [index for index, place in enumerate(places) if place == DISK and sizes[index]]
-            starts = list(itertools.accumulate((in_pages(sizes[index]) for index in on_disk), initial=0))
-            self._needed += starts[-1]
-            error = None
-            try:
-                if on_disk:
-                    self._files.append(MomentumFile(self._directory, starts[-1]))
-                    files = {index: (self._files[-1], start) for index, start in zip(on_disk, starts, strict=False)}
-            except OSError as refusal:
-                error = refusal.strerror or str(refusal)
-            self._agree(error, about_room=True)
+        places = _places_of(sizes, _PLACES[self.offload], fraction=self.fraction)
+        file = None
+        if self.offload == "nvme":
+            size = sum(in_pages(size) for size, place in zip(sizes, places, strict=True) if place == DISK)
+            file = self._take_room(size, what)
         store = RecordStore(
-            names,
-            shards,
-            places,
-            codec,
-            device=device,
-            staging_bytes=int(self.buffer_mb * 2**20),
-            files=files,
-            what=what,
+            names, shards, places, codec, device=device, staging_bytes=int(self.buffer_mb * 2**20), file=file, what=what
         )
-        store.on_disk = self._directory is not None
+        store.on_disk = self.offload == "nvme"
         self.stores.append(store)
         return store
 
     def close(self) -> None:
-        """Delete the files; in a forked child, which has them from its parent, do nothing."""
-        if os.getpid() != self._process:
-            return
-        for store in self.stores:
-            store.close()
-        for file in self._files:
-            file.close()
-        self.stores, self._files = [], []
-        with suppress(ValueError):
-            _open_runs.remove(self)
-        atexit.unregister(self.close)
+        """Delete the files."""
+        while self.stores:
+            self.stores.pop().close()
 
-    def _agree(self, error: str | None, *, about_room: bool = False) -> None:
-        """Raise on every rank what one rank found; about room, with what is needed."""
-        everyone = of_all_ranks((error, socket.gethostname(), self._needed))
+    def _take_room(self, size: int, what: str) -> MomentumFile | None:
+        """A file of `size` bytes, none for none; refused on every rank where one cannot have it."""
+        self._disk_bytes[what] = self._disk_bytes.get(what, 0) + size
+        needed = sum(self._disk_bytes.values())
+        file: MomentumFile | None = None
+        error: str | None = None
+        try:
+            file = MomentumFile(self._directory, size) if size else None
+        except OSError as refusal:
+            error = refusal.strerror or str(refusal)
+        everyone = of_all_ranks((error, socket.gethostname(), needed))
         failed = next((one for one in everyone if one[0] is not None), None)
         if failed is None:
-            return
+            return file
         self.close()
-        if not about_room:
-            raise UserError(failed[0] or "")
-        of_all_ranks(None)  # every rank has given its room back
-        path = self._directory or Path()
-        free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
-        all_of_host = sum(needed for _, host, needed in everyone if host == failed[1])
-        kept = " and ".join(self._kept)
-        takes, form = ("takes", f" as {self.dtype}") if len(self._kept) == 1 else ("take", "")
+        if file is not None:
+            file.close()
+        of_host = sum(needed for _, host, needed in everyone if host == failed[1])
         raise UserError(
-            f"--muon-offload-dir {path} is too small ({failed[0]}): {kept} of the ranks on {failed[1]} {takes} "
-            f"{all_of_host:,} bytes{form}, {failed[2]:,} of them on the rank that failed; {free:,} bytes are free. "
-            "Choose a larger disk, --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
+            f"--muon-offload-dir {self._directory} is too small ({failed[0]}): {' and '.join(self._disk_bytes)} of the "
+            f"ranks on {failed[1]} need {of_host:,} bytes, {failed[2]:,} of them on the rank that failed. Choose a "
+            "larger disk, --muon-momentum-dtype bf16 or int8, or a smaller --muon-offload-fraction"
         )
 
 
-def places_of(sizes: Sequence[int], place: str, *, fraction: float = 1.0) -> list[str]:
+def _places_of(sizes: Sequence[int], place: str, *, fraction: float) -> list[str]:
     """Where each record goes: the largest to `place` until they make up `fraction` of all bytes, the rest to DEVICE."""
     places = [DEVICE] * len(sizes)
     left = fraction * sum(sizes)
@@ -156,9 +117,3 @@ def places_of(sizes: Sequence[int], place: str, *, fraction: float = 1.0) -> lis
         places[index] = place
         left -= sizes[index]
     return places
-
-
-def close_runs() -> None:
-    """Close what is open in this process."""
-    for run in list(_open_runs):
-        run.close()

@@ -1,9 +1,9 @@
 """Where momentum, or other state, lives between steps, and how it gets to the arithmetic and back.
 
 A `RecordStore` keeps each shard's momentum as a record in a storage format (`codecs`): on the device, in host memory,
-or in a file. Records that lie elsewhere than the arithmetic are staged through a ring of fixed size. A step asks for
-them in the same order as the step before it, so that while one part of a wave is worked on, the next is read and the
-one before is written back. It does no arithmetic on momentum, and no collectives.
+or in a file. Records that lie elsewhere than the arithmetic pass through three slots of memory: one is read, one is
+worked on, one is written back. A step asks for records in the same order as the step before it, so the next ones are
+read ahead. It does no arithmetic on momentum.
 
 A record that a disk does not take or give ends no step, because other ranks wait in it: see `files.DiskRecords`. The
 caller asks `verify` before a step and `failure` after it, on all ranks together (`worst_failure`).
@@ -14,10 +14,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, override
 
 import torch
@@ -27,32 +27,32 @@ from megatron_muon.core.layout import Shard
 from megatron_muon.core.ranks import of_all_ranks_if_any
 from megatron_muon.core.storage import Borrowed, MomentumStore
 from megatron_muon.offload.codecs import Codec, Place, matrix_key
-from megatron_muon.offload.files import DiskRecords, Failure, MomentumFile, in_pages, scratch
+from megatron_muon.offload.files import DiskRecords, MomentumFile, scratch
+from megatron_muon.offload.memory import PAGE, aligned, in_pages, lock, transfer_memory, unlock
 from megatron_muon.offload.prepare_stream import PrepareStream
-from megatron_muon.offload.ring import Piece, Ring, aligned, lock, transfer_memory, unlock
 
 DEVICE, HOST, DISK = "device", "host", "disk"
 _THREADS = 2  # for reading, and as many for writing: a write waits for the rows' arithmetic, and no read behind it
-PARTS = 3
-"""Parts of a ring: one is read, one is worked on, one is written back."""
+SLOTS = 3
+"""Slots of staging memory: one is read, one is worked on, one is written back."""
 
 
 @dataclass(eq=False)
-class _Staged:
-    """A shard's record on its way or in use."""
+class _Slot:
+    """Some staging memory, and the records that are in it."""
 
-    index: int
     host: torch.Tensor
-    """Whole pages in host memory, that are read from a file or copied from."""
-    record: torch.Tensor
-    """The bytes that the arithmetic sees: these, or a copy on the device."""
-    pieces: list[Piece]
-    ready: Future[Any]
-    """When it has been read; its result is a CUDA event, or None."""
+    device: torch.Tensor
+    records: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By shard, whole pages in host memory, and the bytes that the arithmetic sees: these, or a copy on the device."""
+    tasks: dict[int, Future[Any]] = field(default_factory=dict)
+    """By shard, what reads or writes its record; a read's result is a CUDA event, or None."""
+    left: deque[int] = field(default_factory=deque)
+    """Shards that are still to be borrowed, in order."""
 
-    def give_back(self) -> None:
-        for piece in self.pieces:
-            piece.give_back()
+    def wait(self) -> None:
+        for task in self.tasks.values():
+            task.result()
 
 
 class RecordStore(MomentumStore):
@@ -64,12 +64,13 @@ class RecordStore(MomentumStore):
         places: DEVICE, HOST or DISK for each.
         codec: the storage format.
         device: where the arithmetic is.
-        staging_bytes: of each ring; it takes three times the largest record in any case.
-        files: for each shard on disk its file and the offset in it.
+        staging_bytes: of host and of device memory for records on their way; three times the largest in any case.
+        file: of the records on disk, closed with the store.
         what: is in the records, for messages.
 
     Attributes:
         on_disk: momentum is in files, on this rank or on another one.
+        on_return: called with a shard's number and its values as they go back, unless they are lost.
     """
 
     def __init__(
@@ -81,84 +82,66 @@ class RecordStore(MomentumStore):
         *,
         device: torch.device,
         staging_bytes: int,
-        files: Mapping[int, tuple[MomentumFile, int]],
+        file: MomentumFile | None = None,
         what: str = "momentum",
     ) -> None:
+        self.names, self.shards, self.places, self.codec, self.what = names, shards, places, codec, what
         self.on_disk = False
-        self.what = what
-        self.names = names
-        self.shards = shards
-        self.places = places
-        self.codec = codec
-        self.disk = DiskRecords(files, names, what)
-        self.steps = 0  # of the training; stochastic rounding depends on it
-        self._device = device
-        self._on_gpu = device.type == "cuda"
+        self.on_return: Callable[[int, torch.Tensor], None] | None = None
+        self.steps, self.rounds = 0, codec.name != "fp32"
+        self._device, self._on_gpu = device, device.type == "cuda"
         self._sizes = [codec.record_bytes(shard.rows, shard.cols) for shard in shards]
         self._keys = [matrix_key(name) for name in names]
-        self._at_hand: dict[int, torch.Tensor] = {}  # records that the arithmetic sees where they lie
-        self._in_host: dict[int, torch.Tensor] = {}  # records in host memory beside a GPU
+        on_disk = {i: size for i, size in enumerate(self._sizes) if size and places[i] == DISK}
+        self.disk = DiskRecords(file, on_disk, names, what)
         # To the device, and back.
         self._streams: list[Any] = [torch.cuda.Stream(device), torch.cuda.Stream(device)] if self._on_gpu else []
         self._locked: list[torch.Tensor] = []
         self._unlock = weakref.finalize(self, unlock, self._locked, self._streams, os.getpid())
-        self._make_resident()
-        moving = [in_pages(size) for i, size in enumerate(self._sizes) if size and i not in self._at_hand]
-        is_staged = bool(moving)
-        ring_bytes = max(min(in_pages(staging_bytes), sum(moving)), PARTS * max(moving, default=0))
-        self._part_bytes = ring_bytes // PARTS
-        self._host_ring = Ring(self._transfer_memory(ring_bytes if files else 0))
-        self._device_ring = Ring(aligned(ring_bytes if self._on_gpu else 0, device=device))
+        beside = [i for i, size in enumerate(self._sizes) if size and self._on_gpu and places[i] == HOST]
+        moving = {i: in_pages(self._sizes[i]) for i in (*beside, *on_disk)}
+        sizes = [moving[i] for i in beside]
+        in_host = dict(zip(beside, self._transfer_memory(sum(sizes)).split(sizes), strict=True))
+        self._moving = moving.keys()  # records that lie elsewhere than the arithmetic
+        self._home = {
+            i: in_host[i][:size] if i in in_host else aligned(size, device=device)
+            for i, size in enumerate(self._sizes)
+            if places[i] != DISK
+        }
+        largest = max(moving.values(), default=0)
+        share = min(staging_bytes // SLOTS, sum(moving.values()) // SLOTS + largest)  # that all fits, if it may
+        self._slot_bytes = max(share // PAGE * PAGE, largest)
+        host = self._transfer_memory(SLOTS * self._slot_bytes if file else 0)
+        on_device = aligned(SLOTS * self._slot_bytes if self._on_gpu else 0, device=device)
+        self.staging_bytes = host.numel() + on_device.numel()
+        self._free = [_Slot(*parts) for parts in zip(host.chunk(SLOTS), on_device.chunk(SLOTS), strict=True)]
         for stream in self._streams:
-            stream.wait_stream(torch.cuda.current_stream(device))  # which fills the ring with zeros
+            stream.wait_stream(torch.cuda.current_stream(device))  # which fills the slots with zeros
+        self._ahead: deque[_Slot] = deque()  # that are borrowed from, or will be
+        self._leaving: deque[_Slot] = deque()
+        self._order: list[int] = []  # in which the step before asked for records that move
+        self._asked: list[int] = []  # by this step
+        self._next = 0  # place in `_order` of what is to be read next
         # Threads start with the first record that moves.
         self._readers, self._writers = (
-            ThreadPoolExecutor(_THREADS, f"momentum {what}", initializer=self._start_thread) for what in ("in", "out")
+            ThreadPoolExecutor(_THREADS, f"momentum {way}", initializer=self._start_thread) for way in ("in", "out")
         )
-        self.prepare_stream = PrepareStream(device) if is_staged and self._on_gpu else None
+        self.prepare_stream = PrepareStream(device) if moving and self._on_gpu else None
         """Runs the steps where rows are prepared beside the products of a GPU."""
-        self._staged: dict[int, _Staged] = {}
-        self._leaving: deque[tuple[_Staged, Future[None]]] = deque()
-        self._order: list[int] = []  # of the step before
-        self._asked: dict[int, None] = {}  # of this step, in order
-        self._next = 0
-
-    @property
-    def failure(self) -> Failure | None:
-        """The first read or write that failed."""
-        return self.disk.failure
-
-    @property
-    def lost(self) -> Set[int]:
-        """Shards whose records cannot be read: they are NaN, and are not written."""
-        return self.disk.lost
 
     def verify(self) -> None:
-        """Wait for what was read ahead of a step, so that `failure` has what could not be."""
-        for staged in self._staged.values():
-            staged.ready.result()
+        """Wait for what was read ahead of a step, so that `disk.failure` has what could not be."""
+        for slot in self._ahead:
+            slot.wait()
 
     @property
     def bytes(self) -> dict[str, int]:
         """Bytes of momentum by place, staging included."""
-        at_hand = sum(record.numel() for i, record in self._at_hand.items() if self.places[i] == DEVICE)
-        hosted = sum(size for size, place in zip(self._sizes, self.places, strict=True) if place == HOST)
-        disk = sum(in_pages(size) for i, size in enumerate(self._sizes) if i in self.disk)
-        return {DEVICE: at_hand + self._device_ring.size, HOST: hosted + self._host_ring.size, DISK: disk}
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes of the rings."""
-        return self._host_ring.size + self._device_ring.size
-
-    @property
-    @override
-    def rounds(self) -> bool:
-        return self.codec.name != "fp32"
-
-    @override
-    def set_step_count(self, steps: int) -> None:
-        self.steps = steps
+        found = {DEVICE: SLOTS * self._slot_bytes if self._on_gpu else 0}
+        found |= {HOST: self.staging_bytes - found[DEVICE], DISK: 0}
+        for place, size in zip(self.places, self._sizes, strict=True):
+            found[place] += in_pages(size) if place == DISK else size
+        return found
 
     @override
     def step(self, rows: RowPhases) -> AbstractContextManager[RowPhases]:
@@ -166,13 +149,16 @@ class RecordStore(MomentumStore):
 
     @override
     def borrow(self, indices: Sequence[int]) -> Borrowed:
-        """In parts of a third of the ring."""
+        """In parts that lie in one slot."""
         first = 0
-        for part in self._parts(indices):
-            values = [self._decode(index, record) for index, record in self._records(part)]
-            self._stage_ahead()
-            yield range(first, first + len(part)), values
-            self._take_back(part, values)
+        while first < len(indices):
+            part, slot = self._next_part(indices[first:])
+            values = [self._decode(index, self._record(index, slot)) for index in part]
+            self._read_ahead()
+            try:
+                yield range(first, first + len(part)), values
+            finally:
+                self._take_back(slot, part, values)
             first += len(part)
 
     @override
@@ -180,14 +166,13 @@ class RecordStore(MomentumStore):
         """Wait until everything is written, and begin to read what the next step asks for first."""
         self.steps += 1
         self._finish_writes()
-        self._order, self._asked, self._next = list(self._asked), {}, 0
-        self._stage_ahead()
+        self._order, self._asked, self._next = self._asked, [], 0
+        self._read_ahead()
 
     @override
     def read(self, index: int) -> torch.Tensor:
-        """It is NaN where it cannot be read, and `failure` tells so."""
-        record = self._settled(index)
-        if record is not None:
+        """It is NaN where it cannot be read, and `disk.failure` tells so."""
+        if (record := self._resident(index)) is not None:
             return self._decode(index, record).clone()
         record = transfer_memory(in_pages(self._sizes[index]))
         self.disk.read(index, record)
@@ -195,9 +180,8 @@ class RecordStore(MomentumStore):
 
     @override
     def write(self, index: int, values: torch.Tensor) -> None:
-        """It stays in memory where it cannot be written, and `failure` tells so."""
-        record = self._settled(index)
-        if record is not None:
+        """It stays in memory where it cannot be written, and `disk.failure` tells so."""
+        if (record := self._resident(index)) is not None:
             self._encode(index, values.to(record.device, torch.float32), record)
             return
         record = transfer_memory(in_pages(self._sizes[index]))
@@ -207,50 +191,17 @@ class RecordStore(MomentumStore):
     @override
     def scratch(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """It is on the disk that momentum is on, else in memory."""
-        if not self.disk.files:
+        if self.disk.file is None:
             return [torch.empty(size, dtype=torch.float32) for size in sizes]
-        return scratch(self.disk.files[0].directory, sizes)
-
-    def _parts(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """`indices` in parts that fit a third of the ring, in order."""
-        part: list[int] = []
-        filled = 0
-        for index in indices:
-            size = 0 if index in self._at_hand else in_pages(self._sizes[index])
-            if part and filled + size > self._part_bytes and size:
-                yield part
-                part, filled = [], 0
-            part.append(index)
-            filled += size
-        if part:
-            yield part
-
-    def _take_back(self, indices: Sequence[int], borrowed: Sequence[torch.Tensor]) -> None:
-        """Store what has been borrowed, and begin to bring in what comes next."""
-        for index, values in zip(indices, borrowed, strict=True):
-            staged = self._staged.pop(index, None)
-            self._encode(index, values, self._at_hand[index] if staged is None else staged.record)
-            if staged is not None:
-                computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
-                self._leaving.append((staged, self._writers.submit(self._return, staged, computed)))
-        self._stage_ahead()
+        return scratch(self.disk.file.directory, sizes)
 
     def close(self) -> None:
-        """Nothing is read or written any more. The store is of no use afterwards; its files are as they were."""
+        """Read and write nothing any more, and delete the file. The store is of no use afterwards."""
         for threads in (self._readers, self._writers):
             threads.shutdown(wait=True, cancel_futures=True)
         self._unlock()
-
-    def _make_resident(self) -> None:
-        """Zeros for every record that does not come from a file."""
-        in_host = [i for i, place in enumerate(self.places) if place == HOST and self._sizes[i]]
-        for i, place in enumerate(self.places):
-            if place == DEVICE or (place == HOST and not self._on_gpu):
-                self._at_hand[i] = aligned(self._sizes[i], device=self._device)
-        if self._on_gpu and in_host:
-            sizes = [in_pages(self._sizes[i]) for i in in_host]
-            for i, record in zip(in_host, self._transfer_memory(sum(sizes)).split(sizes), strict=True):
-                self._in_host[i] = record[: self._sizes[i]]
+        if self.disk.file is not None:
+            self.disk.file.close()
 
     def _transfer_memory(self, size: int) -> torch.Tensor:
         """Host memory for direct I/O, and locked for transfers where there is a GPU."""
@@ -271,84 +222,95 @@ class RecordStore(MomentumStore):
         place = Place(self._keys[index], shard.row_start, shard.col_start)
         self.codec.encode(values, record, place, step=self.steps)
 
-    def _records(self, indices: Sequence[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The shards of a part, and their records where the arithmetic is."""
-        moving = [index for index in indices if index not in self._at_hand]
-        self._asked |= dict.fromkeys(moving)
-        while not all(index in self._staged or self._bring_in(index) for index in moving):
-            self._make_room()
-        for index in moving:
-            event = self._staged[index].ready.result()
-            if event is not None:
-                torch.cuda.current_stream(self._device).wait_event(event)
-        for index in indices:
-            yield index, self._staged[index].record if index in self._staged else self._at_hand[index]
+    def _next_part(self, indices: Sequence[int]) -> tuple[list[int], _Slot | None]:
+        """The first of these shards that need one slot at most, once the arithmetic may see them; and that slot."""
+        part: list[int] = []
+        slot = None
+        for place, index in enumerate(indices):
+            if index in self._moving:
+                slot = slot or self._slot_for([other for other in indices[place:] if other in self._moving])
+                if not slot.left or slot.left[0] != index:
+                    break
+                self._asked.append(slot.left.popleft())
+                if (event := slot.tasks[index].result()) is not None:
+                    torch.cuda.current_stream(self._device).wait_event(event)
+            part.append(index)
+        return part, slot
 
-    def _stage_ahead(self) -> None:
-        """Begin to read what will be asked for next, as far as there is room."""
+    def _record(self, index: int, slot: _Slot | None) -> torch.Tensor:
+        return self._home[index] if slot is None or index not in self._moving else slot.records[index][1]
+
+    def _slot_for(self, indices: Sequence[int]) -> _Slot:
+        """The slot with the first of these records, and as many of the others as it holds."""
+        if not self._ahead:
+            self._reclaim(wait=not self._free)
+            self._read_ahead()
+        if not self._ahead or self._ahead[0].left[0] != indices[0]:
+            self._drop_ahead()
+            self._next = len(self._order)  # the order has changed; learn the new one
+            self._reclaim(wait=not self._free)
+            self._bring_in(indices)
+        return self._ahead[0]
+
+    def _read_ahead(self) -> None:
+        """Begin to read what will be asked for next, as far as there are slots."""
         self._reclaim(wait=False)
-        while self._next < len(self._order):
-            index = self._order[self._next]
-            if index not in self._asked and index not in self._staged and self._bring_in(index) is None:
-                return
-            self._next += 1
+        while self._free and self._next < len(self._order):
+            self._next += self._bring_in(self._order[self._next :])
 
-    def _bring_in(self, index: int) -> _Staged | None:
-        """Begin to read a record; None where the rings have no room."""
-        size, on_disk = self._sizes[index], index in self.disk
-        rings = [self._host_ring] * on_disk + [self._device_ring] * self._on_gpu
-        taken = [ring.take(size) for ring in rings]
-        pieces = [piece for piece in taken if piece is not None]
-        if len(pieces) < len(rings):
-            for piece in pieces:
-                piece.give_back()
-            return None
-        host = pieces[0].memory if on_disk else self._in_host[index]
-        record = (pieces[-1].memory if self._on_gpu else host)[:size]
-        staged = _Staged(index, host, record, pieces, self._readers.submit(self._bring, index, host, record))
-        self._staged[index] = staged
-        return staged
+    def _bring_in(self, indices: Sequence[int]) -> int:
+        """Begin to read as many of these records as a free slot holds; their number."""
+        slot, start = self._free.pop(), 0
+        slot.records = {}
+        for index in indices:
+            end = start + in_pages(self._sizes[index])
+            if end > self._slot_bytes:
+                break
+            host = slot.host[start:end] if index in self.disk else self._home[index]
+            record = (slot.device[start:end] if self._on_gpu else host)[: self._sizes[index]]
+            slot.records[index], start = (host, record), end
+        slot.left = deque(slot.records)
+        slot.tasks = {i: self._readers.submit(self._bring, i, *both) for i, both in slot.records.items()}
+        self._ahead.append(slot)
+        return len(slot.records)
 
-    def _make_room(self) -> None:
-        """Wait for a write, or where none is under way drop all that was read, as nothing is borrowed.
-
-        What was read too early goes, and with it what was read of this part, which may lie across the room.
-        """
-        if self._leaving:
-            self._reclaim(wait=True)
-            return
-        assert self._staged, "a part does not fit the ring"
-        self._drop_staged()
-        self._next = len(self._order)  # the order has changed; learn the new one
-
-    def _drop_staged(self) -> None:
-        for staged in self._staged.values():
-            staged.ready.result()
-            staged.give_back()
-        self._staged.clear()
+    def _take_back(self, slot: _Slot | None, indices: Sequence[int], borrowed: Sequence[torch.Tensor]) -> None:
+        """Store what has been borrowed, and begin to read what comes next."""
+        for index, values in zip(indices, borrowed, strict=True):
+            if self.on_return is not None and index not in self.disk.lost:
+                self.on_return(index, values)
+            record = self._record(index, slot)
+            self._encode(index, values, record)
+            if slot is not None and index in self._moving:
+                computed = torch.cuda.current_stream(self._device).record_event() if self._on_gpu else None
+                host = slot.records[index][0]
+                slot.tasks[index] = self._writers.submit(self._return, index, host, record, computed)
+        if slot is not None and not slot.left:
+            self._leaving.append(self._ahead.popleft())
+        self._read_ahead()
 
     def _reclaim(self, *, wait: bool) -> None:
-        """Free what has been written: all that is done, and with `wait` at least the oldest."""
-        while self._leaving and (wait or self._leaving[0][1].done()):
-            staged, done = self._leaving.popleft()
-            done.result()
-            staged.give_back()
+        """Free the slots that have been written: all that are done, and with `wait` at least the oldest."""
+        while self._leaving and (wait or all(task.done() for task in self._leaving[0].tasks.values())):
+            self._leaving[0].wait()
+            self._free.append(self._leaving.popleft())
             wait = False
 
     def _finish_writes(self) -> None:
         while self._leaving:
             self._reclaim(wait=True)
 
-    def _settle(self) -> None:
-        """Nothing on its way: what was read ahead is dropped."""
-        self._finish_writes()
-        self._drop_staged()
-        self._next = 0
+    def _drop_ahead(self) -> None:
+        while self._ahead:
+            self._ahead[0].wait()
+            self._free.append(self._ahead.popleft())
 
-    def _settled(self, index: int) -> torch.Tensor | None:
-        """Between steps, a record that lies in memory; None where it is on disk."""
-        self._settle()
-        return self._at_hand.get(index, self._in_host.get(index))
+    def _resident(self, index: int) -> torch.Tensor | None:
+        """Between steps, a record that lies in memory; None where it is on disk. What was read ahead is dropped."""
+        self._finish_writes()
+        self._drop_ahead()
+        self._next = 0
+        return self._home.get(index)
 
     def _bring(self, index: int, host: torch.Tensor, record: torch.Tensor) -> Any:
         """In a thread: read a record, and copy it to the device."""
@@ -360,15 +322,15 @@ class RecordStore(MomentumStore):
             record.copy_(host[: self._sizes[index]], non_blocking=True)
             return self._streams[0].record_event()
 
-    def _return(self, staged: _Staged, computed: Any) -> None:
+    def _return(self, index: int, host: torch.Tensor, record: torch.Tensor, computed: Any) -> None:
         """In a thread: copy a record from the device, and write it."""
         if self._on_gpu:
             with torch.cuda.stream(self._streams[1]):
                 self._streams[1].wait_event(computed)
-                staged.host[: self._sizes[staged.index]].copy_(staged.record, non_blocking=True)
+                host[: self._sizes[index]].copy_(record, non_blocking=True)
                 self._streams[1].record_event().synchronize()
-        if staged.index in self.disk:
-            self.disk.write(staged.index, staged.host)
+        if index in self.disk:
+            self.disk.write(index, host)
 
 
 def worst_failure(stores: Iterable[RecordStore], group: Any = None) -> tuple[bool, str] | None:
@@ -376,10 +338,10 @@ def worst_failure(stores: Iterable[RecordStore], group: Any = None) -> tuple[boo
 
     Collective where state is on disk, over `group` or all ranks: one number from each, as long as nothing has failed.
     """
-    on_disk = [store for store in stores if store.on_disk]
+    on_disk = [store.disk for store in stores if store.on_disk]
     if not on_disk:
         return None
-    found = [(not store.failure.lost, str(store.failure)) for store in on_disk if store.failure is not None]
+    found = [(not disk.lost, disk.failure) for disk in on_disk if disk.failure is not None]
     everyone = of_all_ranks_if_any(min(found, default=None), group)
     failures = [(*failure, rank) for rank, failure in enumerate(everyone) if failure is not None]
     if not failures:

@@ -36,7 +36,6 @@ LAYOUTS = {
 
 def train(rank: int, world_size: int, *, case: Case, settings: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
     """In a worker: this rank's weights and momentum after `STEPS` steps with each of the settings."""
-    from megatron_muon.offload.run import close_runs
     from tests.support.model import Trainer
 
     results = []
@@ -52,7 +51,6 @@ def train(rank: int, world_size: int, *, case: Case, settings: list[dict[str, An
                     bits[f"{names[parameter]}:momentum"] = momentum._local_tensor.clone()
         results.append(bits)
         assert trainer.optimizer.offload_failure is None
-        close_runs()
     return results
 
 
@@ -150,51 +148,6 @@ def test_rounded_momentum_resumes_as_if_uninterrupted(training: Trainings, tmp_p
     assert all(torch.equal(value, value.bfloat16().float()) for value in momentum)
 
 
-def count_up(rank: int, world_size: int, *, place: str, dtype: str, folder: str) -> dict[str, Any]:
-    """In a worker, where the CPU stands in for a GPU: momentum through the device's ring, counted up from zero.
-
-    The stand-in's streams do their work at once, so this shows what is copied where, not that it waits.
-    """
-    from megatron_muon.core.layout import Shard
-    from megatron_muon.offload import store
-    from megatron_muon.offload.codecs import codec_of
-    from megatron_muon.offload.files import MomentumFile
-    from tests.support.streams import Driver
-
-    driver = Driver()  # nothing here can lock memory for a GPU
-    torch.cuda.cudart = lambda: driver
-    codec = codec_of(dtype)
-    names, shards = [f"w{index}" for index in range(12)], [Shard(0, 0, 8 + index, 0, 16) for index in range(12)]
-    files = {}
-    if place == store.DISK:
-        file = MomentumFile(Path(folder), 4096 * len(shards))
-        files = {index: (file, 4096 * index) for index in range(len(shards))}
-    gpu, places = torch.device("cuda", 0), [place] * len(shards)
-    kept = store.RecordStore(names, shards, places, codec, device=gpu, staging_bytes=4096, files=files)
-    for _ in range(3):
-        for _, borrowed in kept.borrow(range(len(shards))):
-            for momentum in borrowed:
-                momentum.add_(1.0)
-        kept.end_step()
-    found = {"values": [kept.read(index).unique().tolist() for index in range(len(shards))], **kept.bytes}
-    found["locked"] = sum(driver.registered.values())
-    kept.close()
-    assert driver.registered == {}
-    for file, _ in files.values():
-        file.close()
-    return found
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "int8"])
-@pytest.mark.parametrize("place", ["host", "disk"])
-def test_momentum_streams_through_the_device(ranks: Pool, tmp_path: Path, place: str, dtype: str) -> None:
-    found = ranks(1, count_up, place=place, dtype=dtype, folder=str(tmp_path))[0]
-    assert found["values"] == [[3.0]] * 12
-    assert found["device"] == 3 * 4096  # the ring alone
-    assert found[place] > 0
-    assert found["locked"] >= found["host"]
-
-
 def anonymous_bytes() -> int:
     """This process's own memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
@@ -235,5 +188,5 @@ def test_momentum_on_disk_takes_the_staging_of_memory_and_no_more(ranks: Pool, t
     assert nvme["device"] == 0
     assert nvme["host"] == nvme["staging"]
     assert none["grown"] > 0.9 * momentum
-    # Beside the ring: two threads, and the bookkeeping of 56 shards.
+    # Beside the slots: two threads, and the bookkeeping of 56 shards.
     assert nvme["grown"] < nvme["staging"] + 0.02 * momentum, (none, nvme)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from tests.support import cli
 from tests.support.case import Case
 from tests.support.pool import Pool
 from tests.support.training import Trainings
-from tests.support.training import train as train_run
 from tests.support.wide import wide_but
 
 STEPS = 5
@@ -45,7 +43,6 @@ def train(
     `share_counters` puts a bug in: pieces of a parameter count its steps together.
     """
     from megatron_muon.megatron import scalar_state
-    from megatron_muon.offload.run import close_runs
     from tests.support.case import gradient_of
     from tests.support.model import Trainer
 
@@ -64,7 +61,6 @@ def train(
         assert skipped == [3]
         results.append(bits_of(trainer))
         assert trainer.optimizer.offload_failure is None
-        close_runs()
     return results
 
 
@@ -157,30 +153,6 @@ def test_checkpoints_are_the_same_wherever_all_state_lives(training: Trainings, 
     assert differences(saved(training, "before", 2), expected), "the comparison can fail"
     assert differences(saved(training, "after", 4), expected) == []
     assert list((training.folder / "state").iterdir()) == []
-
-
-@pytest.mark.wide
-def test_gate_and_up_are_loaded_into_host_memory(training: Trainings) -> None:
-    """On a GPU megatron-core copies the halves of fc1 that lie in host memory, and loads into the copies."""
-    training(*FLAGS["none"], "--save", "before").checked()
-    line = training.line(*FLAGS["cpu"], "--load", "before", "--ckpt-step", "2", "--save", "after")
-    answers = training.ranks(2, train_with_copies, argv=line, folder=str(training.folder))
-    assert [status for status, _ in answers] == [0, 0], answers[0][1][-3000:]
-    assert differences(saved(training, "after", 4), saved(training, "before", 4)) == []
-
-
-def train_with_copies(rank: int, world_size: int, **run: Any) -> tuple[int, str]:
-    """In a worker: a training run where megatron-core copies tensors that have memory, as a GPU's does the host's."""
-    import megatron.core.transformer.fsdp_dtensor_checkpoint as handlers
-
-    make = handlers.make_fsdp_dtensor
-
-    @functools.wraps(make)
-    def copying(local_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return make(local_tensor if local_tensor.is_meta else local_tensor.clone(), *args, **kwargs)
-
-    handlers.make_fsdp_dtensor = copying
-    return train_run(rank, world_size, **run)
 
 
 @pytest.mark.usefixtures("two_memories_too")

@@ -37,8 +37,8 @@ def test_complete_checkpoints(save_dir: Path) -> None:
     assert files.newest_complete(save_dir) == 8
     assert files.newest_complete(save_dir, but=8) == 4
     assert files.problems(save_dir / "iter_0000008") == []
-    assert content.read_tensors(save_dir / "iter_0000008")["model.w"].tolist() == list(range(1000))
-    assert content.read_objects(save_dir / "iter_0000008", ["iteration", "none"]) == {"iteration": 8}
+    assert content.read(save_dir / "iter_0000008")["model.w"].tolist() == list(range(1000))
+    assert content.read(save_dir / "iter_0000008", ["iteration", "none"]) == {"iteration": 8}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_complete_checkpoints(save_dir: Path) -> None:
         (lambda folder: (folder / "__0_0.distcp").unlink(), "__0_0.distcp cannot be read"),
         (lambda folder: (folder / ".metadata").unlink(), "has no .metadata: its save did not finish"),
         (lambda folder: os.truncate(folder / ".metadata", 100), ".metadata cannot be read"),
-        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(7)), ".metadata cannot be read"),
+        (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(7)), ".metadata holds a int"),
         (lambda folder: folder.rename(folder.parent / "elsewhere"), "does not exist"),
     ],
 )
@@ -61,35 +61,18 @@ def test_damage(save_dir: Path, damage, says: str) -> None:
     assert "--ckpt-step 4" in files.resume_hint(save_dir)
 
 
-def test_nothing_to_resume_from(tmp_path: Path) -> None:
-    assert files.latest(tmp_path) is None
-    assert files.iterations(tmp_path / "none") == []
-    assert "no complete checkpoint" in files.resume_hint(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["", "8x", "iter_8"])
+@pytest.mark.parametrize("text", ["", "8x", "iter_8", "\xff\xfe4"])
 def test_a_tracker_that_names_no_iteration(save_dir: Path, text: str) -> None:
     """Killed between opening and writing it: 0.19 ended the next run here, with exit status 0."""
-    (save_dir / files.TRACKER).write_text(text)
-    with pytest.raises(UserError, match=r"instead of an iteration; .* iteration 8: type echo 8 > "):
-        files.latest(save_dir)
-
-
-def test_a_tracker_that_is_a_directory_or_not_text(save_dir: Path) -> None:
-    """Each was a traceback, or a run that ended at once with status 0."""
     tracker = save_dir / files.TRACKER
-    tracker.write_bytes(b"\xff\xfe4")
+    tracker.write_text(text, "latin1")
     with pytest.raises(UserError, match=rf"instead of an iteration; .* iteration 8: type echo 8 > {tracker}$"):
         files.latest(save_dir)
     tracker.unlink()
+    assert files.latest(save_dir) is None
     tracker.mkdir()
-    with pytest.raises(UserError, match=rf"Is a directory.*type rm -r {tracker} && echo 8 > {tracker}$"):
+    with pytest.raises(UserError, match="Is a directory"):
         files.latest(save_dir)
-
-
-def test_a_release(save_dir: Path) -> None:
-    (save_dir / files.TRACKER).write_text("release\n")
-    assert files.latest(save_dir) == "release"
 
 
 def test_a_save_takes_its_place_when_it_is_whole(save_dir: Path) -> None:
@@ -168,10 +151,10 @@ def test_what_is_missing() -> None:
     wanted = {name: {"momentum_buffer": 0} for name in "abc"}
     wanted["d"] = dict.fromkeys(["exp_avg", "exp_avg_sq", "step"], 0)
     adaptive = content.compare({"a": {"momentum_buffer": 0, "moment2_buffer": 0}}, entries)
-    assert (adaptive[0].replaced, adaptive[0].absent) == ({"a.momentum_buffer", "a.moment2_buffer"}, set())
-    missing, fresh = content.compare(wanted, entries)
-    assert missing.replaced == {"b.momentum_buffer"}
-    assert missing.absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
+    assert adaptive == ({"a.momentum_buffer", "a.moment2_buffer"}, set(), {"a"})
+    replaced, absent, fresh = content.compare(wanted, entries)
+    assert replaced == {"b.momentum_buffer"}
+    assert absent == {"c.momentum_buffer", "d.exp_avg", "d.exp_avg_sq", "d.step"}  # half a state is none
     assert fresh == {"b", "c", "d"}
     meta = {name: {"lr": 1.0, "momentum": 0.9, "is_expert_parallel": True} for name in "abcd"}
     asked = content.without_fresh({"state": wanted, "param_to_group_meta": meta}, fresh, entries)
@@ -189,11 +172,10 @@ def test_state_of_another_size_starts_afresh() -> None:
 
     entries = {"optimizer.state.a.momentum_buffer": Stored(4, 2), "optimizer.state.a.moment2_buffer": Stored(4, 2)}
     whole, by_row = torch.zeros(4, 2), torch.zeros(4, 1)
-    same, fresh = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": whole}}, entries)
-    assert (same.replaced, fresh) == (set(), set())
-    other, fresh = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": by_row}}, entries)
-    assert other.replaced == {"a.momentum_buffer", "a.moment2_buffer"}
-    assert fresh == {"a"}
+    nothing = (set(), set(), set())
+    assert content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": whole}}, entries) == nothing
+    other = content.compare({"a": {"momentum_buffer": whole, "moment2_buffer": by_row}}, entries)
+    assert other == ({"a.momentum_buffer", "a.moment2_buffer"}, set(), {"a"})
     halves = {"b_w": {"momentum_buffer": whole, "moment2_buffer": torch.zeros(8, 1)}, "b_v": {"momentum_buffer": whole}}
     assert content.laid_out_by_rank({"a": {"momentum_buffer": whole, "moment2_buffer": whole}, **halves}) == {
         "b_w",

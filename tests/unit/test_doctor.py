@@ -15,8 +15,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_muon import cli
 from megatron_muon.checkpoint import files
 from megatron_muon.errors import ExitStatus
-from megatron_muon.tools.doctor import checkpoint as doctor_checkpoint
-from megatron_muon.tools.doctor import command as doctor_command
+from megatron_muon.tools import doctor
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -56,7 +55,7 @@ def write(tmp_path: Path):
 
 
 def findings(directory: Path) -> dict[str, tuple[str, str]]:
-    return {finding.about: (finding.state, finding.text) for finding in doctor_checkpoint.checkpoint(directory)}
+    return {finding.about: (finding.state, finding.text) for finding in doctor.checkpoint(directory)}
 
 
 def test_a_sound_checkpoint(write) -> None:
@@ -70,22 +69,16 @@ def test_a_sound_checkpoint(write) -> None:
     assert "missing state" not in found
 
 
-def test_a_runs_folder(write, tmp_path) -> None:
+def test_one_of_its_folders_and_a_runs_folder(write, tmp_path) -> None:
     """What `train` makes: the checkpoints lie one folder deeper."""
-    (tmp_path / "run").mkdir()
-    for entry in list(write().iterdir()):
-        if entry.name != "run":
-            (tmp_path / "run" / "checkpoints").mkdir(exist_ok=True)
-            entry.rename(tmp_path / "run" / "checkpoints" / entry.name)
-    assert "iter_0000008 is complete" in findings(tmp_path / "run")["checkpoint"][1]
-
-
-def test_one_of_its_folders(write) -> None:
     folder = write() / "iter_0000004"
     (folder.parent / "iter_0000012.saving").mkdir()
     found = findings(folder)
     assert "iter_0000004 is complete" in found["checkpoint"][1]
     assert "iter_0000012.saving is a save that did not finish" in found["beside it"][1]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path)
+    assert "iter_0000008 is complete" in findings(tmp_path / "run")["checkpoint"][1]
 
 
 def test_missing_momentum(write) -> None:
@@ -124,5 +117,5 @@ def test_no_checkpoint(directory, tmp_path, monkeypatch, capsys) -> None:
 
 def test_an_environment_that_keeps_a_run_from_starting(monkeypatch) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    wrong = [finding.about for finding in doctor_command.environment() if finding.state == "wrong"]
+    wrong = [finding.about for finding in doctor.environment() if finding.state == "wrong"]
     assert wrong == ["CUDA_DEVICE_MAX_CONNECTIONS"]

@@ -10,8 +10,7 @@ import torch
 from benchmarks import step_ranks
 from megatron_muon.errors import UserError
 from megatron_muon.megatron import gpu, launch
-from megatron_muon.tools.doctor import WRONG
-from megatron_muon.tools.doctor import command as doctor_command
+from megatron_muon.tools import doctor
 from megatron_muon.tools.train import resolve
 
 OLD = "The NVIDIA driver on your system is too old (found version 11040)."
@@ -58,8 +57,8 @@ def test_a_gpu_that_cannot_be_used_is_refused_with_the_reason(machine, about, wh
     for settle in (lambda: launch.settle_device("auto"), lambda: step_ranks.settle_device("auto", 1)):
         with pytest.raises(UserError, match=r"^--device auto: torch cannot use .* GPU: .* --device cpu"):
             settle()
-    finding = doctor_command._device(0)
-    assert finding.state == WRONG
+    finding = doctor._device(0)
+    assert finding.state == doctor.WRONG
     assert "torch" in finding.text
 
 

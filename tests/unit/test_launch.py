@@ -16,7 +16,6 @@ from megatron_muon.errors import ExitStatus, UserError
 from megatron_muon.megatron import STATUS_FOLDER, launch
 from megatron_muon.megatron.launch import settle_one_process
 from megatron_muon.megatron.model import gpt
-from megatron_muon.offload import run as offload
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 PREPARED = launch.Launch((), SimpleNamespace(save=None), "cpu", (), (), False, None, None)
@@ -94,7 +93,6 @@ def ended(tmp_path, monkeypatch):
             patched.setattr(argument_utils, "pretrain_cfg_container_from_args", lambda *_: None)
             patched.setattr(gpt, "gpt_config", lambda *_: None)
             patched.setattr(megatron.training, "pretrain", fails)
-            patched.setattr(offload, "close_runs", lambda: print("closed", flush=True))
             patched.setattr(dist, "is_initialized", lambda: is_initialized[0])
             patched.setattr(dist, "destroy_process_group", destroy)
             for name, value in {**TORCHRUN, STATUS_FOLDER: str(tmp_path)}.items():
@@ -125,14 +123,14 @@ def test_a_rank_that_fails_alone_ends_at_once_and_says_why(tmp_path, capfd, ende
     assert ended(raised, alone=True) == status
     out, err = capfd.readouterr()
     assert shown in err
-    assert out == "closed\n"
+    assert out == ""
     told = json.loads((tmp_path / "1.json").read_text())
     assert (told["status"], told["error"]) == (status, error or shown.splitlines()[0])
 
 
 def test_ranks_that_a_signal_ends_together_leave_their_group_as_before(tmp_path, capfd, ended):
     assert ended(SystemExit(0), alone=False, signal=True) == ExitStatus.TEMPFAIL
-    assert capfd.readouterr().out == "closed\ndestroying\n"
+    assert capfd.readouterr().out == "destroying\n"
     told = json.loads((tmp_path / "1.json").read_text())
     assert (told["status"], told["error"]) == (ExitStatus.TEMPFAIL, None)
 

@@ -53,8 +53,8 @@ def main_weights(parameter: nn.Parameter) -> MainWeights:
     )
     weights = MainWeights([SimpleNamespace(param_and_grad_buffer=buffer)])
     with unset_fake_temporarily():
-        store = RecordStore([], [], [], codec_of("fp32"), device=torch.device("cpu"), staging_bytes=0, files={})
-    weights.keep(SimpleNamespace(parameters=[parameter], store=store, write_weights=lambda index, values: None))
+        store = RecordStore([], [], [], codec_of("fp32"), device=torch.device("cpu"), staging_bytes=0)
+    weights.keep(store, [parameter], [])
     weights.move_out()
     return weights
 

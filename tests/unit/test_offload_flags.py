@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,53 +38,46 @@ def test_what_fits_passes_and_writes_nothing(parser, flags, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+ADAPTIVE = ("--optimizer", "adaptive_muon")
+NO_SHARD = ("--data-parallel-sharding-strategy", "no_shard", "--muon-share-replicated")
+HASH = "--check-weight-hash-across-dp-replicas-interval"
+
+
 @pytest.mark.parametrize(
-    ("flags", "fragments"),
+    ("flags", "refusal"),
     [
-        (("--muon-offload", "disk"), ("argument --muon-offload: invalid choice: 'disk'", "none", "cpu", "nvme")),
-        (("--muon-momentum-dtype", "fp8"), ("-dtype: invalid choice: 'fp8'", "fp32", "bf16", "int8")),
-        (("--muon-ns-device", "gpu"), ("-device: invalid choice: 'gpu'", "auto", "accelerator", "cpu")),
-        ((*NVME, "--muon-offload-fraction", "0"), ("--muon-offload-fraction 0 is out of range", "at most 1")),
-        ((*NVME, "--muon-offload-fraction", "1.01"), ("--muon-offload-fraction 1.01 is out of range",)),
-        ((*NVME, "--muon-offload-fraction", "nan"), ("--muon-offload-fraction nan is not finite",)),
-        ((*NVME, "--muon-offload-buffer-mb", "0"), ("-buffer-mb 0 is out of range; choose at least 0.001",)),
-        ((*NVME, "--muon-offload-buffer-mb", "inf"), ("--muon-offload-buffer-mb inf is not finite",)),
-        (("--muon-offload", "nvme"), ("--muon-offload nvme needs --muon-offload-dir DIR",)),
-        (("--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme, and it is none",)),
-        (("--muon-offload", "cpu", "--muon-offload-dir", "x"), ("--muon-offload-dir needs --muon-offload nvme",)),
-        (("--muon-offload-fraction", "0.5"), ("--muon-offload-fraction needs --muon-offload cpu or nvme",)),
-        (("--muon-offload-buffer-mb", "8"), ("--muon-offload-buffer-mb needs --muon-offload cpu or nvme",)),
-        (("--muon-ns-device", "cpu"), ("--muon-ns-device needs --muon-offload cpu or nvme",)),
-        ((*NVME, "--muon-ns-device", "accelerator"), ("--muon-ns-device accelerator", "this run has none")),
-        (("--muon-offload-state", "adam"), ("-state: invalid choice: 'adam'", "momentum", "all")),
-        (("--muon-offload-state", "all"), ("--muon-offload-state needs --muon-offload cpu or nvme, and it is none",)),
-        ((*ALL, "--log-params-norm"), ("--log-params-norm is not supported with", "reads the main weights")),
-        ((*ALL, "--save-params-interval", "5"), ("--save-params-interval is not supported with", "a skipped step")),
-        (
-            (*ALL, "--check-weight-hash-across-dp-replicas-interval", "5"),
-            ("--check-weight-hash-across-dp-replicas-interval is not supported with --muon-offload-state all",),
+        (("--muon-offload", "disk"), "invalid choice: 'disk'"),
+        (("--muon-momentum-dtype", "fp8"), "invalid choice: 'fp8'"),
+        ((*NVME, "--muon-offload-fraction", "0"), "--muon-offload-fraction 0 is out of range"),
+        ((*NVME, "--muon-offload-fraction", "1.01"), "--muon-offload-fraction 1.01 is out of range"),
+        ((*NVME, "--muon-offload-buffer-mb", "inf"), "--muon-offload-buffer-mb inf is not finite"),
+        (("--muon-offload", "nvme"), "--muon-offload nvme needs --muon-offload-dir DIR"),
+        (("--muon-offload", "cpu", "--muon-offload-dir", "x"), "--muon-offload-dir needs --muon-offload nvme"),
+        (("--muon-offload-fraction", "0.5"), "--muon-offload-fraction needs --muon-offload cpu or nvme"),
+        (("--muon-ns-device", "cpu"), "--muon-ns-device needs --muon-offload cpu or nvme"),
+        ((*NVME, "--muon-ns-device", "accelerator"), "this run has none"),
+        (("--muon-offload-state", "all"), "--muon-offload-state needs --muon-offload cpu or nvme, and it is none"),
+        *(
+            ((*ALL, *flags), f"{' '.join(flags[:shown])} is not supported with --muon-offload-state all")
+            for flags, shown in (
+                (("--log-params-norm",), 1),
+                (("--save-params-interval", "5"), 1),
+                ((HASH, "5"), 1),
+                (("--muon-ns-device", "cpu"), 2),
+                (ADAPTIVE, 2),
+                (("--fp8-format", "hybrid"), 1),
+                (("--fp4-format", "e2m1"), 1),
+                (("--qk-clip",), 1),
+                (("--muon-hyperball", "--weight-decay", "0"), 1),
+                (("--async-save",), 1),
+            )
         ),
-        ((*ALL, "--muon-ns-device", "cpu"), ("--muon-ns-device cpu is not supported with --muon-offload-state all",)),
-        ((*ALL, "--optimizer", "adaptive_muon"), ("--optimizer adaptive_muon is not supported", "use --muon-offload-")),
-        ((*ALL, "--fp8-format", "hybrid"), ("--fp8-format is not supported with --muon-offload-state all",)),
-        ((*ALL, "--fp4-format", "e2m1"), ("--fp4-format is not supported with --muon-offload-state all",)),
-        ((*ALL, "--qk-clip"), ("--qk-clip is not supported with --muon-offload-state all: it scales main weights",)),
-        (
-            (*ALL, "--muon-hyperball", "--weight-decay", "0"),
-            ("--muon-hyperball is not supported with --muon-offload-",),
-        ),
-        ((*ALL, "--async-save"), ("--async-save is not supported with --muon-offload-state all",)),
-        (
-            (*ALL, "--data-parallel-sharding-strategy", "no_shard", "--muon-share-replicated"),
-            ("no_shard is not supported with --muon-offload-state all: it keeps every weight on every rank",),
-        ),
+        ((*ALL, *NO_SHARD), "no_shard is not supported with --muon-offload-state all"),
     ],
 )
-def test_what_does_not_fit_is_refused(parser, flags, fragments):
-    with pytest.raises(UserError) as refusal:
+def test_what_does_not_fit_is_refused(parser, flags, refusal):
+    with pytest.raises(UserError, match=re.escape(refusal)):
         check(parser, *SHARDED, *flags)
-    for fragment in fragments:
-        assert fragment in str(refusal.value)
 
 
 @pytest.mark.parametrize("flags", [("--muon-offload", "cpu"), NVME, ("--muon-momentum-dtype", "int8")])
@@ -104,5 +98,5 @@ def test_other_optimizers_keep_their_own_momentum(parser, others, flags):
 
 
 def test_a_directory_is_looked_at_before_anything_starts(parser, tmp_path: Path):
-    with pytest.raises(UserError, match="absent does not exist; make it: mkdir -p"):
+    with pytest.raises(UserError, match=r"absent: cannot write there .*; make it"):
         check(parser, *SHARDED, "--muon-offload", "nvme", "--muon-offload-dir", str(tmp_path / "absent"))

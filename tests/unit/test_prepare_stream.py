@@ -6,7 +6,7 @@ It shows the order that the program asks for. How fast a GPU is with it was not 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from megatron_muon.core.rules import chosen_rules, make_rules
 from megatron_muon.core.rules.rule import Held
 from megatron_muon.offload import store as store_module
 from megatron_muon.offload.codecs import codec_of
-from megatron_muon.offload.files import PAGE, MomentumFile
-from megatron_muon.offload.ring import Piece, Ring
+from megatron_muon.offload.files import MomentumFile
+from megatron_muon.offload.memory import PAGE
 from megatron_muon.offload.store import DEVICE, DISK, HOST, RecordStore
 from tests.support.streams import Event, Gpu, Stream
 from tests.unit.test_shared_exchange import Group
@@ -104,25 +104,22 @@ class Trial:
         self.store._take_back = self._noting(self.store._take_back)  # type: ignore[method-assign]
 
     def _store(self, held: Any, folder: Path, place: str, staging_bytes: int) -> RecordStore:
-        sizes = [4 * shard.numel for shard in held]
-        self.file = MomentumFile(folder, PAGE * len(sizes))
-        files = {i: (self.file, PAGE * i) for i, size in enumerate(sizes) if size and place == DISK}
         return RecordStore(
             [f"w{i}" for i in range(len(held))],
             held,
             [place] * len(held),
             codec_of("fp32"),
             device=torch.device("cuda", 0),
-            staging_bytes=staging_bytes,  # three pages: a record a part
-            files=files,
+            staging_bytes=staging_bytes,  # three pages: a record a slot
+            file=MomentumFile(folder, PAGE * len(held)) if place == DISK else None,
         )
 
     def _noting(self, take_back: Callable[..., None]) -> Callable[..., None]:
-        def noted(indices: Sequence[int], borrowed: Sequence[torch.Tensor]) -> None:
+        def noted(*borrowed: Any) -> None:
             self.order.append("rows")
             if self._last_products:
                 self.behind.append(torch.cuda.current_stream().clock.get("products", 0) >= self._last_products)
-            take_back(indices, borrowed)
+            take_back(*borrowed)
 
         return noted
 
@@ -139,7 +136,6 @@ class Trial:
     def close(self) -> None:
         assert self.store is not None
         self.store.close()
-        self.file.close()
 
 
 @pytest.fixture
@@ -181,7 +177,7 @@ def test_rows_are_prepared_beside_products(trial: Callable[..., Trial], place: s
     one_stream = trial(place=place, nesterov=nesterov)
     one_stream.store.prepare_stream = None  # type: ignore[union-attr]
     assert all(torch.equal(one, other) for one, other in zip(weights, one_stream.train(), strict=True))
-    assert all(one_stream.behind), "as it was: copies back lie behind products, and with a full ring so does the host"
+    assert all(one_stream.behind), "as it was: copies back lie behind products, and with no slot free so does the host"
     assert beside.order == one_stream.order
     assert one_stream.order.index("products") < len(one_stream.order) - one_stream.order[::-1].index("rows")
 
@@ -202,7 +198,7 @@ def test_rows_have_two_buffers_which_nothing_else_uses(trial: Callable[..., Tria
 def test_locked_memory_is_given_back_without_a_close(gpu: Gpu) -> None:
     """A script of one's own drops its optimizer."""
     gpu_0, shard = torch.device("cuda", 0), Shard(0, 0, 8, 0, 32)
-    kept: Any = RecordStore(["w"], [shard], [HOST], codec_of("fp32"), device=gpu_0, staging_bytes=PAGE, files={})
+    kept: Any = RecordStore(["w"], [shard], [HOST], codec_of("fp32"), device=gpu_0, staging_bytes=PAGE)
     assert gpu.driver.registered
     del kept
     gc.collect()
@@ -214,8 +210,8 @@ SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.wide) for seed in range(1, 12
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("place", [HOST, DISK])
-def test_no_piece_of_the_ring_is_rewritten_before_its_event(trial: Callable[..., Trial], place: str, seed: int) -> None:
-    """However long transfers and products take, and whatever the ring's size; and no bit differs from no offload."""
+def test_no_slot_is_rewritten_before_its_event(trial: Callable[..., Trial], place: str, seed: int) -> None:
+    """However long transfers and products take, and whatever the slots' size; and no bit differs from no offload."""
     expected = trial(place=DEVICE).train()
     for staging_pages in (3, 4 + seed % 9):
         one = trial(place=place, staging_pages=staging_pages)
@@ -261,21 +257,13 @@ WAITS = [
 def test_the_paper_shows_a_missing_wait(
     trial: Callable[..., Trial], monkeypatch: pytest.MonkeyPatch, missing: str, place: str
 ) -> None:
-    """Negative control: without one of the waits, or with a ring that gives out its first slot as its last one too."""
+    """Negative control: without one of the waits, or with one slot in the memory of another."""
     one = trial(place=place)
     assert one.store is not None
     prepare = one.store.prepare_stream._stream  # type: ignore[union-attr]
-    submit, take = one.store._writers.submit, Ring.take
-
-    def give_back_at_once(run: Any, staged: Any, *args: Any) -> Any:
-        staged.give_back()
-        return submit(run, staged, *args)
-
-    def take_one_too_many(ring: Ring, size: int) -> Piece | None:
-        piece = take(ring, size)
-        if piece is not None and piece.end == ring.size:
-            piece.memory = ring.memory[: piece.memory.numel()]
-        return piece
+    first, *_, last = one.store._free
+    if missing == "a slot too many":
+        last.host, last.device = first.host, first.device
 
     victim, name, instead = {
         "rows": (one.gpu.products, "wait_stream", lambda other: None),
@@ -284,8 +272,8 @@ def test_the_paper_shows_a_missing_wait(
         "copies in": (prepare, "wait_event", lambda event: None),
         "copies out": (one.store._streams[1], "wait_event", lambda event: None),
         "copies out, on the host": (Event, "synchronize", lambda event: None),
-        "writes": (one.store._writers, "submit", give_back_at_once),
-        "a slot too many": (Ring, "take", take_one_too_many),
+        "writes": (store_module._Slot, "wait", lambda slot: None),
+        "a slot too many": (one.store, "on_return", None),
     }[missing]
     monkeypatch.setattr(victim, name, instead)
     with pytest.raises(AssertionError, match="does not wait for"):

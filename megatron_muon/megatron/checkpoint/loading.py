@@ -1,13 +1,9 @@
-"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line.
-
-Of the fsdp_dtensor format, for Muon and for Adam, only what is complete is loaded, with the state that another
-optimizer left started afresh, and never in silence.
-"""
+"""The patches of megatron-core for loading checkpoints: no code of theirs is run, and every refusal is one line."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +26,6 @@ from megatron_muon.patching import Patches
 
 _RATES = ("max_lr", "min_lr")
 _FLOPS = "num_floating_point_operations_so_far"
-_SHOWN = 5
-"""Names listed in a message; the rest is counted."""
 
 
 def load_what_is_there(patches: Patches) -> None:
@@ -39,8 +33,8 @@ def load_what_is_there(patches: Patches) -> None:
 
     0.19 fails in the middle of a damaged checkpoint. Entries that it lacks are either all fatal, with a name of torch's
     inner workings, or all passed over in silence (--no-strict-fsdp-dtensor-load). Random-number states are stored for
-    each data-parallel rank with --data-parallel-random-init, so more ranks than before find none; tensor-parallel ranks
-    share theirs under Megatron-FSDP. The count of floating-point operations is stored and never asked for.
+    each data-parallel rank with --data-parallel-random-init, so more ranks than before find none. The count of
+    floating-point operations is stored and never asked for.
     """
     asked: dict[str, Any] = {}  # while _load_base_checkpoint runs: its folder, and what it was not asked for
 
@@ -50,11 +44,7 @@ def load_what_is_there(patches: Patches) -> None:
     ) -> Any:
         folder = _folder_to_load(load_dir, args)
         if folder is not None and rank0:
-            of_first_rank(lambda: files.recover(folder.parent))
-            verify = getattr(args, "verify_checkpoint", True)
-            _require_complete(folder, verify=verify)
-            if dist.is_initialized() and verify:
-                _require_unchanged(folder)
+            _require_sound(folder, verify=args.verify_checkpoint)
         if folder is None or rank0:
             return load(load_dir, args, rank0, *rest, **kwargs)
         asked.update(folder=folder, settings={}, rates={})
@@ -79,15 +69,7 @@ def load_what_is_there(patches: Patches) -> None:
         ours = content.wrappers(state["optimizer"]["param_to_group_meta"]) if "optimizer" in state else theirs
         if "optimizer" in state:  # weights have the same names in every precision
             state["optimizer"] = content.renamed(state["optimizer"], ours, theirs)
-        state = _ask_for_what_is_there(
-            state,
-            entries,
-            asked["folder"],
-            allow_missing=getattr(args, "muon_allow_missing_state", False),
-            allow_dropped=not args.strict_fsdp_dtensor_load,
-            keep=_RATES if args.override_opt_param_scheduler else (),
-            tensor_parallel=args.tensor_model_parallel_size,
-        )
+        state = _ask_for_what_is_there(state, entries, asked["folder"], args)
         if "optimizer" in state:
             stored = state["optimizer"]["param_to_group_meta"]
             asked["settings"] = settings = {ours + name.removeprefix(theirs): meta for name, meta in stored.items()}
@@ -143,141 +125,6 @@ def keep_loaded_main_weights(patches: Patches) -> None:
             copy(self, state_dict)
 
 
-def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
-    """The folder that megatron-core is about to load; None where it finds none, or it is not of this format."""
-    if load_dir is None or args.ckpt_format != "fsdp_dtensor" or args.non_persistent_ckpt_type is not None:
-        return None
-    save_dir = Path(load_dir)
-    named = files.latest(save_dir)  # asked for with --ckpt-step, too: megatron-core reads it and stops at a damaged one
-    iteration = args.ckpt_step or named
-    if iteration is None:
-        _tell_unfinished(save_dir)
-        return None
-    return files.iteration_folder(save_dir, iteration)
-
-
-def _require_complete(folder: Path, *, verify: bool = True) -> None:
-    """Refuse a checkpoint whose files are not complete, on the first rank for all, and name the one to take instead."""
-
-    def look() -> None:
-        _refuse_damaged(folder, files.problems(folder, verify=verify))
-        _tell_unfinished(folder.parent)
-
-    of_first_rank(look)
-
-
-def _require_unchanged(folder: Path) -> None:
-    """Refuse a checkpoint whose files do not have their checksums; each file is read by one rank.
-
-    The first rank reads the checksums for all: what a file server shows to one rank, another may not see yet.
-    """
-    sums = of_first_rank(lambda: checksums.read(folder))
-    if sums is None:
-        say(f"megatron-muon: note: {checksums.absent(folder)}")
-        return
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = checksums.changed(folder, sums, checksums.share(sums, rank, ranks))
-    _refuse_damaged(folder, list(itertools.chain(*of_all_ranks(mine))))
-
-
-def _refuse_damaged(folder: Path, found: list[str]) -> None:
-    if found:
-        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
-        raise UserError(f"this checkpoint cannot be loaded: {_some(found)}; {hint}")
-
-
-def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
-    """Refuse learning rates of a checkpoint, which groups would take on, that are not those of the run.
-
-    megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where it is told to
-    override them.
-    """
-    for parameter, name, rate in ((p, name, rate) for p, rates in run.items() for name, rate in rates.items()):
-        if stored[parameter][name] != rate:
-            raise UserError(
-                f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
-                f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
-                "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
-            )
-
-
-def _ask_for_what_is_there(
-    state: Any,
-    entries: dict[str, Any],
-    folder: Path,
-    *,
-    allow_missing: bool,
-    allow_dropped: bool = False,
-    keep: Sequence[str] = (),
-    tensor_parallel: int = 1,
-) -> Any:
-    """The part of a state dict that a checkpoint with these entries can fill; what it cannot starts afresh.
-
-    Refused is a weight that is missing, of another shape or, unless `allow_dropped`, the checkpoint's alone, and,
-    unless `allow_missing`, state that should be there. Settings of groups in `keep` stay the run's.
-    """
-    optimizer = state.get("optimizer")
-    (replaced, absent), fresh = content.compare(optimizer["state"] if optimizer else {}, entries)
-    if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
-        stored = content.read_objects(folder, ["args"]).get("args")
-        if getattr(stored, "tensor_model_parallel_size", tensor_parallel) != tensor_parallel:
-            fresh |= moved
-            replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
-    weights = state.get("model", {})
-    misfits = {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
-    misfits |= content.other_shapes("model.", weights, entries)
-    everywhere = of_all_ranks((replaced, absent, misfits))  # ranks hold different experts, and must agree
-    replaced, absent, misfits = (set().union(*of_each) for of_each in zip(*everywhere, strict=True))
-    if misfits:
-        raise UserError(f"{folder} is of another model: {_some(sorted(misfits))}; give this run its model flags")
-    dropped = _dropped(weights, entries)
-    if dropped and not allow_dropped:
-        raise UserError(
-            f"{folder} is of another model: this one lacks {len(dropped)} of its weights: {_some(dropped)}; give this "
-            "run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
-        )
-    if dropped:
-        _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {_some(dropped)}")
-    if absent and not allow_missing:
-        names = _some(sorted(map(content.plain, absent)))
-        raise UserError(
-            f"{folder} lacks {len(absent)} entries of optimizer state: {names}; use --muon-allow-missing-state to "
-            "start them at zero, or --no-load-optim to load no optimizer state at all"
-        )
-    if lost := sorted(map(content.plain, absent | replaced)):
-        by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
-        _warn(f"{len(lost)} entries of optimizer state start at zero, because {by}: {_some(lost)}")
-    if optimizer:
-        optimizer, counts = carry_step_counts_over(optimizer, fresh, entries, folder, _warn)
-        state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=(*keep, *counts))
-    return state
-
-
-def _dropped(weights: dict[str, Any], entries: dict[str, Any]) -> list[str]:
-    """Weights of a checkpoint that no rank's model takes. Collective: ranks hold different experts.
-
-    The states that Transformer Engine keeps of fp8 are none: megatron-core neither saves nor loads them in this format.
-    """
-    stored = sorted(name for name in content.weight_names(entries) if not name.endswith("._extra_state"))
-    taken = of_any_rank([name.removeprefix("model.") in weights for name in stored])
-    left = [name for name, is_taken in zip(stored, taken, strict=True) if not is_taken]
-    return [content.plain(name.removeprefix("model.")) for name in left]
-
-
-def _tell_unfinished(save_dir: Path) -> None:
-    for left in files.unfinished(save_dir):
-        _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
-
-
-def _warn(text: str) -> None:
-    say(f"megatron-muon: warning: {text}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
 def run_no_pickles(patches: Patches) -> None:
     """Read a checkpoint's index and its entries without running what their pickles name.
 
@@ -297,14 +144,117 @@ def explain_unreadable(patches: Patches) -> None:
             return load(load_dir, args, *rest, **kwargs)
         except CheckpointException as failure:
             named = args.ckpt_step or files.latest(Path(load_dir))
+            why = f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)})"
+            raise UserError(f"{why}; {files.resume_hint(Path(load_dir), but=named)}") from failure
+
+
+def _folder_to_load(load_dir: Any, args: Any) -> Path | None:
+    """The folder that megatron-core is about to load; None where it finds none, or it is not of this format."""
+    if load_dir is None or args.ckpt_format != "fsdp_dtensor" or args.non_persistent_ckpt_type is not None:
+        return None
+    named = files.latest(Path(load_dir))  # also with --ckpt-step: megatron-core reads it and stops at a damaged one
+    iteration = args.ckpt_step or named
+    return None if iteration is None else files.iteration_folder(Path(load_dir), iteration)
+
+
+def _require_sound(folder: Path, *, verify: bool) -> None:
+    """Refuse a checkpoint that is not complete, or whose files are not as they were written. Collective.
+
+    The first rank looks for all, because what a file server shows to one rank, another may not see yet; then each file
+    is read by one rank.
+    """
+
+    def look() -> dict[str, int] | None:
+        files.recover(folder.parent)
+        _refuse_damaged(folder, files.problems(folder, verify=verify))
+        for left in files.unfinished(folder.parent):
+            _warn(f"{left} is a save that did not finish; it is not used, and may be deleted")
+        return checksums.read(folder) if verify else {}
+
+    sums = of_first_rank(look)
+    if sums is None:
+        say(f"megatron-muon: note: {checksums.absent(folder)}")
+    elif dist.is_initialized():  # else --use-checkpoint-args reads some arguments
+        mine = checksums.changed(folder, sums, checksums.share(sums, dist.get_rank(), dist.get_world_size()))
+        _refuse_damaged(folder, list(itertools.chain(*of_all_ranks(mine))))
+
+
+def _refuse_damaged(folder: Path, found: list[str]) -> None:
+    if found:
+        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+        raise UserError(f"this checkpoint cannot be loaded: {content.some(found)}; {hint}")
+
+
+def _require_same_rates(run: dict[str, dict[str, Any]], stored: dict[str, dict[str, Any]]) -> None:
+    """Refuse learning rates of a checkpoint, which groups would take on, that are not those of the run.
+
+    megatron-core compares --lr and --min-lr alone, and takes the checkpoint's for groups even where it is told to
+    override them.
+    """
+    for parameter, name, rate in ((p, name, rate) for p, rates in run.items() for name, rate in rates.items()):
+        if stored[parameter][name] != rate:
             raise UserError(
-                f"the checkpoint {named} in {load_dir} cannot be loaded ({reason_of(failure)}); "
-                f"{files.resume_hint(Path(load_dir), but=named)}"
-            ) from failure
+                f"the checkpoint has {name} {stored[parameter][name]:g} for {content.plain(parameter)}, this run "
+                f"{rate:g} (--lr, --min-lr, --muon-lr, --muon-min-lr); use --override-opt-param-scheduler for this "
+                "run's, --use-checkpoint-opt-param-scheduler for those of the checkpoint"
+            )
+
+
+def _ask_for_what_is_there(state: Any, entries: Mapping[str, Any], folder: Path, args: Any) -> Any:
+    """The part of a state dict that a checkpoint with these entries can fill; what it cannot starts afresh.
+
+    Refused is a weight that is missing, of another shape or, with --strict-fsdp-dtensor-load, the checkpoint's alone,
+    and, without --muon-allow-missing-state, state that should be there. Collective.
+    """
+    optimizer, weights = state.get("optimizer"), state.get("model", {})
+    replaced, absent, fresh = content.compare(optimizer["state"] if optimizer else {}, entries)
+    if optimizer and (moved := content.laid_out_by_rank(optimizer["state"]) - fresh):
+        stored, size = content.read(folder, ["args"]).get("args"), args.tensor_model_parallel_size
+        if getattr(stored, "tensor_model_parallel_size", size) != size:
+            fresh |= moved
+            replaced |= {f"{name}.{slot}" for name in moved for slot in optimizer["state"][name]}
+    misfits = {f"{content.plain(name)} is not in it" for name in weights if f"model.{name}" not in entries}
+    misfits |= content.other_shapes("model.", weights, entries)
+    everywhere = of_all_ranks((replaced, absent, misfits))  # ranks hold different experts, and must agree
+    replaced, absent, misfits = (set().union(*of_each) for of_each in zip(*everywhere, strict=True))
+    if misfits:
+        raise UserError(f"{folder} is of another model: {content.some(misfits)}; give this run its model flags")
+    dropped = _dropped(weights, entries)
+    if dropped and args.strict_fsdp_dtensor_load:
+        which = f"this one lacks {len(dropped)} of its weights: {content.some(dropped)}"
+        remedy = "give this run its model flags, or --no-strict-fsdp-dtensor-load to leave them out"
+        raise UserError(f"{folder} is of another model: {which}; {remedy}")
+    if dropped:
+        _warn(f"weights of the checkpoint that this model lacks are left out, {len(dropped)}: {content.some(dropped)}")
+    if absent and not args.muon_allow_missing_state:
+        names = content.some(map(content.plain, absent))
+        raise UserError(
+            f"{folder} lacks {len(absent)} entries of optimizer state: {names}; use --muon-allow-missing-state to "
+            "start them at zero, or --no-load-optim to load no optimizer state at all"
+        )
+    if lost := set(map(content.plain, absent | replaced)):
+        by = "another optimizer or layout wrote this checkpoint" if replaced else "it lacks them"
+        _warn(f"{len(lost)} entries of optimizer state start at zero, because {by}: {content.some(lost)}")
+    if optimizer:
+        optimizer, kept = carry_step_counts_over(optimizer, fresh, entries, folder)
+        kept += _RATES if args.override_opt_param_scheduler else ()
+        state["optimizer"] = content.without_fresh(optimizer, fresh, entries, keep=kept)
+    return state
+
+
+def _dropped(weights: Mapping[str, Any], entries: Mapping[str, Any]) -> list[str]:
+    """Weights of a checkpoint that no rank's model takes. Collective: ranks hold different experts.
+
+    The states that Transformer Engine keeps of fp8 are none: megatron-core neither saves nor loads them in this format.
+    """
+    stored = sorted(name for name in content.weight_names(entries) if not name.endswith("._extra_state"))
+    taken = of_any_rank([name.removeprefix("model.") in weights for name in stored])
+    left = [name for name, is_taken in zip(stored, taken, strict=True) if not is_taken]
+    return [content.plain(name.removeprefix("model.")) for name in left]
 
 
 def carry_step_counts_over(
-    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path, tell: Callable[[str], None]
+    optimizer: dict[str, Any], fresh: set[str], entries: Mapping[str, Any], folder: Path
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Set Adam's counts of steps that a checkpoint keeps in another form, in the run's state dict `optimizer`.
 
@@ -312,18 +262,17 @@ def carry_step_counts_over(
     in its settings, as an integer or (capturable) a tensor. Without the count Adam's bias correction starts again and
     its first updates are too large.
 
-    Parameters that start `fresh` keep theirs; `entries` are the checkpoint's. Returns the part of the state dict that
-    is still to be asked for, and the settings not to ask for.
+    Parameters that start `fresh` keep theirs. Returns the part of the state dict that is still to be asked for, and the
+    settings not to ask for.
     """
     state, settings = optimizer["state"], optimizer["param_to_group_meta"]
     in_state = [n for n in state if STEP in state[n] and n not in fresh and content.slot(n, STEP) not in entries]
-    in_groups = [
-        name
-        for name, meta in settings.items()
-        if STEP in meta
-        and not fresh & {name, f"{name}_w"}
-        and not _alike(meta[STEP], entries.get(content.setting(name, STEP)))
-    ]
+    in_groups = []
+    for name, meta in settings.items():
+        if STEP in meta and not fresh & {name, f"{name}_w"}:
+            entry = entries.get(content.setting(name, STEP))
+            if entry is None or isinstance(meta[STEP], torch.Tensor) != hasattr(entry, "size"):
+                in_groups.append(name)
     if not in_state and not in_groups:
         return optimizer, ()
     counts = content.step_counts(folder)
@@ -335,13 +284,12 @@ def carry_step_counts_over(
         count = max(found)
         meta[STEP] = torch.full_like(meta[STEP], count) if isinstance(meta[STEP], torch.Tensor) else count
         if len(found) > 1:
-            tell(
+            _warn(
                 f"Adam counts by group here, the checkpoint has {min(found)} to {count} steps in one; it takes {count}"
             )
     others = {name: {slot: value for slot, value in state[name].items() if slot != STEP} for name in in_state}
     return {**optimizer, "state": {**state, **others}}, (STEP,) if in_groups else ()
 
 
-def _alike(count: Any, entry: Any) -> bool:
-    """Whether a checkpoint holds a group's count as the run does."""
-    return entry is not None and isinstance(count, torch.Tensor) == hasattr(entry, "size")
+def _warn(text: str) -> None:
+    say(f"megatron-muon: warning: {text}")

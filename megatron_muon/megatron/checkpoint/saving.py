@@ -1,7 +1,6 @@
 """The patches of megatron-core that saving fsdp_dtensor checkpoints needs, one function each, for Muon and for Adam.
 
-Saving happens under `no_shard` too, never over the checkpoint that is there, with a tracker file that is always whole,
-and is tried before the first step. What loading needs is in `loading`, and installed from here.
+What loading needs is in `loading`, and installed from here.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import os
 import shutil
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageWriter
 from torch.futures import Future
 
 from megatron_muon.checkpoint import files
@@ -72,26 +70,13 @@ def save_beside_and_rename(patches: Patches) -> None:
         folder = Path(getattr(storage_writer, "path", "."))
         if not isinstance(storage_writer, FileSystemWriter) or files.iteration_of(folder) is None:
             return save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-        try:
-            of_first_rank(lambda: files.begin(folder))
-            storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
-            storage_writer.fs = written = SummedFiles()
-            result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
-            sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
-            of_first_rank(lambda: files.finish(folder, sums))
-        except (Exception, CheckpointException) as error:
-            reason = reason_of(error)
-            with contextlib.suppress(OSError):
-                reason += f", {shutil.disk_usage(folder.parent).free / 2**30:.1f} GiB free there"
-            raise _save_error(files.iteration_of(folder), folder.parent, reason) from error
+        of_first_rank(lambda: files.begin(folder))
+        storage_writer.reset(folder.with_name(folder.name + files.UNFINISHED))
+        storage_writer.fs = written = SummedFiles()
+        result = save(state_dict, *args, storage_writer=storage_writer, **kwargs)
+        sums = {name: crc for sums in of_all_ranks(written.sums) for name, crc in sums.items()}
+        of_first_rank(lambda: files.finish(folder, sums))
         return result
-
-
-def _save_error(iteration: int | None, save_dir: Path, reason: object) -> SaveError:
-    return SaveError(
-        f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({reason}); "
-        f"{files.resume_hint(save_dir)}"
-    )
 
 
 def write_tracker_at_once(patches: Patches) -> None:
@@ -112,39 +97,34 @@ def write_tracker_at_once(patches: Patches) -> None:
         def open(self, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
             is_plain = client.open is open  # not in an object store
             if mode == "w" and is_plain and os.path.basename(path) == files.TRACKER:
-                return _tracker(Path(path))
+                return files.written_at_once(Path(path))
             return client.open(path, mode, *args, **kwargs)
 
     patches.replace(checkpointing, "maybe_msc", WithWholeTracker())
 
 
-@contextlib.contextmanager
-def _tracker(file: Path) -> Iterator[Any]:
-    try:
-        with files.written_at_once(file) as stream:
-            yield stream
-    except OSError as error:
-        raise SaveError(f"{file} could not be written ({error}); {files.resume_hint(file.parent)}") from error
-
-
 def explain_failed_saves(patches: Patches) -> None:
-    """Say which checkpoint to resume from where a save fails outside of torch's part, as in making its folder."""
+    """Say why a save failed, and which checkpoint to resume from."""
 
     @patches.around(training, "save_checkpoint", takes=["iteration"])
     def save_checkpoint(save: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
         try:
             save(iteration, *args, **kwargs)
-        except OSError as error:
+        except (OSError, CheckpointException) as error:
             from megatron.training import get_args
 
-            raise _save_error(iteration, Path(get_args().save), error) from error
+            save_dir, reason = Path(get_args().save), reason_of(error)
+            with contextlib.suppress(OSError):
+                reason += f", {shutil.disk_usage(save_dir).free / 2**30:.1f} GiB free there"
+            why = f"the checkpoint of iteration {iteration} could not be written to {save_dir} ({reason})"
+            raise SaveError(f"{why}; {files.resume_hint(save_dir)}") from error
 
 
 def have_main_weights_at_hand(patches: Patches) -> None:
     """Let checkpoints have the main weights that `--muon-offload-state all` keeps out of Megatron-FSDP's buffers.
 
     0.19 takes a model's weights from its parameters, which Megatron-FSDP makes show its main weights, and loads them in
-    place. A state dict keeps the memory that they lie in for as long as it lives.
+    place.
     """
 
     @patches.around(checkpointing, "generate_state_dict", takes=["args", "model", "optimizer", "optim_sd_kwargs"])
@@ -200,18 +180,11 @@ def keep_adam_state_alike(patches: Patches) -> None:
             initialize(self)
 
 
-class _Discarding(StorageWriter):
+class _Discarding(FileSystemWriter):
     """Takes a checkpoint as torch's writer to files does, objects pickled, and keeps nothing."""
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         for item in plan.items:
@@ -221,12 +194,6 @@ class _Discarding(StorageWriter):
         return done
 
     def finish(self, metadata: Any, results: Any) -> None: ...
-
-    def storage_meta(self) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return False
 
 
 def try_saving_before_training(patches: Patches) -> None:
@@ -241,25 +208,18 @@ def try_saving_before_training(patches: Patches) -> None:
     ) -> Any:
         from megatron.training import get_args
 
-        settings = get_args()
+        settings, started = get_args(), time.monotonic()
         if settings.save and settings.ckpt_format == "fsdp_dtensor":
-            _try_saving(settings, model, optimizer, scheduler)
+            try:
+                save(_state_to_save(settings, model, optimizer, scheduler), storage_writer=_Discarding("."))
+            except (Exception, CheckpointException) as error:
+                traceback.print_exc()
+                raise SaveError(
+                    f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
+                    f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
+                ) from error
+            say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
         return train(forward, model, optimizer, scheduler, *args, **kwargs)
-
-
-def _try_saving(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
-    """Go through a save of the run's state up to the writing, or raise SaveError. Collective; nothing changes."""
-    started = time.monotonic()
-    try:
-        state = _state_to_save(args, model, optimizer, scheduler)
-        save(state, storage_writer=_Discarding())
-    except (Exception, CheckpointException) as error:
-        traceback.print_exc()
-        raise SaveError(
-            f"this run could not save a checkpoint: a save without files, tried before the first step, failed "
-            f"({reason_of(error)}; the traceback is above); nothing was trained. Without --save it would train"
-        ) from error
-    say(f"megatron-muon: tried a save without writing it, in {time.monotonic() - started:.2f} s")
 
 
 def _state_to_save(args: Any, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megatron_muon.checkpoint import checksums, content, files
+from megatron_muon.checkpoint import content, files
 from megatron_muon.checkpoint.unpickling import Reader
 from megatron_muon.errors import UserError
 
@@ -78,11 +78,7 @@ class Weights(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        wrong = files.problems(folder, verify=verify)
-        sums = checksums.read(folder) if verify and not wrong else None
-        if sums:
-            wrong = checksums.changed(folder, sums, checksums.share(sums, 0, 1), threads=2)
-        if wrong:
+        if wrong := files.problems(folder, verify=verify, threads=2):
             raise UserError(f"this checkpoint cannot be read: {wrong[0]}; {_remedy(folder)}")
         self.folder = folder
         self._reader = Reader(folder)
@@ -111,8 +107,8 @@ class Weights(Mapping[str, torch.Tensor]):
 
     def _common_state(self) -> dict[str, Any]:
         if not self._is_torch_dist:
-            return content.read_objects(self.folder, ["args", "iteration"])
-        common = content.read_objects(self.folder, [COMMON_STATE]).get(COMMON_STATE) or [{}]
+            return content.read(self.folder, ["args", "iteration"])
+        common = content.read(self.folder, [COMMON_STATE]).get(COMMON_STATE) or [{}]
         found: dict[str, Any] = common[0]
         return found
 

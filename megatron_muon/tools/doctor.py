@@ -1,0 +1,185 @@
+"""`megatron-muon doctor`: what of the environment, or of a checkpoint, keeps a run from starting.
+
+Every finding is `ok`, `note` (works, and worth knowing) or `wrong`; the exit status is 1 where something is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.version import Version
+
+from megatron_muon.checkpoint import checksums, files
+from megatron_muon.errors import UserError, quiet_imports
+from megatron_muon.megatron.gpu import unusable_gpu
+from megatron_muon.tools.parser import write_json
+
+EXAMPLES = """\
+examples:
+  megatron-muon doctor
+  megatron-muon doctor --checkpoint runs/quickstart
+  megatron-muon doctor --checkpoint runs/quickstart/checkpoints/iter_0000100 --json report.json
+"""
+
+OK, NOTE, WRONG = "ok", "note", "wrong"
+_COLOURS = {OK: "green", NOTE: "yellow", WRONG: "red"}
+_TORCH = (2, 11)
+_LAYOUT = {
+    "world_size": "ranks",
+    "data_parallel_sharding_strategy": "strategy",
+    "tensor_model_parallel_size": "TP",
+    "expert_model_parallel_size": "EP",
+    "num_distributed_optimizer_instances": "instances",
+}
+
+
+class Finding(NamedTuple):
+    """One line of the report: what was looked at, how it is, and the details or the remedy."""
+
+    about: str
+    state: str
+    text: str
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `megatron-muon doctor`."""
+    parser.description = "Check this environment; with --checkpoint, whether a checkpoint can be loaded and by whom."
+    parser.epilog = EXAMPLES
+    add = parser.add_argument
+    add("--checkpoint", type=Path, metavar="DIR",
+        help="a run's folder or its --save directory, for the checkpoint that it calls the latest, or one of the iter_ "
+        "folders")  # fmt: skip
+    add("--json", type=Path, metavar="FILE", help="also write the findings to FILE")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what was found; 1 where something is wrong."""
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    findings = list(environment())
+    if args.checkpoint is not None:
+        findings += checkpoint(args.checkpoint)
+    columns = Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold")
+    table = Table(*columns, box=None, pad_edge=False, show_header=False)
+    for about, state, text in findings:
+        table.add_row(Text(state, style=_COLOURS[state]), about, Text(text))
+    Console().print(table)
+    write_json(args.json, [finding._asdict() for finding in findings])
+    return int(any(finding.state == WRONG for finding in findings))
+
+
+def environment() -> Iterator[Finding]:
+    """Versions, packages, devices, collectives and variables."""
+    from megatron_muon.megatron.version import check_versions
+
+    try:
+        check_versions()
+        core = metadata.version("megatron-core")
+        yield Finding("versions", OK, f"Python {platform.python_version()}, megatron-core {core}")
+    except UserError as error:
+        yield Finding("versions", WRONG, str(error))
+        return
+    for package, why in (("emerging_optimizers", "Muon's coefficients"), ("einops", "Megatron-FSDP needs it")):
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            yield Finding(name, WRONG, f"not installed ({why}); type: pip install {name}")
+    with quiet_imports():
+        import torch
+    is_new = Version(torch.__version__).release >= _TORCH
+    yield Finding("torch", OK if is_new else WRONG, torch.__version__ + ("" if is_new else "; 2.11 is needed"))
+    yield _device(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        why = "1 keeps Megatron-FSDP from overlapping; type: unset CUDA_DEVICE_MAX_CONNECTIONS"
+        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", WRONG, why)
+    yield _collectives()
+
+
+def _device(gpus: int) -> Finding:
+    if gpus:
+        te = importlib.util.find_spec("transformer_engine") is not None
+        return Finding("device", OK, f"GPUs: {gpus}, Transformer Engine {'installed' if te else 'not installed'}")
+    if (why := unusable_gpu()) is not None:
+        return Finding("device", WRONG, f"a GPU that torch cannot use: {why}; mend that, or train with --device cpu")
+    from megatron_muon.megatron.flags.arguments import cpu_has_bf16
+
+    bf16 = "" if cpu_has_bf16() else "; it has no bf16 arithmetic, so Newton-Schulz runs in fp32"
+    return Finding("device", NOTE, f"no GPU: training runs on the CPU, over gloo{bf16}")
+
+
+def _collectives() -> Finding:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+    except (OSError, RuntimeError) as error:
+        remedy = "set GLOO_SOCKET_IFNAME to an interface of this machine, as lo"
+        return Finding("gloo", WRONG, f"{str(error).splitlines()[0]}; {remedy}")
+    return Finding("gloo", OK, "a process group of one works")
+
+
+def checkpoint(directory: Path) -> Iterator[Finding]:
+    """Whether a checkpoint is complete, and else which one to take instead; what wrote it, and what it holds."""
+    with quiet_imports():
+        import megatron.core  # noqa: F401  # tells torch which of its classes a checkpoint may hold
+
+        from megatron_muon.checkpoint import content
+
+    folder = files.find(directory)
+    try:
+        if wrong := files.problems(folder, threads=min(8, os.cpu_count() or 1)):
+            raise UserError("\n".join(wrong))
+        entries = content.read_entries(folder)
+        stored = content.read(folder, content.objects(entries))
+    except Exception as error:  # damaged bytes raise whatever they happen to mean
+        hint = files.resume_hint(folder.parent, but=files.iteration_of(folder))
+        for problem in (*str(error).splitlines(), hint):
+            yield Finding("checkpoint", WRONG, problem)
+        return
+    yield Finding("checkpoint", OK, f"{folder} is complete, iteration {stored.get('iteration')}")
+    args = stored.get("args")
+    layout = ", ".join(f"{name} {getattr(args, key)}" for key, name in _LAYOUT.items() if hasattr(args, key))
+    yield Finding("written by", OK if layout else NOTE, layout or "unknown: it holds no arguments")
+    yield from _state(entries)
+    if checksums.read(folder) is None:
+        yield Finding("beside it", NOTE, checksums.absent(folder))
+    for left in files.unfinished(folder.parent):
+        yield Finding("beside it", NOTE, f"{left} is a save that did not finish; it may be deleted")
+
+
+def _state(entries: dict[str, Any]) -> Iterator[Finding]:
+    """Which weights there are, with the state of which optimizer."""
+    from megatron_muon.checkpoint import content
+
+    slots = {content.plain(name): held for name, held in content.optimizer_slots(entries).items()}
+    weights = {content.plain(name.removeprefix("model.")) for name in content.weight_names(entries)}
+    optimizers = Counter(map(content.optimizer_of, slots.values()))
+    known = {content.plain(name) for name in content.optimized(entries)}
+    lacking = weights - slots.keys()
+    missing = {weight for weight in lacking if content.whole_name(weight, known) in known}
+    damaged = {name for name, held in slots.items() if content.optimizer_of(held) == "lion" and "adam" in optimizers}
+    yield Finding("weights", OK if weights else WRONG, f"{len(weights)} tensors")
+    if optimizers:
+        counts = ", ".join(f"{name} has {count}" for name, count in sorted(optimizers.items()))
+        yield Finding("optimizer state", OK, f"of these, {counts}")
+    else:
+        yield Finding("optimizer state", NOTE, "none: load it with --no-load-optim")
+    if incomplete := missing | damaged:
+        remedy = "--muon-allow-missing-state starts it at zero"
+        yield Finding("missing state", WRONG, f"{len(incomplete)}: {content.some(incomplete)}; {remedy}")
+    if (frozen := lacking - missing) and optimizers:
+        yield Finding("no state", NOTE, f"{len(frozen)} weights that did not train: {content.some(frozen)}")
