@@ -1,7 +1,7 @@
-"""Muon's settings as fields: each is a flag of pretrain_gpt.py, its docstring the flag's help.
+"""Muon's settings as fields: each is a flag of pretrain_gpt.py, made by megatron-core's `ArgumentGroupFactory`.
 
-megatron-core's `ArgumentGroupFactory` makes the flags, so a name, a choice, a default and a help text stand here alone.
-The factory reads types at run time, so annotations are no strings; neither torch nor megatron-core is imported.
+Name, choices, default and help (the docstring) stand here alone. The factory reads types at run time, so annotations
+are no strings; neither torch nor megatron-core is imported.
 """
 
 from dataclasses import dataclass, field

@@ -1,8 +1,4 @@
-"""The settings of Muon under Megatron-FSDP, and what they do not combine with.
-
-A run fills them from its flags, a script of one's own by name. What can be seen before torch.distributed starts is
-checked on the command line too (`flags.arguments`).
-"""
+"""The settings of Muon under Megatron-FSDP, filled from a run's flags, or by a script by name; see `flags.refusals`."""
 
 from __future__ import annotations
 

@@ -66,20 +66,15 @@ def configure(parser: CommandParser) -> None:
     folder.add_argument("--resume", action="store_true",
         help="go on from the run's own checkpoint, where there is one; "
         "may be given from the first start on")  # fmt: skip
-    folder.add_argument(
-        "--no-save",
-        action="store_true",
-        help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM ends it",
-    )
+    folder.add_argument("--no-save", action="store_true",
+        help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM "
+        "ends it")  # fmt: skip
     folder.add_argument("--overwrite", action="store_true", help="delete the run in that folder and start over")
     how = parser.add_argument_group("how")
     how.add_argument("--dry-run", action="store_true", help="check and show everything, start and write nothing")
     how.add_argument("--quiet", action="store_true", help="show only the heading, warnings, errors and the end")
-    how.add_argument(
-        "--verbose",
-        action="store_true",
-        help="show every setting, and all output of the ranks instead of a line for each log interval",
-    )
+    how.add_argument("--verbose", action="store_true",
+        help="show every setting, and all output of the ranks instead of a line for each log interval")  # fmt: skip
     how.add_argument("--profile", action="store_true",
         help="have torch's profiler write a trace of a few iterations, beside tensorboard/, with the optimizer's "
         "phases named in it: docs/monitoring.md")  # fmt: skip
@@ -164,13 +159,8 @@ def _nodes(args: argparse.Namespace) -> Nodes:
         if rank or endpoint:
             raise UserError("--node-rank and --rdzv-endpoint are for several machines; give --nnodes N too")
         return THIS_MACHINE
-    if rank is None or endpoint is None:
-        raise UserError(
-            f"--nnodes {count} needs --node-rank R (0 to {count - 1}) and --rdzv-endpoint HOST:PORT, one of the "
-            "machines and a free port on it"
-        )
-    if not 0 <= rank < count:
-        raise UserError(f"--node-rank {rank} is out of range; choose 0 to {count - 1}")
+    if rank is None or endpoint is None or not 0 <= rank < count:
+        raise UserError(f"--nnodes {count} needs --node-rank R, 0 to {count - 1}, and --rdzv-endpoint HOST:PORT")
     return Nodes(count, rank, endpoint, args.rdzv_id)
 
 
