@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -19,7 +18,6 @@ from typing import NamedTuple
 from megatron_muon import shipped
 from megatron_muon.errors import ExitStatus, RunFailedError, UserError, missing_extra, settling, unforeseen
 from megatron_muon.tools.parser import CommandParser
-from megatron_muon.version import __version__
 
 
 class Command(NamedTuple):
@@ -142,15 +140,11 @@ class _ShowVersions(argparse.Action):
     """Shows what matters in a bug report, one a line: versions, system, driver. Imports none of the packages."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        found = {"megatron-muon": __version__}
-        for package in ("megatron-core", "torch", "emerging-optimizers", "transformer-engine"):
-            found[package] = "not installed"
-            with contextlib.suppress(metadata.PackageNotFoundError):
-                found[package] = metadata.version(package)
-        found |= {"python": platform.python_version(), "system": platform.platform()}
+        from megatron_muon.megatron.provenance import versions
+
+        found = {**versions(), "system": platform.platform()}
         with contextlib.suppress(OSError):
-            driver = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
-            found["gpu driver"] = driver.removeprefix("NVRM version:").strip()
+            found["gpu driver"] = Path("/proc/driver/nvidia/version").read_text("utf-8").splitlines()[0]
         for name, version in found.items():
             print(f"{name:<20} {version}")
         parser.exit(ExitStatus.OK)

@@ -71,8 +71,11 @@ def _first_line(error: BaseException) -> str:
 def unforeseen(error: Exception) -> str:
     """One line for an exception that no check foresaw: its cause, and the file that its traceback is written to."""
     cause = f"{type(error).__name__}: {_first_line(error)}".encode("unicode_escape").decode()
-    with tempfile.NamedTemporaryFile("wb", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
-        file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
+    try:
+        with tempfile.NamedTemporaryFile("wb", prefix="megatron-muon-", suffix=".txt", delete=False) as file:
+            file.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
+    except OSError as reason:  # the disk that is full may be this one
+        return f"{cause} (its traceback could not be kept: {reason.strerror})"
     return f"{cause}; the traceback is in {file.name}"
 
 

@@ -17,8 +17,7 @@ TeamSize = Literal["auto", "1", "2", "4", "8"]
 OFFLOADS, DTYPES, TEAM_SIZES = get_args(Offload), get_args(MomentumDtype), get_args(TeamSize)
 
 TP_MODE = "duplicated"
-"""Default of --muon-tp-mode under Megatron-FSDP, as on megatron-core's main branch: updates do not depend on the tensor
-parallel size. That of megatron-core 0.19, for its own Muon, is blockwise."""
+"""Default of --muon-tp-mode: updates do not depend on the tensor parallel size. That of 0.19 is blockwise."""
 
 METRICS_INTERVAL = 10
 """Default of --muon-metrics-interval; scripts of one's own measure nothing unless they ask for it."""

@@ -17,13 +17,9 @@ from megatron_muon.settings import TP_MODE, MuonSettings
 
 @dataclass
 class MuonOptimizerConfig(MuonSettings, OptimizerConfig):
-    """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name.
+    """megatron-core's OptimizerConfig with this package's settings (`MuonSettings`), each under its flag's name."""
 
-    Attributes:
-        muon_tp_mode: as megatron-core's, with another default. A plain OptimizerConfig keeps that of megatron-core.
-    """
-
-    muon_tp_mode: str = TP_MODE
+    muon_tp_mode: str = TP_MODE  # a plain OptimizerConfig keeps megatron-core's default
 
 
 def require_megatron_fsdp(model_chunks: Sequence[Any]) -> None:

@@ -85,7 +85,7 @@ def test_each_layer_wins_over_those_before_it(actions, tmp_path, monkeypatch):
         actions[name] = argparse.ArgumentParser().add_argument(name)
     lines = ("--lr: 1", "--bf16: true", "--no-overlap: true", "--offset: 4", "--save: a/checkpoints")
     (tmp_path / "run.yaml").write_text("MODEL_ARGS:\n" + "".join(f"  {line}\n" for line in lines))
-    request = Request("run.yaml", sets=(("lr", "2"), ("muon_lr", "5"), ("bf16", "null")), out="b")
+    request = Request("run.yaml", sets=(("lr", "3"), ("lr", "2"), ("muon_lr", "5"), ("bf16", "null")), out="b")
     typed = ["--muon-lr", "6", "--overlap", "--unset", "offset"]
     config = load_config("run.yaml", overridden={*request.overridden, "--offset"})
     flags, folder, _ = _layers(request, config, actions, typed, 1)

@@ -49,10 +49,7 @@ def install(patches: Patches, *, muon_under_fsdp: bool, megatron_fsdp: bool = Fa
 
 
 def use_shipped_dataset_helper(patches: Patches) -> None:
-    """Use the dataset helper that megatron-core's wheel ships compiled.
-
-    0.19 runs `make` in the package's folder before training; the wheel has no Makefile, so the run would end there.
-    """
+    """Use the dataset helper that megatron-core's wheel ships compiled; 0.19 runs `make`, and has no Makefile there."""
 
     @patches.around(dataset_utils, "compile_helpers")
     def compile_helpers(build: Callable[[], None]) -> None:
@@ -65,8 +62,7 @@ def use_shipped_dataset_helper(patches: Patches) -> None:
 def accept_full_precision(patches: Patches) -> None:
     """Let every parser of the run take `--muon-fp32-matmul-prec highest`.
 
-    0.19 parses the command line again in ft_integration.setup, without the flags that an extension adds. Unknown flags
-    are passed over there, but a value that the flag does not know ends the run.
+    0.19 parses the command line again in ft_integration.setup, where a value that a flag does not know ends the run.
     """
 
     @patches.around(arguments, "add_megatron_arguments", takes=["parser"])
@@ -79,8 +75,8 @@ def accept_full_precision(patches: Patches) -> None:
 def let_experts_have_biases(patches: Patches) -> None:
     """Let local experts with biases train where neither tensors nor experts are parallel.
 
-    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one tensor-parallel rank hands through,
-    which autograd takes for a view made in a function of its own and refuses. One rank has nothing to reduce.
+    0.19 adds an expert's bias in place (MLP.forward) to what the reduction over one rank hands through, a view that
+    autograd refuses to have changed. One rank has nothing to reduce.
     """
 
     @patches.around(layers, "reduce_from_tensor_model_parallel_region", takes=["input_", "group"])
@@ -174,10 +170,7 @@ def clip_within_the_step(patches: Patches) -> None:
 
 
 def stop_after_offload_failure(patches: Patches) -> None:
-    """Save a checkpoint, which is whole, and stop once momentum could not be read or written.
-
-    Where saving itself is what found that momentum cannot be read, the run stops after it.
-    """
+    """Save a checkpoint, which is whole, and stop once momentum could not be read or written, in a step or a save."""
     from megatron.training import get_args
 
     state = ("model", "optimizer", "opt_param_scheduler", "iteration", "num_floating_point_operations_so_far")

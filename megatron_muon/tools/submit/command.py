@@ -177,7 +177,6 @@ def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Reso
     """
     from megatron_muon.tools.train.resolve import Request, resolve_here
 
-    shipped.require(args.config)
     device = (("device", "cuda"),) if args.gpus_per_node else ()
     every = Request(str(args.config), device, ranks=args.ranks, nodes=Nodes(args.nodes), writes=False, resume=True)
     requests = [replace(every, flags=(*args.flags, *task), checks=args.ranks is not None) for task in tasks]

@@ -1,9 +1,7 @@
 """Settles an experiment before it is launched: which flags, from where, in which folder, on which device.
 
-Megatron's parser says which flags exist, so this needs torch and megatron-core. `resolve_each` has a child process do
-it: what launches and watches a training stays small, and nothing of CUDA, the CPU backend or an environment gets into
-it. The child goes the way of a rank up to the validation of all flags (`megatron.prepare`), so that a mistake is told
-here, once, and not by torchrun.
+This needs torch and megatron-core, so `resolve_each` has a child process do it: what watches a training stays small and
+free of CUDA. The child goes the way of a rank up to the validation of all flags (`megatron.prepare`).
 """
 
 from __future__ import annotations
@@ -125,9 +123,9 @@ def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     Raises:
         RunFailedError: the process failed; what it printed has been shown.
     """
-    early = [_refused_early(request) for request in requests]
-    if all(early):
-        return [error for error in early if error is not None]
+    early = [error for request in requests if (error := _refused_early(request))]
+    if len(early) == len(requests):
+        return [*early]
     done = subprocess.run(
         [sys.executable, "-c", f"import {__name__} as this; this.answer()"],
         input=pickle.dumps(list(requests)),
@@ -171,6 +169,8 @@ def resolve_here(requests: Sequence[Request]) -> list[Resolved | UserError]:
     for request in requests:
         environ = dict(os.environ)
         try:
+            if error := _refused_early(request):
+                raise error
             with settling("checking the settings"):
                 answered.append(settle(request))
         except UserError as error:
@@ -266,8 +266,9 @@ def _layers(
     sets = [(key, value) for key, value in request.sets if plain(key) != "device"]
     for key, value in sets:
         setting = set_flag(key, value, actions, {*values, *config.overridden})
-        for name in [name for name in flags if plain(name) == plain(key)]:
-            del flags[name], values[name]
+        for given_as in (flags, values, chosen):
+            for name in [name for name in given_as if plain(name) == plain(key)]:
+                del given_as[name]  # type: ignore[attr-defined]  # of dictionaries with different values
         if setting is not None:
             put(*setting, FROM_SET)
             chosen[setting[0]] = " ".join(setting[1])
