@@ -48,7 +48,7 @@ CASES = {
         "--swiglu --num-experts 3 --expert-model-parallel-size 2",
         "Number of experts should be a multiple of expert model parallel_size.: assert args.num_experts % ",
     ),
-    "top k": ("--num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
+    "top k": ("--swiglu --num-experts 2 --moe-router-topk 3", "--moe-router-topk 3 is more than --num-experts 2"),
     "fused GELU of experts": ("--num-experts 2", "--num-experts; give --swiglu, or --no-bias-gelu-fusion"),
     "dropout": ("--hidden-dropout 2", "between 0 and 1, but got 2.0"),
     "recomputation": ("--recompute-granularity full", 'if self.recompute_granularity != "selective":'),

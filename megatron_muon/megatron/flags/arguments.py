@@ -172,14 +172,18 @@ def check_parallelism(args: argparse.Namespace, world_size: int) -> None:
                 f"tensor, pipeline and context parallel sizes; start a multiple of {product} (torchrun "
                 "--nproc-per-node) or lower it"
             )
+    refusals.apply(_of_parallelism(args))
 
 
-def _of_models(args: argparse.Namespace) -> Rules:
+def _of_parallelism(args: argparse.Namespace) -> Rules:
     context, pipeline = args.context_parallel_size, args.pipeline_model_parallel_size
     if context > 1 and args.transformer_impl == "local":
         yield f"--context-parallel-size {context} needs Transformer Engine's attention, and a GPU; use {TE}, or size 1"
     if args.use_megatron_fsdp and pipeline > 1:  # Megatron-FSDP of 0.19 builds its device mesh from all ranks
         yield f"--pipeline-model-parallel-size {pipeline} does not work with --use-megatron-fsdp; use 1"
+
+
+def _of_models(args: argparse.Namespace) -> Rules:
     for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
         if pattern := getattr(args, name):
             yield f"{flag_of(name)} {pattern} makes a hybrid model, which `plan` takes and a run does not; leave it out"

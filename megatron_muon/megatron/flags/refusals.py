@@ -34,20 +34,13 @@ type Rules = Iterator[str]
 
 @dataclass(frozen=True, kw_only=True)
 class MuonRun:
-    """What the rules depend on.
+    """What the rules depend on."""
 
-    Attributes:
-        settings: parsed flags, or a MuonOptimizerConfig.
-        model: parsed flags, or a TransformerConfig.
-        ddp: parsed flags, or a DistributedDataParallelConfig.
-        has_model: a script has made the model, so `model` has its sizes and Muon is to train it.
-    """
-
-    settings: Any
-    model: Any
-    ddp: Any
+    settings: Any  # parsed flags, or a MuonOptimizerConfig
+    model: Any  # parsed flags, or a TransformerConfig
+    ddp: Any  # parsed flags, or a DistributedDataParallelConfig
     on_cpu: bool
-    has_model: bool
+    has_model: bool  # a script has made the model, so `model` has its sizes and Muon is to train it
 
     @property
     def replicated(self) -> bool:

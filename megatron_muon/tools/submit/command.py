@@ -1,8 +1,7 @@
 """`megatron-muon submit`: puts a training into SLURM's queue, after its flags have been checked.
 
 It calls `sbatch` with scripts/slurm/pretrain.sbatch, which trains, and requeues itself until the run is finished. What
-takes hours to find out in a queue is found here: a flag that does not exist, a size that does not fit the ranks, a run
-that could not be resumed, array tasks that would overwrite each other's checkpoints.
+takes hours to find out in a queue is found here.
 """
 
 from __future__ import annotations
@@ -144,11 +143,7 @@ def settings(args: argparse.Namespace, tasks: int, first: Resolved) -> list[tupl
 
 
 def read_tasks(file: Path) -> list[tuple[str, ...]]:
-    """The flags of an array's tasks, one task a line, quoted as in a shell.
-
-    Raises:
-        UserError: the file cannot be read, is empty, or has a line without flags.
-    """
+    """The flags of an array's tasks, one task a line, quoted as in a shell; a UserError names a line without flags."""
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -168,12 +163,9 @@ def read_tasks(file: Path) -> list[tuple[str, ...]]:
 
 
 def check(args: argparse.Namespace, tasks: Sequence[Sequence[str]]) -> list[Resolved]:
-    """Every task's run, checked as its ranks would, for their number and, with GPUs, for CUDA.
+    """Every task's run, checked as its ranks would, for their number and, with GPUs, for CUDA; a UserError says all.
 
     Where the number of ranks is left to what the job finds, its first start says what does not fit.
-
-    Raises:
-        UserError: what the user got wrong, all of it: a mistake that ranks would find, no --save, one that tasks share.
     """
     from megatron_muon.tools.train.resolve import Request, resolve_here
 

@@ -29,8 +29,6 @@ examples:
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --out runs/first
   megatron-muon train --config configs/quickstart.yaml --nproc 2 --optimizer adam --lr 0.001 --out runs/second
   megatron-muon train --config configs/quickstart.yaml --dry-run --train-iters 50
-  megatron-muon train --config configs/quickstart.yaml --nproc 2 --profile --train-iters 20 --out runs/profiled
-  megatron-muon train --config configs/quickstart.yaml --resume
   megatron-muon train --resume --out runs/first
   on each of two machines, with R its number, 0 or 1:
     megatron-muon train --config my.yaml --nproc 8 --nnodes 2 --node-rank R --rdzv-endpoint node0:29500 --out runs/my
@@ -64,8 +62,7 @@ def configure(parser: CommandParser) -> None:
         help="default: where --tensorboard-dir DIR/tensorboard or --save DIR/checkpoints say, "
         "else runs/NAME-TIME; where the file's own place holds a run, the next free one beside it")  # fmt: skip
     folder.add_argument("--resume", action="store_true",
-        help="go on from the run's own checkpoint, where there is one; "
-        "may be given from the first start on")  # fmt: skip
+        help="go on from the run's own checkpoint, where there is one")  # fmt: skip
     folder.add_argument("--no-save", action="store_true",
         help="write no checkpoint; without it a training saves at its end, and when Ctrl-C or SIGTERM "
         "ends it")  # fmt: skip
@@ -110,11 +107,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def request_of(args: argparse.Namespace) -> Request:
-    """What the arguments ask for.
-
-    Raises:
-        UserError: arguments that do not go together.
-    """
+    """What the arguments ask for; a UserError for those that do not go together."""
     from megatron_muon.megatron.flags.config_file import given_flags
     from megatron_muon.tools.train.resolve import Request
 
@@ -173,11 +166,7 @@ def steps(text: str) -> tuple[int, int]:
 
 
 def assignment(text: str) -> tuple[str, str]:
-    """Key and value of a `--set`.
-
-    Raises:
-        UserError: it is not of that form.
-    """
+    """Key and value of a `--set`; a UserError where it is not of that form."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip("-"):
         raise UserError(f"--set {text}: write KEY=VALUE, such as --set lr=0.001")

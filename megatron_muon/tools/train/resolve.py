@@ -118,10 +118,8 @@ class Resolved:
 def resolve_each(requests: Sequence[Request]) -> list[Resolved | UserError]:
     """What is settled for each request, or what the user got wrong; all in one child process.
 
-    What needs no Megatron to find is found first: where each has such a mistake, no process is started.
-
-    Raises:
-        RunFailedError: the process failed; what it printed has been shown.
+    Where each has a mistake that can be found without Megatron, no process is started. Raises a RunFailedError where
+    the process failed; what it printed has been shown.
     """
     early = [error for request in requests if (error := _refused_early(request))]
     if len(early) == len(requests):
@@ -189,7 +187,7 @@ def settle(request: Request) -> Resolved:
     """Settles an experiment in this process: sets the environment, installs the CPU backend.
 
     Raises:
-        UserError: what the user got wrong, as pretrain_gpt.py would say it.
+        UserError: what the user got wrong.
     """
     from megatron_muon.megatron import prepare
     from megatron_muon.megatron.flags.arguments import BY_PACKAGES
@@ -335,9 +333,6 @@ def set_flag(
     """The flag and its values that a `--set KEY=VALUE` stands for, given the parser's actions and the file's flags.
 
     `true` gives a bare flag, `false` its `--no-` twin; None where `false` or `null` take the file's flag away.
-
-    Raises:
-        UserError: no such flag, or a value that cannot be.
     """
     word = value.lower()
     if word == "null":

@@ -11,8 +11,8 @@
       summary.json    what came of it; written when the run has ended, whatever its end
       .run.lock       while a run lives: its process and machine; `train` holds it, and torchrun where that outlives it
 
-On other machines than the first (--node-rank 1, 2, ...) a run writes `config.node-N.yaml` and `train.node-N.log` only.
-docs/experiments.md lists the fields of run.json and summary.json.
+Other machines than the first write `config.node-N.yaml` and `train.node-N.log` only. docs/experiments.md lists the
+fields of run.json and summary.json.
 """
 
 from __future__ import annotations
@@ -135,11 +135,7 @@ def forget_divergence(folder: RunFolder) -> None:
 
 
 def clear(folder: RunFolder) -> None:
-    """Deletes what a run left in its folder: its own files, events and checkpoints.
-
-    Raises:
-        UserError: events or checkpoints lie elsewhere, where others' may lie too; nothing is deleted then.
-    """
+    """Deletes a run's files, events and checkpoints; a UserError where they lie elsewhere, as others' may lie there."""
     root = folder.root.resolve()
     places = [folder.tensorboard, *([folder.checkpoints] if folder.checkpoints else [])]
     if elsewhere := next((place for place in places if place.exists() and place.resolve().parent != root), None):
