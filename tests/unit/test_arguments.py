@@ -170,7 +170,11 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
         (ASYNC.split()[0], {"device": "cuda"}, "does nothing without --use-persistent-ckpt-worker"),
         (ASYNC, {}, "does not work on the CPU"),
         ("--use-pytorch-profiler", {}, "does nothing without --profile"),
-        ("--profile --use-pytorch-profiler --tensorboard-dir x --train-iters 5", {}, "after --train-iters 5; give"),
+        (
+            "--profile --use-pytorch-profiler --tensorboard-dir x --train-iters 5",
+            {},
+            "--train-iters 5 ends before; give",
+        ),
         ("--profile --profile-step-start 5 --profile-step-end 5", {"device": "cuda"}, "no step lies between them"),
         ("--profile --use-pytorch-profiler", {}, "writes its traces beside --tensorboard-dir"),
         ("--profile", {}, "--profile alone is for nsys"),

@@ -198,7 +198,7 @@ def _of_run(args: argparse.Namespace, *, on_cpu: bool, environ: Mapping[str, str
     if args.profile and start >= end:
         yield f"{steps}: no step lies between them; the second number must be larger"
     if args.profile and args.train_iters is not None and end > args.train_iters:
-        late = f"{steps}: a trace is written when step {end} begins, after --train-iters {args.train_iters}"
+        late = f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends before"
         yield f"{late}; give earlier steps (`train`: --profile-steps FIRST:END), or train longer"
     if args.profile and torchs and args.tensorboard_dir is None:
         yield "--use-pytorch-profiler writes its traces beside --tensorboard-dir DIR; give that too"

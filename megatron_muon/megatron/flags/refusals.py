@@ -227,7 +227,7 @@ def _unheeded(run: MuonRun) -> Rules:
     if needs_whole_updates(settings) and settings.muon_team_size not in ("auto", "1"):
         yield f"--muon-team-size {settings.muon_team_size}: NorMuon needs whole updates; use --muon-team-size 1"
     if run.megatrons_own and steps_for(settings):
-        yield f"--muon-ns-steps-for needs this package's Muon, not {NO_SHARD}; use {SHARDING}, or {SHARED}"
+        yield f"--muon-ns-steps-for: with {NO_SHARD} it is megatron-core's own, of one N; use {SHARDING}, or {SHARED}"
 
 
 def _offload(run: MuonRun) -> Rules:
@@ -254,23 +254,28 @@ def _offload_all(run: MuonRun) -> Rules:
     settings, model = run.settings, run.model
     if settings.muon_offload_state != "all":
         return
+    untried, in_its_way = "was not tried with it", "makes the model's weights from the main weights in its own way"
+    between_steps, coupled = (
+        "reads the main weights between steps",
+        not getattr(settings, "decoupled_weight_decay", True),
+    )
     saved, hashed = "save_params_interval", "check_weight_hash_across_dp_replicas_interval"
-    for flag, is_on in (
-        ("--optimizer adaptive_muon", settings.optimizer == "adaptive_muon"),
-        (NO_SHARD, run.replicated),
-        ("--muon-ns-device cpu", settings.muon_ns_device == "cpu"),
-        ("decoupled_weight_decay=False", not getattr(settings, "decoupled_weight_decay", True)),
-        ("--fp8-format", model.fp8),
-        ("--fp4-format", model.fp4),
-        ("--async-save", getattr(settings, "async_save", False)),
-        (CLIP, model.qk_clip),
-        (HYPERBALL, settings.muon_hyperball),
-        ("--log-params-norm", getattr(settings, "log_params_norm", False)),
-        (flag_of(saved), getattr(settings, saved, None) is not None),
-        (flag_of(hashed), getattr(settings, hashed, None) is not None),
+    for flag, is_on, why in (
+        ("--optimizer adaptive_muon", settings.optimizer == "adaptive_muon", untried),
+        (NO_SHARD, run.replicated, "keeps every weight on every rank"),
+        ("--muon-ns-device cpu", settings.muon_ns_device == "cpu", untried),
+        ("decoupled_weight_decay=False", coupled, "needs weights beside the gradients"),
+        ("--fp8-format", model.fp8, in_its_way),
+        ("--fp4-format", model.fp4, in_its_way),
+        ("--async-save", getattr(settings, "async_save", False), untried),
+        (CLIP, model.qk_clip, "scales main weights behind the step"),
+        (HYPERBALL, settings.muon_hyperball, "needs weights behind the step"),
+        ("--log-params-norm", getattr(settings, "log_params_norm", False), between_steps),
+        (flag_of(saved), getattr(settings, saved, None) is not None, "reads the main weights after a skipped step"),
+        (flag_of(hashed), getattr(settings, hashed, None) is not None, between_steps),
     ):
         if is_on:
-            yield f"{flag} is not supported with --muon-offload-state all; use --muon-offload-state momentum"
+            yield f"{flag} is not supported with --muon-offload-state all: it {why}; use --muon-offload-state momentum"
 
 
 def _blocks(run: MuonRun) -> Rules:
