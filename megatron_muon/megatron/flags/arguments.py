@@ -201,7 +201,7 @@ def _of_run(args: argparse.Namespace, *, on_cpu: bool, environ: Mapping[str, str
         late = f"{steps}: a trace is written when step {end} begins, and --train-iters {args.train_iters} ends before"
         yield f"{late}; give earlier steps (`train`: --profile-steps FIRST:END), or train longer"
     if args.profile and torchs and args.tensorboard_dir is None:
-        yield "--use-pytorch-profiler writes its traces beside --tensorboard-dir DIR; give that too"
+        yield "--use-pytorch-profiler writes its traces beside --tensorboard-dir; give that too"
     if args.profile and on_cpu and not torchs:
         yield "--profile alone is for nsys, on a GPU; add --use-pytorch-profiler on a CPU"
     if args.wandb_project and not elsewhere and importlib.util.find_spec("wandb") is None:
