@@ -62,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     status, error, failed_at, trace = 1, None, time.time(), ""
     try:
-        _help() if {"--help", "-h"} & set(argv) else _start(argv)
+        if {"--help", "-h"} & set(argv):
+            _help()
+        else:
+            _start(argv)
         status = 0
     except (UserError, SaveError, OffloadError, RunFailedError) as failure:
         status = 2 if isinstance(failure, UserError) else 1

@@ -82,7 +82,8 @@ def open_line(argv: Sequence[str], *, writes: bool, overridden: Iterable[str] = 
     early.add_argument("--config", type=Path)
     early.add_argument("--device", choices=("auto", "cuda", "cpu"))
     given, rest = early.parse_known_args(list(argv))
-    config, device, notes = None, given.device, []
+    notes: list[str] = []
+    config, device = None, given.device
     if given.config is not None:
         config = config_file.load_config(given.config, overridden={*config_file.given_flags(rest), *overridden})
         notes = _apply(config)

@@ -151,14 +151,14 @@ def check_settings(
         if args.optimizer in MUONS and args.use_megatron_fsdp:
             check_places(args, first_rank=environ.get("RANK", "0") == "0")
 
-    refusals.tell(
-        lambda: check_parallelism(args, int(environ.get("WORLD_SIZE", "1"))),
-        lambda: refusals.apply(_of_models(args)),
-        muon,
-        lambda: check_data and require_data(args),
-        lambda: args.load and writes and check_load(args),
-        lambda: refusals.apply(_of_run(args, on_cpu=device == "cpu", environ=environ, elsewhere=elsewhere)),
-    )
+    world_size = int(environ.get("WORLD_SIZE", "1"))
+    checks = [lambda: check_parallelism(args, world_size), lambda: refusals.apply(_of_models(args)), muon]
+    if check_data:
+        checks.append(lambda: require_data(args))
+    if args.load and writes:
+        checks.append(lambda: check_load(args))
+    of_run = _of_run(args, on_cpu=device == "cpu", environ=environ, elsewhere=elsewhere)
+    refusals.tell(*checks, lambda: refusals.apply(of_run))
 
 
 def check_parallelism(args: argparse.Namespace, world_size: int) -> None:

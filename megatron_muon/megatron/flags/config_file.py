@@ -200,7 +200,7 @@ def _layers(path: Path, above: tuple[Path, ...]) -> Iterator[tuple[Path, dict[st
         if key not in OURS and not UPSTREAM_TEST_KEYS.fullmatch(key):
             hint = did_you_mean(key, OURS) or f"; a file holds {ENV_KEY} and {ARGS_KEY}"
             raise UserError(f"{_at(path, node)}: unknown key {key!r}{hint}")
-    if not _is_null(bases := sections.get(BASE_KEY)):
+    if (bases := sections.get(BASE_KEY)) is not None and not _is_null(bases):
         items = bases.value if isinstance(bases, yaml.SequenceNode) else [bases]
         if not all(isinstance(item, yaml.ScalarNode) and item.value for item in items):
             raise UserError(f"{path}: {BASE_KEY} must be a file or a list of files, such as 'model.yaml'")

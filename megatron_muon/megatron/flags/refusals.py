@@ -85,11 +85,12 @@ def check(run: MuonRun) -> None:
     with_muon = run.ddp.use_megatron_fsdp and (run.settings.optimizer in MUONS or run.has_model)
     of_muon = (_features, _logits, _unheeded, _offload, _offload_all, _blocks, _share, _decay)
     tables = (_optimizer, *(of_muon if with_muon else (_without_muon,)))
-    tell(
-        lambda: with_muon and _check_iteration(run.settings),
-        lambda: with_muon and run.model.qk_clip and _check_clip(run.model),
-        *(lambda table=table: apply(table(run)) for table in tables),  # type: ignore[misc]
-    )
+    checks: list[Callable[[], object]] = []
+    if with_muon:
+        checks.append(lambda: _check_iteration(run.settings))
+    if with_muon and run.model.qk_clip:
+        checks.append(lambda: _check_clip(run.model))
+    tell(*checks, lambda: apply(message for table in tables for message in table(run)))
 
 
 def _check_iteration(settings: Any) -> None:
@@ -148,8 +149,9 @@ def _without_muon(run: MuonRun) -> Rules:
         given.append("--muon-allow-missing-state")
     for flag in given:
         yield f"{flag} needs --optimizer muon --use-megatron-fsdp; add them or leave it out"
-    if run.ddp.use_megatron_fsdp and (flag := asked(run.model)):  # megatron-core's clip ends in an AttributeError
-        yield f"{flag} with --use-megatron-fsdp needs --optimizer muon; leave {flag} out"
+    logits = asked(run.model)
+    if run.ddp.use_megatron_fsdp and logits:  # megatron-core's clip ends in an AttributeError
+        yield f"{logits} with --use-megatron-fsdp needs --optimizer muon; leave {logits} out"
 
 
 def _features(run: MuonRun) -> Rules:

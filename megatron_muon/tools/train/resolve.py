@@ -264,9 +264,10 @@ def _layers(
     sets = [(key, value) for key, value in request.sets if plain(key) != "device"]
     for key, value in sets:
         setting = set_flag(key, value, actions, {*values, *config.overridden})
-        for given_as in (flags, values, chosen):
-            for name in [name for name in given_as if plain(name) == plain(key)]:
-                del given_as[name]  # type: ignore[attr-defined]  # of dictionaries with different values
+        before: tuple[dict[str, Any], ...] = (flags, values, chosen)
+        for layer in before:
+            for name in [name for name in layer if plain(name) == plain(key)]:
+                del layer[name]
         if setting is not None:
             put(*setting, FROM_SET)
             chosen[setting[0]] = " ".join(setting[1])
